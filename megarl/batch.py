@@ -1,0 +1,187 @@
+"""What travels between the rooms: prompts, samples and packed token batches.
+
+Prompts and samples hold plain Python values, so that the driver, the reward process and the data room handle them
+without torch. A `TokenBatch` holds torch tensors and exists only where a model runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, tokenised once: these ids are what the engine reads and what the trainer trains on.
+
+    id         unique within the data set, stable over runs with the same seed
+    text       what `token_ids` decode to, special tokens included
+    answer     what the rewards compare with (None if they need nothing)
+    source     the data set that it came from, for metrics per source
+    """
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    answer: Any = None
+    source: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRun:
+    """`count` consecutive response tokens that were sampled under weight version `version`."""
+
+    version: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion of one prompt. R = number of response tokens, end-of-sequence included if it was sampled.
+
+    response_ids        R ids, as sampled; text is never tokenised again
+    response_logprobs   R log-probabilities under the behaviour policy, at the sampling temperature
+    response_mask       R flags: True for a token that the policy produced and that is trained on
+    versions            runs of weight versions, whose counts sum to R
+    text                the decoded response, special tokens left out: what rewards read
+    """
+
+    id: str
+    prompt: Prompt
+    response_ids: tuple[int, ...]
+    response_logprobs: tuple[float, ...]
+    response_mask: tuple[bool, ...]
+    versions: tuple[VersionRun, ...]
+    finish_reason: FinishReason
+    text: str
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response_ids), len(self.response_logprobs), len(self.response_mask)}
+        lengths.add(sum(run.count for run in self.versions))
+        assert len(lengths) == 1, f"sample {self.id}: ids, log-probs, mask and versions differ in length: {lengths}"
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens together."""
+        return len(self.prompt.token_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInfo:
+    """What the driver knows of a sample: numbers and names, never its tokens."""
+
+    id: str
+    prompt_id: str
+    source: str
+    num_prompt_tokens: int
+    num_response_tokens: int
+    num_trained_tokens: int
+    finish_reason: FinishReason
+    version_oldest: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_response_tokens
+
+    @classmethod
+    def of(cls, sample: Sample) -> SampleInfo:
+        return cls(
+            id=sample.id,
+            prompt_id=sample.prompt.id,
+            source=sample.prompt.source,
+            num_prompt_tokens=len(sample.prompt.token_ids),
+            num_response_tokens=len(sample.response_ids),
+            num_trained_tokens=sum(sample.response_mask),
+            finish_reason=sample.finish_reason,
+            version_oldest=min((run.version for run in sample.versions), default=0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the rewards say of one sample: either a value, or why there is none. A failure is not a zero.
+
+    value      the weighted sum of the parts; None if any part failed
+    parts      reward function name -> its own value
+    failure    None, or one line that names the reward function and the error
+    """
+
+    value: float | None
+    parts: dict[str, float]
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """Reward statistics of the group that a sample belongs to (all samples of its prompt that were scored).
+
+    mean   mean reward of the group
+    std    its standard deviation in the convention that the config names (1 where it names none)
+    size   number of scored samples
+    """
+
+    mean: float
+    std: float
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """A sample with what the driver hands out beside it. `weight` is one trained token's share of the update's loss."""
+
+    sample: Sample
+    reward: float
+    group: GroupStatistics
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """One microbatch: D documents (prompt + response each), packed without padding between them.
+
+    T = tokens in the pack, padding at its end included. N = rows whose log-prob is wanted, ordered by document, then
+    by position. The row of a response token is the position before it: its hidden state predicts that token.
+
+    tokens        int64 [T]
+    positions     int64 [T]     position within its own document
+    boundaries    int32 [D + 1] cumulative document lengths; the padding, if any, is the last document
+    rows          int64 [N]     positions in the pack whose hidden state goes through the head
+    targets       int64 [N]     the sampled token of each row
+    row_sample    int64 [N]     index of the row's sample within the microbatch
+    behaviour     float32 [N]   log-prob under the behaviour policy
+    mask          bool [N]      False for response tokens that are not trained on
+    weight        float32 [N]   share of the update's loss, 0 where the mask is False
+    reward        float32 [S]   per sample
+    group_mean    float32 [S]
+    group_std     float32 [S]
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    boundaries: torch.Tensor
+    rows: torch.Tensor
+    targets: torch.Tensor
+    row_sample: torch.Tensor
+    behaviour: torch.Tensor
+    mask: torch.Tensor
+    weight: torch.Tensor
+    reward: torch.Tensor
+    group_mean: torch.Tensor
+    group_std: torch.Tensor
+
+    def validate(self) -> None:
+        num_tokens, num_rows, num_samples = len(self.tokens), len(self.rows), len(self.reward)
+        for name in ("targets", "row_sample", "behaviour", "mask", "weight"):
+            shape = tuple(getattr(self, name).shape)
+            assert shape == (num_rows,), f"{name} has shape {shape}, expected ({num_rows},)"
+        for name in ("group_mean", "group_std"):
+            shape = tuple(getattr(self, name).shape)
+            assert shape == (num_samples,), f"{name} has shape {shape}, expected ({num_samples},)"
+        assert tuple(self.positions.shape) == (num_tokens,), "one position per token"
+        assert int(self.boundaries[0]) == 0 and int(self.boundaries[-1]) == num_tokens, "documents tile the pack"
+        assert num_rows == 0 or int(self.rows.max()) < num_tokens, "a row outside the pack"

@@ -1,0 +1,146 @@
+"""The shape of a run's configuration. Types and ranges of single keys are here, rules across keys in `rules`.
+
+There are no defaults here: their one home is configs/base.yaml, beside the comment that explains each key.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A group of keys: unknown ones are refused, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class Run(Section):
+    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    folder: str
+    seed: NonNegativeInt
+    steps: PositiveInt
+    export: bool
+
+
+class Model(Section):
+    path: Annotated[str, Field(min_length=1)]
+    dtype: Literal["float32", "bfloat16"]
+
+
+class Layout(Section):
+    tp: PositiveInt
+    pp: PositiveInt
+    cp: PositiveInt
+    ep: PositiveInt
+    dp: PositiveInt
+    sequence_parallel: bool
+    first_stage_layers: PositiveInt | None
+    last_stage_layers: PositiveInt | None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+
+class Optimizer(Section):
+    lr: PositiveFloat
+    beta1: Annotated[float, Field(ge=0, lt=1)]
+    beta2: Annotated[float, Field(ge=0, lt=1)]
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
+    clip_grad_norm: NonNegativeFloat
+
+
+class Actor(Section):
+    layout: Layout
+    optimizer: Optimizer
+    tokens_per_microbatch: PositiveInt
+    threads: PositiveInt | None
+    megatron_extra: dict[str, Any]
+
+
+class Rollout(Section):
+    replicas: PositiveInt
+    tp: PositiveInt
+    temperature: PositiveFloat
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    max_new_tokens: PositiveInt
+    context_length: PositiveInt
+    kv_cache_gib: PositiveInt
+    threads: PositiveInt | None
+    vllm_extra: dict[str, Any]
+
+
+class Advantage(Section):
+    estimator: Literal["grpo"]
+    std: Literal["sample", "population", "none"]
+    std_epsilon: NonNegativeFloat
+
+
+class Objective(Section):
+    name: Literal["clip"]
+    clip_low: PositiveFloat
+    clip_high: PositiveFloat
+    aggregation: Literal["sequence_mean_of_token_means", "sequence_mean_of_token_sums", "token_mean"]
+    entropy_coefficient: float
+
+
+class KL(Section):
+    estimator: Literal["k1", "k2", "k3"]
+    coefficient: NonNegativeFloat
+
+
+class Algorithm(Section):
+    advantage: Advantage
+    objective: Objective
+    kl: KL
+
+
+class Batch(Section):
+    prompts_per_step: PositiveInt
+    samples_per_prompt: PositiveInt
+    prompts_per_update: PositiveInt
+
+
+class Data(Section):
+    source: Annotated[str, Field(min_length=1)]
+    size: PositiveInt | None
+    prompt_column: str
+    answer_column: str
+    chat_template: bool
+    shuffle: bool
+
+
+class RewardFunction(Section):
+    function: Annotated[str, Field(min_length=1)]
+    weight: float = 1.0
+
+
+class Rewards(Section):
+    functions: Annotated[list[RewardFunction], Field(min_length=1)]
+    failure_limit: Annotated[float, Field(ge=0, le=1)]
+
+
+class Cluster(Section):
+    start_timeout_s: PositiveFloat
+    step_timeout_s: PositiveFloat
+    object_store_mib: PositiveInt
+
+
+class Config(Section):
+    run: Run
+    model: Model
+    actor: Actor
+    rollout: Rollout
+    algorithm: Algorithm
+    batch: Batch
+    data: Data
+    rewards: Rewards
+    cluster: Cluster

@@ -1,0 +1,45 @@
+"""Metrics that know how they are reduced: over microbatches, over ranks, over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "max", "min"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A value, the weight that it has in a mean (tokens, samples …; unused by the others), and its reduction."""
+
+    value: float
+    weight: float = 1.0
+    reduction: Reduction = "mean"
+
+
+def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Combines the metrics of several microbatches or ranks, name by name. A mean of weight 0 is left out."""
+    groups: dict[str, list[Metric]] = {}
+    for part in parts:
+        for name, metric in part.items():
+            groups.setdefault(name, []).append(metric)
+    merged = {name: _reduce(name, metrics) for name, metrics in groups.items()}
+    return {name: metric for name, metric in merged.items() if metric is not None}
+
+
+def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def _reduce(name: str, metrics: list[Metric]) -> Metric | None:
+    reductions = {metric.reduction for metric in metrics}
+    assert len(reductions) == 1, f"{name} is reduced in two ways: {reductions}"
+    reduction = reductions.pop()
+    weight = sum(metric.weight for metric in metrics)
+    if reduction == "mean":
+        if weight == 0:
+            return None
+        return Metric(sum(m.value * m.weight for m in metrics if m.weight) / weight, weight, "mean")
+    combine = {"sum": sum, "max": max, "min": min}[reduction]
+    return Metric(combine(metric.value for metric in metrics), weight, reduction)
