@@ -6,7 +6,7 @@ without torch. A `TokenBatch` holds torch tensors and exists only where a model 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -159,6 +159,8 @@ class TokenBatch:
     reward        float32 [S]   per sample
     group_mean    float32 [S]
     group_std     float32 [S]
+    old           float32 [N] or None: log-prob under the policy at the start of the step; None: it is the current one
+    reference     float32 [N] or None: log-prob under the reference
     """
 
     tokens: torch.Tensor
@@ -173,12 +175,21 @@ class TokenBatch:
     reward: torch.Tensor
     group_mean: torch.Tensor
     group_std: torch.Tensor
+    old: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> TokenBatch:
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TokenBatch(**{name: None if value is None else value.to(device) for name, value in moved.items()})
 
     def validate(self) -> None:
         num_tokens, num_rows, num_samples = len(self.tokens), len(self.rows), len(self.reward)
         for name in ("targets", "row_sample", "behaviour", "mask", "weight"):
             shape = tuple(getattr(self, name).shape)
             assert shape == (num_rows,), f"{name} has shape {shape}, expected ({num_rows},)"
+        for name in ("old", "reference"):
+            values = getattr(self, name)
+            assert values is None or tuple(values.shape) == (num_rows,), f"{name} has shape {tuple(values.shape)}"
         for name in ("group_mean", "group_std"):
             shape = tuple(getattr(self, name).shape)
             assert shape == (num_samples,), f"{name} has shape {shape}, expected ({num_samples},)"

@@ -1,0 +1,44 @@
+"""Which forward-only passes a run needs, and why the others are left out: where the result is provably the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    name: str
+    needed: bool
+    reason: str
+
+
+def passes(config: Config) -> tuple[Pass, ...]:
+    batch, coefficient = config.batch, config.algorithm.kl.coefficient
+    updates = batch.prompts_per_step // batch.prompts_per_update
+    return (
+        Pass(
+            "old log-probs",
+            updates > 1,
+            f"{updates} updates per step: the policy moves between them"
+            if updates > 1
+            else "one update per step: the policy that is updated is the old one, the ratio is exp(lp − lp.detach())",
+        ),
+        Pass(
+            "reference log-probs",
+            coefficient > 0,
+            f"algorithm.kl.coefficient = {coefficient:g}"
+            if coefficient > 0
+            else "algorithm.kl.coefficient = 0: no term reads them",
+        ),
+        Pass("critic values", False, f"{config.algorithm.advantage.estimator} takes the group's mean as its baseline"),
+    )
+
+
+def describe(config: Config) -> list[str]:
+    return [f"pass {'made' if p.needed else 'left out'}: {p.name} ({p.reason})" for p in passes(config)]
+
+
+def needed(config: Config, name: str) -> bool:
+    return next(p.needed for p in passes(config) if p.name == name)

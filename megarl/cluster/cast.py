@@ -1,0 +1,60 @@
+"""Everybody who takes part in a run, started and connected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.placement import Placement
+from megarl.cluster.reward_worker import RewardWorker
+from megarl.cluster.session import Session
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.schema import Config
+from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.plan import Plan, make_plan
+from megarl.resharding.transports.shared_memory import SharedMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    trainers: TrainerGroup
+    engines: EngineGroup
+    rewards: RewardWorker
+    transport: SharedMemory
+    refit_plan: Plan
+    export_plan: Plan
+
+    def refit(self, version: int) -> int:
+        """The trainer's weights, in place, into every engine. Returns the bytes written."""
+        return self.engines.refit(self.refit_plan, self.transport, version)
+
+    def export(self, out: Path) -> None:
+        self.trainers.export(self.export_plan, self.transport, out)
+
+
+def assemble(
+    session: Session, config: Config, hf_config: Mapping[str, Any], model_folder: Path, placement: Placement
+) -> Cast:
+    """Starts all processes, then plans how weights flow between them."""
+    trainers = TrainerGroup(session, config, model_folder, placement.trainers)
+    engines = EngineGroup(session, config, model_folder, placement.engines)
+    rewards = RewardWorker(session, config.rewards, placement.rewards)
+    rewards.start()
+    trainers.start()
+    engines.start()
+    engine_holders = [
+        vllm_holder(hf_config, config.rollout.tp, rank, replica)
+        for replica in range(config.rollout.replicas)
+        for rank in range(config.rollout.tp)
+    ]
+    return Cast(
+        trainers=trainers,
+        engines=engines,
+        rewards=rewards,
+        transport=SharedMemory(trainers.publish()),
+        refit_plan=make_plan(trainers.holders, engine_holders),
+        export_plan=make_plan(trainers.holders, [huggingface_holder(hf_config)]),
+    )

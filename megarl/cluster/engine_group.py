@@ -1,0 +1,94 @@
+"""The rollout engines: one Ray actor per replica."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from megarl.batch import SampleInfo
+from megarl.cluster.logs import log_to
+from megarl.cluster.placement import Process
+from megarl.cluster.session import Session
+from megarl.config.schema import Config
+from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.environment import environment
+
+if TYPE_CHECKING:
+    from megarl.resharding.plan import Plan
+    from megarl.resharding.transports.shared_memory import SharedMemory
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSample:
+    """A sample as the driver knows it: its numbers, and a reference to where its tokens are."""
+
+    info: SampleInfo
+    ref: ray.ObjectRef
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class EngineActor:
+    """vLLM is imported here, in the actor's own process, after its environment is set."""
+
+    def __init__(self, config: Config, model_folder: Path, process: Process, logs: Path):
+        log_to(logs / f"{process.name}.log")
+        os.environ.update(environment(config.rollout, process.threads))
+        self._config, self._model_folder, self._process = config, model_folder, process
+
+    def start(self) -> None:
+        from megarl.rollout.vllm_engine import VllmEngine
+
+        self._engine = VllmEngine(
+            self._config.rollout,
+            self._model_folder,
+            self._config.model.dtype,
+            self._process.index,
+            self._config.run.seed,
+        )
+
+    def generate(self, requests: Sequence[SamplingRequest]) -> list[RemoteSample]:
+        samples = self._engine.generate(requests)
+        return [RemoteSample(SampleInfo.of(sample), ray.put(sample)) for sample in samples]
+
+    def refit(self, plan: Plan, transport: SharedMemory, version: int) -> int:
+        return self._engine.refit(plan, transport, version)
+
+
+class EngineGroup:
+    """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache."""
+
+    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
+        self._session = session
+        self._start_timeout_s = config.cluster.start_timeout_s
+        gpus = config.rollout.tp if ray.cluster_resources().get("GPU") else 0
+        self._actors = {
+            process.name: EngineActor.options(num_gpus=gpus).remote(config, model_folder, process, session.logs)
+            for process in processes
+        }
+
+    def start(self) -> None:
+        calls = {name: actor.start.remote() for name, actor in self._actors.items()}
+        self._session.wait(calls, "engine start", self._start_timeout_s)
+
+    def generate(self, groups: Sequence[Sequence[SamplingRequest]]) -> list[list[RemoteSample]]:
+        """groups: the requests of each prompt. Returns their samples in the same shape and order."""
+        replicas = len(self._actors)
+        answers = self._session.wait(
+            {
+                name: actor.generate.remote([request for group in groups[i::replicas] for request in group])
+                for i, (name, actor) in enumerate(self._actors.items())
+            },
+            "rollout",
+        )
+        streams = [iter(samples) for samples in answers]
+        return [[next(streams[i % replicas]) for _ in group] for i, group in enumerate(groups)]
+
+    def refit(self, plan: Plan, transport: SharedMemory, version: int) -> int:
+        """Every engine takes the weights in place. Returns the bytes written over all engines."""
+        calls = {name: actor.refit.remote(plan, transport, version) for name, actor in self._actors.items()}
+        return sum(self._session.wait(calls, "refit"))

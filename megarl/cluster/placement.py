@@ -1,0 +1,47 @@
+"""Which processes a run has, as data: printed before anything starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megarl.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of the run and the CPU threads that its operators use."""
+
+    role: str
+    index: int
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Trainer and engines share this machine and take turns: each may use all of its cores."""
+
+    trainers: tuple[Process, ...]
+    engines: tuple[Process, ...]
+    rewards: Process
+
+    def describe(self) -> str:
+        groups = (self.trainers, self.engines, (self.rewards,))
+        return ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads" for g in groups)
+
+
+def place(config: Config, cores: int | None = None) -> Placement:
+    """cores: of this machine (None: those that this process may run on)."""
+    cores = cores or len(os.sched_getaffinity(0))
+    ranks = config.actor.layout.world_size
+    trainer_threads = config.actor.threads or max(1, cores // ranks)
+    engine_threads = config.rollout.threads or max(1, cores // (config.rollout.replicas * config.rollout.tp))
+    return Placement(
+        trainers=tuple(Process("trainer", rank, trainer_threads) for rank in range(ranks)),
+        engines=tuple(Process("engine", replica, engine_threads) for replica in range(config.rollout.replicas)),
+        rewards=Process("rewards", 0, 1),
+    )

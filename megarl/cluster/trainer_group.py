@@ -1,0 +1,176 @@
+"""The trainer ranks: one Ray actor each, called together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from megarl.batch import GroupStatistics, TrainingSample
+from megarl.cluster.logs import log_to
+from megarl.cluster.placement import Process
+from megarl.cluster.session import Session
+from megarl.config.schema import Config
+from megarl.data.packing import Microbatch
+from megarl.metrics import Metric, merge
+from megarl.resharding.piece import Holder
+
+if TYPE_CHECKING:
+    from megarl.megatron.worker import Scorer
+    from megarl.resharding.plan import Plan
+    from megarl.resharding.transports.shared_memory import PublishedParameter, SharedMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One sample of an update, as the driver hands it out: where its tokens are, and the scalars beside them."""
+
+    sample: ray.ObjectRef
+    reward: float
+    group: GroupStatistics
+    weight: float
+
+    def fetch(self) -> TrainingSample:
+        return TrainingSample(ray.get(self.sample), self.reward, self.group, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one data-parallel rank does of an update; microbatches index into its samples."""
+
+    samples: tuple[Assignment, ...]
+    microbatches: tuple[Microbatch, ...]
+
+    @classmethod
+    def of(cls, assignments: Sequence[Assignment], microbatches: Sequence[Microbatch]) -> Share:
+        """microbatches index into the whole update; the share keeps only the samples that they name."""
+        own = sorted(index for microbatch in microbatches for index in microbatch)
+        position = {index: i for i, index in enumerate(own)}
+        return cls(
+            samples=tuple(assignments[index] for index in own),
+            microbatches=tuple(tuple(position[index] for index in members) for members in microbatches),
+        )
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class TrainerActor:
+    """Torch and Megatron are imported here, in the actor's own process, never in the driver's."""
+
+    def __init__(self, config: Config, model_folder: Path, process: Process, logs: Path):
+        log_to(logs / f"{process.name}.log")
+        self._config, self._model_folder, self._process = config, model_folder, process
+
+    def open_store(self) -> tuple[str, int]:
+        """Rank 0 opens the rendezvous of the process group. Returns host and port."""
+        from megarl.megatron import parallel
+
+        host = ray.util.get_node_ip_address()
+        self._store = parallel.open_store(
+            host, self._config.actor.layout.world_size, self._config.cluster.start_timeout_s
+        )
+        return host, self._store.port
+
+    def start(self, host: str, port: int) -> tuple[int, Holder]:
+        """Builds the model and loads its weights. Returns the data-parallel rank and what this rank holds."""
+        from megarl.megatron import parallel
+        from megarl.megatron.worker import TrainerWorker
+
+        rank, world_size = self._process.index, self._config.actor.layout.world_size
+        store = (
+            self._store
+            if rank == 0
+            else parallel.join_store(host, port, world_size, self._config.cluster.start_timeout_s)
+        )
+        self._worker = TrainerWorker(self._config, self._model_folder, rank, store, self._process.threads)
+        return self._worker.data_parallel_rank, self._worker.holder
+
+    def publish(self) -> dict[str, PublishedParameter]:
+        return self._worker.publish()
+
+    def score(self, scorer: Scorer, share: Share) -> None:
+        self._worker.score(scorer, [item.fetch() for item in share.samples], share.microbatches)
+
+    def update(self, share: Share) -> dict[str, Metric]:
+        return self._worker.update([item.fetch() for item in share.samples], share.microbatches)
+
+    def forget_scores(self) -> None:
+        self._worker.forget_scores()
+
+    def export(self, plan: Plan, transport: SharedMemory, out: Path) -> None:
+        self._worker.export(plan, transport, out)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class TrainerGroup:
+    """All ranks of the actor. Every method is one call on every rank and returns when all have answered."""
+
+    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
+        self._session = session
+        self._start_timeout_s = config.cluster.start_timeout_s
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        self._actors = {
+            process.name: TrainerActor.options(num_gpus=gpus).remote(config, model_folder, process, session.logs)
+            for process in processes
+        }
+        self._data_parallel_ranks: list[int] = []
+        self.holders: list[Holder] = []
+
+    def start(self) -> None:
+        first_name, first = next(iter(self._actors.items()))
+        [(host, port)] = self._session.wait(
+            {first_name: first.open_store.remote()}, "trainer rendezvous", self._start_timeout_s
+        )
+        started = self._session.wait(
+            {name: actor.start.remote(host, port) for name, actor in self._actors.items()},
+            "trainer start",
+            self._start_timeout_s,
+        )
+        self._data_parallel_ranks = [rank for rank, _ in started]
+        self.holders = [holder for _, holder in started]
+
+    def publish(self) -> dict[str, dict[str, PublishedParameter]]:
+        """By holder name: where each live parameter lies in shared memory."""
+        published = self._session.wait(
+            {name: actor.publish.remote() for name, actor in self._actors.items()}, "publishing weights"
+        )
+        return {holder.name: parameters for holder, parameters in zip(self.holders, published, strict=True)}
+
+    def score(self, scorer: Scorer, shares: Sequence[Share]) -> None:
+        """shares: by data-parallel rank."""
+        self._session.wait(
+            {
+                name: actor.score.remote(scorer, shares[rank])
+                for (name, actor), rank in zip(self._actors.items(), self._data_parallel_ranks, strict=True)
+            },
+            f"{scorer} log-probs",
+        )
+
+    def update(self, shares: Sequence[Share]) -> Mapping[str, Metric]:
+        """One optimizer step; shares: by data-parallel rank. Returns metrics over all ranks."""
+        return merge(
+            self._session.wait(
+                {
+                    name: actor.update.remote(shares[rank])
+                    for (name, actor), rank in zip(self._actors.items(), self._data_parallel_ranks, strict=True)
+                },
+                "update",
+            )
+        )
+
+    def forget_scores(self) -> None:
+        calls = {name: actor.forget_scores.remote() for name, actor in self._actors.items()}
+        self._session.wait(calls, "end of step")
+
+    def export(self, plan: Plan, transport: SharedMemory, out: Path) -> None:
+        """The first rank writes the whole model, a few tensors at a time."""
+        name, actor = next(iter(self._actors.items()))
+        self._session.wait({name: actor.export.remote(plan, transport, out)}, "export")
+
+    def close(self) -> None:
+        """Leaves the process group together, so that no rank sees the others vanish."""
+        self._session.wait({name: actor.close.remote() for name, actor in self._actors.items()}, "trainer end")

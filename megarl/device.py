@@ -1,0 +1,36 @@
+"""The only place that chooses between CUDA with NCCL and CPU with gloo."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def on_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this process; on a GPU node the launcher's local rank chooses it."""
+    if on_cuda():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def backend() -> str:
+    """torch.distributed's backend for collectives between trainer ranks."""
+    return "nccl" if on_cuda() else "gloo"
+
+
+def claim(threads: int | None) -> None:
+    """Makes the device the process's current one; on CPU, sets the number of threads of its operators."""
+    if on_cuda():
+        torch.cuda.set_device(device())
+    elif threads is not None:
+        torch.set_num_threads(threads)
+
+
+def synchronize() -> None:
+    if on_cuda():
+        torch.cuda.synchronize()

@@ -1,0 +1,98 @@
+"""Lets megatron-core run on CPU with gloo.
+
+Megatron-core spells out CUDA in three ways: it asks torch.cuda for the current device, it calls torch.cuda functions
+that only raise without a GPU, and it has device literals in function bodies. Each patch below answers one of these.
+`install` does nothing where CUDA exists, so that the trainer calls it everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+
+# module:function in which a constant names the CUDA device ("cuda", or the type "torch.cuda.FloatTensor").
+DEVICE_LITERALS = (
+    "pipeline_parallel.schedules:forward_backward_no_pipelining",
+    "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+    "pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
+    "optimizer.clip_grads:get_grad_norm_fp32",
+    "optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+    "utils:local_multi_tensor_l2_norm",
+    "optimizer.optimizer:FP32Optimizer.__init__",
+    "optimizer.optimizer:MixedPrecisionOptimizer.__init__",
+    "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
+    "optimizer.distrib_optimizer:DistributedOptimizer.__init__",
+    "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
+)
+
+_installed = False
+
+
+def install() -> None:
+    """Applies every patch once per process, before a model is built. Does nothing where CUDA exists."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    for patch in (device_queries, tensor_moves, random_state, device_literals):
+        patch()
+    _installed = True
+
+
+def device_queries() -> None:
+    """Buffers are allocated on torch.cuda.current_device(); pipeline communication synchronises with the device."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def tensor_moves() -> None:
+    """Tied embeddings under pipeline parallelism call tensor.cuda() on their weight."""
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def random_state() -> None:
+    """The tensor-parallel RNG tracker swaps CUDA generator states; on CPU, dropout draws from the CPU generator."""
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.manual_seed = torch.manual_seed
+    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+def device_literals() -> None:
+    """Replaces the literals in the functions' constants, in place, so that every importer by name sees it.
+
+    A list that has gone stale with a new megatron-core is our bug, hence the assertion.
+    """
+    for entry in DEVICE_LITERALS:
+        function = _resolve(entry)
+        constants = tuple(_on_cpu(constant) for constant in function.__code__.co_consts)
+        assert constants != function.__code__.co_consts, f"{entry} names no CUDA device: drop it from DEVICE_LITERALS"
+        function.__code__ = function.__code__.replace(co_consts=constants)
+
+
+def _resolve(entry: str) -> Callable[..., Any]:
+    module, path = entry.split(":")
+    found: Any = importlib.import_module(f"megatron.core.{module}")
+    for name in path.split("."):
+        found = getattr(found, name)
+    found = getattr(found, "__func__", found)
+    while hasattr(found, "__wrapped__"):
+        found = found.__wrapped__
+    return found
+
+
+def _on_cpu(constant: Any) -> Any:
+    if isinstance(constant, tuple):
+        return tuple(_on_cpu(item) for item in constant)
+    if isinstance(constant, CodeType):
+        return constant.replace(co_consts=tuple(_on_cpu(item) for item in constant.co_consts))
+    if constant == "cuda":
+        return "cpu"
+    if isinstance(constant, str) and constant.startswith("torch.cuda."):
+        return constant.replace("torch.cuda.", "torch.")
+    return constant

@@ -1,0 +1,72 @@
+"""Layer specifications: Transformer Engine's where it is installed, plain torch layers elsewhere.
+
+The torch layers fill two gaps of megatron-core's own local layers: an RMSNorm that works under sequence parallelism,
+and a core attention that takes packed documents.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl import device
+from megarl.ops.packed_attention import Bucket, packed_attention
+
+
+@dataclass
+class PackedDocuments(PackedSeqParams):
+    """Megatron's description of a pack, and the index tensors of our attention, made once for all layers."""
+
+    buckets: tuple[Bucket, ...] = ()
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm; marks its weight, whose gradient Megatron then sums over the sequence-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class DocumentAttention(torch.nn.Module):
+    """Causal attention within each document of a pack ("thd": query [T, heads, d] or with a batch axis of one)."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
+        super().__init__()
+        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout
+
+    def forward(self, query, key, value, *_, packed_seq_params: PackedDocuments, **__):
+        num_tokens = query.shape[0]
+        query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        out = packed_attention(query, key, value, packed_seq_params.buckets, self.scale, dropout)
+        return out.reshape(num_tokens, 1, -1)
+
+
+def uses_transformer_engine() -> bool:
+    return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The decoder's layers on this pipeline stage."""
+    num_layers = get_num_layers_to_build(config)
+    if uses_transformer_engine():
+        layer = get_gpt_layer_with_transformer_engine_spec()
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = DocumentAttention
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,143 @@
+"""From a Hugging Face config to a GPTModel, wrapped for data parallelism."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl import device
+from megarl.config.schema import Actor, Layout
+from megarl.megatron.head import replace_output_layer
+from megarl.megatron.layer_spec import block_spec, uses_transformer_engine
+from megarl.resharding.families.shape import ModelShape
+
+VOCABULARY_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this times tp, as Megatron does."""
+
+
+def build_model(
+    actor: Actor, hf_config: Mapping[str, Any], dtype: torch.dtype, temperature: float, context_length: int
+) -> DistributedDataParallel:
+    """This rank's shard of the model, with weights still to be loaded, in Megatron's DDP."""
+    shape = ModelShape.of(hf_config)
+    config = transformer_config(actor, hf_config, dtype)
+    multiple = VOCABULARY_MULTIPLE * actor.layout.tp
+    model = GPTModel(
+        config,
+        block_spec(config),
+        vocab_size=-(-shape.vocab // multiple) * multiple,
+        max_sequence_length=context_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=rope_theta(hf_config),
+    ).to(device.device())
+    replace_output_layer(model, temperature, shape.vocab)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(config, ddp_config, model)
+    config.finalize_model_grads_func = finalize_model_grads
+    return model
+
+
+def rope_theta(hf_config: Mapping[str, Any]) -> float:
+    """The rotary base; newer Hugging Face configs keep it in rope_parameters."""
+    parameters = hf_config.get("rope_parameters") or {}
+    return parameters.get("rope_theta") or hf_config.get("rope_theta", 10000.0)
+
+
+def transformer_config(actor: Actor, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
+    """Architecture from the Hugging Face config, parallelism from the layout, the rest from megatron_extra."""
+    fields = {
+        **_architecture(hf_config),
+        **_parallelism(actor.layout),
+        **_precision(dtype),
+        **_kernels(),
+    }
+    return TransformerConfig(**{**fields, **_checked_extra(actor.megatron_extra, fields)})
+
+
+def _architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    shape = ModelShape.of(hf_config)
+    return dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.intermediate,
+        layernorm_epsilon=hf_config["rms_norm_eps"],
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+
+
+def _parallelism(layout: Layout) -> dict[str, Any]:
+    return dict(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        # Packs differ in length; megatron-core asks for this dispatcher then, of dense models too.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        deallocate_pipeline_outputs=True,
+    )
+
+
+def _precision(dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        attention_softmax_in_fp32=True,
+    )
+
+
+def _kernels() -> dict[str, Any]:
+    """Fused kernels come with Transformer Engine; weights are loaded right after, so initialisation is free of cost."""
+    fused = uses_transformer_engine()
+    return dict(
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=fused,
+        use_cpu_initialization=not device.on_cuda(),
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+    )
+
+
+def _checked_extra(extra: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Refuses unknown fields of TransformerConfig, and those that follow from the model or the layout."""
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    fixed = set(ours) - set(_kernels())
+    for name in extra:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"actor.megatron_extra.{name}: Megatron's TransformerConfig has no such field{hint}")
+        if name in fixed:
+            raise ValueError(
+                f"actor.megatron_extra.{name}={extra[name]}: this follows from the model or from actor.layout; "
+                "set it there"
+            )
+    return extra

@@ -1,0 +1,30 @@
+"""Megatron's distributed AdamW, from our config."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from megarl.config.schema import Optimizer
+
+
+def build_optimizer(config: Optimizer, model: DistributedDataParallel, dtype: torch.dtype) -> MegatronOptimizer:
+    """State in float32, sharded over the data-parallel ranks. Build it after the weights are loaded: under bfloat16
+    it takes its float32 main weights from them."""
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.lr,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad_norm,
+            params_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+            use_distributed_optimizer=True,
+        ),
+        [model],
+    )

@@ -1,0 +1,65 @@
+"""The trainer's process group and Megatron's subdivision of it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megarl import device
+from megarl.config.schema import Layout
+from megarl.megatron import cpu_support
+
+
+def open_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
+    """The rendezvous of a new process group, on a free port that the operating system chooses."""
+    return dist.TCPStore(
+        host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def join_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
+    return dist.TCPStore(
+        host, port, world_size, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_s: float) -> None:
+    """Joins the process group and makes Megatron's tensor, pipeline and data-parallel groups.
+
+    timeout_s bounds every collective: a rank whose peer is gone fails then at the latest.
+    """
+    cpu_support.install()
+    dist.init_process_group(
+        device.backend(),
+        store=store,
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def data_parallel_rank() -> int:
+    return parallel_state.get_data_parallel_rank()
+
+
+def is_last_stage() -> bool:
+    return parallel_state.is_pipeline_last_stage()
+
+
+def reports_metrics() -> bool:
+    """True on one rank of each data-parallel replica: the one whose loss and metrics speak for it."""
+    return is_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -1,0 +1,105 @@
+"""Forward-backward over the microbatches of one update, and forward-only passes for log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
+
+from megarl.batch import TokenBatch
+from megarl.config.schema import Algorithm
+from megarl.megatron.head import HeadRequest
+from megarl.megatron.layer_spec import PackedDocuments
+from megarl.megatron.objective import Sums, objective, read
+from megarl.metrics import Metric, merge
+from megarl.ops.packed_attention import make_buckets
+
+
+def update(
+    model: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    algorithm: Algorithm,
+    batches: Sequence[TokenBatch],
+) -> dict[str, Metric]:
+    """One optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Metrics are of this rank; those that
+    come from the loss exist on the last stage only."""
+    parts = accumulate_gradients(model, algorithm, batches)
+    succeeded, grad_norm, _ = optimizer.step()
+    if not succeeded:
+        raise RuntimeError("the optimizer refused the step: a gradient is infinite or not a number")
+    metrics = merge(read(sums) for sums in parts)
+    metrics["policy/grad_norm"] = Metric(float(grad_norm))
+    return metrics
+
+
+def accumulate_gradients(
+    model: DistributedDataParallel, algorithm: Algorithm, batches: Sequence[TokenBatch]
+) -> list[Sums]:
+    """Leaves the gradient of Σ w·ℓ, reduced over ranks, in the parameters' main_grad."""
+    # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks; the product of
+    # both is undone here and nowhere else: cp / num_microbatches · 1 / (dp · cp) · (num_microbatches · dp) = 1.
+    scale = len(batches) * parallel_state.get_data_parallel_world_size()
+
+    def loss_of(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        loss, sums = objective(algorithm, batch, scored[0, :, 0], scored[0, :, 1])
+        return scale * loss, sums
+
+    model.zero_grad_buffer()
+    model.train()
+    return _run(model, batches, loss_of, forward_only=False)
+
+
+def log_probs(model: DistributedDataParallel, batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+    """Log-prob of each row of each microbatch, float32 [N]; on the last stage only (elsewhere an empty list)."""
+
+    def keep(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return scored.sum(), scored[0, :, 0]
+
+    model.eval()
+    with torch.no_grad():
+        return _run(model, batches, keep, forward_only=True)
+
+
+def _run(model, batches: Sequence[TokenBatch], loss_of: Callable, forward_only: bool) -> list:
+    """Megatron's schedule for this layout. Returns what loss_of gives beside the loss, per microbatch."""
+
+    def forward_step(iterator: Iterator[TokenBatch], stage_model):
+        batch = next(iterator)
+        unwrapped = unwrap_model(stage_model)
+        if unwrapped.post_process:
+            unwrapped.output_layer.request = HeadRequest(batch.rows, batch.targets)
+        output = stage_model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.positions[None],
+            attention_mask=None,
+            packed_seq_params=_packed(batch),
+        )
+        return output, lambda scored: loss_of(batch, scored)
+
+    longest = max(len(batch.tokens) for batch in batches)
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=longest,  # packs differ in length; each stage learns the real one from the one before it
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _packed(batch: TokenBatch) -> PackedDocuments:
+    longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
+    return PackedDocuments(
+        qkv_format="thd",
+        cu_seqlens_q=batch.boundaries,
+        cu_seqlens_kv=batch.boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        buckets=make_buckets(batch.boundaries),
+    )

@@ -1,0 +1,94 @@
+"""An engine on vLLM. The process that holds it has `environment` set before it imports this module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm import LLM, SamplingParams
+from vllm.outputs import CompletionOutput
+
+from megarl import device
+from megarl.batch import Sample, VersionRun
+from megarl.config.schema import Rollout
+from megarl.resharding.plan import Plan
+from megarl.resharding.transports.transport import Transport
+from megarl.rollout.engine import SamplingRequest
+
+
+class VllmEngine:
+    """Starts without weights (`version` None) and gets them by `refit`, as after every later update."""
+
+    def __init__(self, config: Rollout, model_folder: Path, dtype: str, replica: int, seed: int):
+        self.version: int | None = None
+        self._config = config
+        self._replica = replica
+        arguments = dict(
+            model=str(model_folder),
+            dtype=dtype,
+            load_format="dummy",
+            tensor_parallel_size=config.tp,
+            max_model_len=config.context_length,
+            # Log-probs of the distribution that is sampled from: after the temperature.
+            logprobs_mode="processed_logprobs",
+            # Compiling takes minutes on CPU and gains nothing there.
+            enforce_eager=not device.on_cuda(),
+            worker_extension_cls="megarl.rollout.worker_extension.RefitExtension",
+            seed=seed,
+            disable_log_stats=True,
+        )
+        self._llm = LLM(**{**arguments, **config.vllm_extra})
+
+    def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
+        if self.version is None:
+            raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": list(request.prompt.token_ids)} for request in requests],
+            [self._sampling(request.seed) for request in requests],
+            use_tqdm=False,
+        )
+        return [
+            _sample(request, output.outputs[0], self.version) for request, output in zip(requests, outputs, strict=True)
+        ]
+
+    def refit(self, plan: Plan, transport: Transport, version: int) -> int:
+        self.version = None
+        written = self._llm.collective_rpc("refit", args=(plan, self._replica, transport))
+        # Cached keys and values are those of the old weights.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to drop its prefix cache: requests are still running")
+        self.version = version
+        return sum(written)
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Per worker: parameter -> SHA-256 of its bytes."""
+        return self._llm.collective_rpc("checksums")
+
+    def parameter_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        return self._llm.collective_rpc("parameter_shapes")
+
+    def _sampling(self, seed: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=self._config.temperature,
+            top_p=self._config.top_p,
+            max_tokens=self._config.max_new_tokens,
+            logprobs=0,
+            seed=seed,
+        )
+
+
+def _sample(request: SamplingRequest, completion: CompletionOutput, version: int) -> Sample:
+    ids = tuple(completion.token_ids)
+    assert completion.finish_reason in ("stop", "length"), f"{request.sample_id}: {completion.finish_reason}"
+    return Sample(
+        id=request.sample_id,
+        prompt=request.prompt,
+        response_ids=ids,
+        response_logprobs=tuple(
+            position[token].logprob for position, token in zip(completion.logprobs, ids, strict=True)
+        ),
+        response_mask=(True,) * len(ids),
+        versions=(VersionRun(version, len(ids)),),
+        finish_reason=completion.finish_reason,
+        text=completion.text,
+    )

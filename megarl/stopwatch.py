@@ -1,0 +1,26 @@
+"""Wall-clock seconds of the phases of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Stopwatch:
+    """Phases may recur; their times add up. The step runs from construction on."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """time/PHASE for each phase, and time/step, in seconds."""
+        times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        return {**times, "time/step": time.perf_counter() - self._start}

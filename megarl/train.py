@@ -1,0 +1,220 @@
+"""The RL run: `run` starts everybody, `step` is one step of learning, read from top to bottom."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+
+from megarl import report
+from megarl.algorithms import passes
+from megarl.algorithms.aggregation import sample_weights
+from megarl.algorithms.groups import group_statistics
+from megarl.batch import GroupStatistics, SampleInfo, Score
+from megarl.cluster.cast import Cast, assemble
+from megarl.cluster.engine_group import RemoteSample
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.memory import MemorySampler
+from megarl.cluster.placement import place
+from megarl.cluster.session import Session
+from megarl.cluster.trainer_group import Assignment, Share
+from megarl.config.rules import check_model
+from megarl.config.schema import Config
+from megarl.data.cursor import PromptCursor
+from megarl.data.model_folder import read_config, resolve
+from megarl.data.packing import schedule
+from megarl.data.prompts import PromptSet, load_prompts
+from megarl.metrics import Metric, merge, values
+from megarl.rollout.engine import SamplingRequest
+from megarl.run_folder import RunFolder
+from megarl.sinks import ConsoleSink, JsonlSink
+from megarl.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """A sample that the rewards have judged, its reward, and its group's statistics."""
+
+    sample: RemoteSample
+    reward: float
+    group: GroupStatistics
+
+
+Metrics = dict[str, Metric]
+
+
+def main(config: Config) -> int:
+    """Runs the training. Returns the exit status: 0 only if the last step was reached and the model written."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        run(config)
+    except KeyboardInterrupt:
+        print("megarl: error: interrupted; the run ends", file=sys.stderr)
+        return 130
+    except RunFailure as failure:
+        print(f"megarl: error: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(config: Config) -> None:
+    model_folder = resolve(config.model.path)
+    hf_config = read_config(model_folder)
+    check_model(config, hf_config)
+    prompts = load_prompts(config, model_folder)
+    folder = RunFolder.create(config, prompts.data_hash)
+    placement = place(config)
+    _announce(config, folder, model_folder, prompts, placement.describe())
+    cursor = PromptCursor(len(prompts), config.run.seed, config.data.shuffle)
+    sinks = (JsonlSink(folder.metrics), ConsoleSink(config.run.steps))
+    memory = MemorySampler()
+    with Session(config.cluster, folder.logs) as session:
+        cast = assemble(session, config, hf_config, model_folder, placement)
+        cast.refit(version=0)
+        for number in range(1, config.run.steps + 1):
+            chosen = [prompts[i] for i in cursor.take(config.batch.prompts_per_step)]
+            metrics = step(config, cast, number, chosen, folder.rollouts(number))
+            metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
+            for sink in sinks:
+                sink.write(number, metrics)
+        if config.run.export:
+            cast.export(folder.model)
+        cast.trainers.close()
+    print(f"report: {report.write(folder.path)}")
+
+
+def step(config: Config, cast: Cast, number: int, prompts: Sequence, rollouts: Path) -> dict[str, float]:
+    """One step: sample, score, select, update, refit. Returns its metrics; the engine then has version `number`."""
+    watch = Stopwatch()
+    with watch.phase("rollout"):
+        groups = cast.engines.generate(_requests(config, number, prompts))
+    with watch.phase("reward"):
+        scores = cast.rewards.score([sample for group in groups for sample in group], number, rollouts)
+    scored, metrics = select(config, groups, scores)
+    with watch.phase("train"):
+        metrics |= train(config, cast, scored)
+    with watch.phase("refit"):
+        cast.refit(version=number)
+    return _finish(metrics, watch, groups, number)
+
+
+def select(
+    config: Config, groups: Sequence[Sequence[RemoteSample]], scores: Sequence[Score]
+) -> tuple[list[list[ScoredSample]], Metrics]:
+    """Joins samples with their scores, by group. A sample whose reward failed is left out, and counted; above
+    rewards.failure_limit the run stops."""
+    failures = [score.failure for score in scores if score.failure is not None]
+    if len(failures) > config.rewards.failure_limit * len(scores):
+        raise ValueError(
+            f"{failures[0]} ({len(failures)} of {len(scores)} samples failed; rewards.failure_limit="
+            f"{config.rewards.failure_limit:g} allows {config.rewards.failure_limit * len(scores):g})"
+        )
+    remaining = iter(scores)
+    scored = [_scored_group(config, [(sample, next(remaining)) for sample in group]) for group in groups]
+    return scored, _reward_metrics(scored, scores)
+
+
+def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]]) -> Metrics:
+    """The passes that the algorithm needs, then one optimizer step for every prompts_per_update groups."""
+    size = config.batch.prompts_per_update
+    updates = [
+        share_out(config, [sample for group in groups[i : i + size] for sample in group])
+        for i in range(0, len(groups), size)
+    ]
+    for scorer in ("old", "reference"):
+        if passes.needed(config, f"{scorer} log-probs"):
+            for shares in updates:
+                cast.trainers.score(scorer, shares)
+    metrics = merge([cast.trainers.update(shares) for shares in updates])
+    cast.trainers.forget_scores()
+    return metrics
+
+
+def share_out(config: Config, samples: Sequence[ScoredSample]) -> list[Share]:
+    """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss."""
+    infos = [item.sample.info for item in samples]
+    weights = sample_weights(config.algorithm.objective.aggregation, [info.num_trained_tokens for info in infos])
+    assignments = [
+        Assignment(item.sample.ref, item.reward, item.group, weight)
+        for item, weight in zip(samples, weights, strict=True)
+    ]
+    microbatches = schedule(
+        [info.num_tokens for info in infos], config.actor.tokens_per_microbatch, config.actor.layout.dp
+    )
+    return [Share.of(assignments, own) for own in microbatches]
+
+
+def _requests(config: Config, number: int, prompts: Sequence) -> list[list[SamplingRequest]]:
+    """samples_per_prompt requests for each prompt. Seeds follow from run.seed and the sample's place in the run."""
+    return [
+        [
+            SamplingRequest(f"{number}.{i}.{k}", prompt, _sampling_seed(config.run.seed, number, i, k))
+            for k in range(config.batch.samples_per_prompt)
+        ]
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _sampling_seed(*place: int) -> int:
+    return random.Random(repr(place)).getrandbits(31)
+
+
+def _scored_group(config: Config, members: Sequence[tuple[RemoteSample, Score]]) -> list[ScoredSample]:
+    judged = [(sample, score.value) for sample, score in members if score.value is not None]
+    if not judged:
+        return []
+    statistics = group_statistics([reward for _, reward in judged], config.algorithm.advantage.std)
+    return [ScoredSample(sample, reward, statistics) for sample, reward in judged]
+
+
+def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], scores: Sequence[Score]) -> Metrics:
+    rewards = [item.reward for group in groups for item in group]
+    if not rewards:
+        raise RunFailure("rewards: no sample of this step could be scored; see the rollouts' failure fields")
+    parts = merge({f"reward/{name}": Metric(value) for name, value in score.parts.items()} for score in scores)
+    uniform = [len({item.reward for item in group}) <= 1 for group in groups]
+    return parts | {
+        "reward/mean": Metric(fmean(rewards)),
+        "reward/std": Metric(pstdev(rewards)),
+        "reward/failed_share": Metric(1 - len(rewards) / len(scores)),
+        "reward/zero_std_groups": Metric(fmean(uniform)),
+    }
+
+
+def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
+    lengths = [info.num_response_tokens for info in infos]
+    return {
+        "response/length_mean": fmean(lengths),
+        "response/length_min": min(lengths),
+        "response/length_max": max(lengths),
+        "response/truncated_share": fmean(info.finish_reason == "length" for info in infos),
+    }
+
+
+def _finish(
+    metrics: Mapping[str, Metric], watch: Stopwatch, groups: Sequence[Sequence[RemoteSample]], version: int
+) -> dict[str, float]:
+    infos = [sample.info for group in groups for sample in group]
+    times = watch.metrics()
+    return {
+        **values(metrics),
+        **_response_metrics(infos),
+        **times,
+        "throughput/tokens_per_second": sum(info.num_tokens for info in infos) / times["time/step"],
+        "weights/version": version,
+    }
+
+
+def _announce(config: Config, folder: RunFolder, model_folder: Path, prompts: PromptSet, placement: str) -> None:
+    if folder.moved is not None:
+        print(f"an earlier run of this name is now at {folder.moved}")
+    print(f"run: {folder.path}\nmodel: {model_folder}\nprompts: {len(prompts)}\nprocesses: {placement}")
+    print("\n".join(passes.describe(config)), flush=True)
+
+
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,57 @@
+"""Runs a function on several ranks, each a fork of this process: torch and megatron are imported once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megarl.megatron.worker  # noqa: F401  imported here, so that no rank imports it again
+
+DEADLINE_S = 240
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """function(store, rank, *args) on every rank; returns the results by rank, or raises the first rank's error."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "store")
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        ranks = [
+            context.Process(target=_rank, args=(sender, path, rank, world_size, function, args))
+            for rank, (_, sender) in enumerate(pipes)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return [_receive(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
+        finally:
+            for process in ranks:
+                process.join(timeout=10)
+                process.kill()
+
+
+def _receive(rank: int, receiver: Connection) -> Any:
+    assert receiver.poll(DEADLINE_S), f"rank {rank} did not answer within {DEADLINE_S} s"
+    succeeded, result = receiver.recv()
+    if not succeeded:
+        raise AssertionError(f"rank {rank} failed:\n{result}")
+    return result
+
+
+def _rank(sender: Connection, path: str, rank: int, world_size: int, function: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        outcome = (True, function(dist.FileStore(path, world_size), rank, *args))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    sender.send(outcome)
+    sender.close()
+    os._exit(0)  # without the parent's exit handlers
