@@ -142,29 +142,32 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One microbatch: D documents (prompt + response each), packed without padding between them.
+    """One microbatch: D documents (a prompt and one response each), packed without padding between them.
 
-    T = tokens in the pack, padding at its end included. N = rows whose log-prob is wanted, ordered by document, then
-    by position. The row of a response token is the position before it: its hidden state predicts that token.
+    Documents of the same prompt may share its tokens: these stand in the pack once, and each document lists where its
+    own tokens are. T = tokens in the pack, padding at its end included. N = rows whose log-prob is wanted, ordered by
+    document, then by position. The row of a response token is the token before it, whose hidden state predicts it.
 
-    tokens        int64 [T]
-    positions     int64 [T]     position within its own document
-    boundaries    int32 [D + 1] cumulative document lengths; the padding, if any, is the last document
-    rows          int64 [N]     positions in the pack whose hidden state goes through the head
-    targets       int64 [N]     the sampled token of each row
-    row_sample    int64 [N]     index of the row's sample within the microbatch
-    behaviour     float32 [N]   log-prob under the behaviour policy
-    mask          bool [N]      False for response tokens that are not trained on
-    weight        float32 [N]   share of the update's loss, 0 where the mask is False
-    reward        float32 [S]   per sample
-    group_mean    float32 [S]
-    group_std     float32 [S]
-    old           float32 [N] or None: log-prob under the policy at the start of the step; None: it is the current one
-    reference     float32 [N] or None: log-prob under the reference
+    tokens            int64 [T]
+    positions         int64 [T]      position within the document
+    document_tokens   int64 [Σ len]  positions in the pack of each document's tokens, document after document
+    boundaries        int32 [D + 1]  where each document begins in document_tokens; padding, if any, is the last one
+    rows              int64 [N]      positions in the pack whose hidden state goes through the head
+    targets           int64 [N]      the sampled token of each row
+    row_sample        int64 [N]      index of the row's sample within the microbatch
+    behaviour         float32 [N]    log-prob under the behaviour policy
+    mask              bool [N]       False for response tokens that are not trained on
+    weight            float32 [N]    share of the update's loss, 0 where the mask is False
+    reward            float32 [S]    per sample
+    group_mean        float32 [S]
+    group_std         float32 [S]
+    old               float32 [N]    log-prob under the policy at the start of the step; None: it is the current one
+    reference         float32 [N]    log-prob under the reference; None: no term reads it
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
+    document_tokens: torch.Tensor
     boundaries: torch.Tensor
     rows: torch.Tensor
     targets: torch.Tensor
@@ -194,5 +197,6 @@ class TokenBatch:
             shape = tuple(getattr(self, name).shape)
             assert shape == (num_samples,), f"{name} has shape {shape}, expected ({num_samples},)"
         assert tuple(self.positions.shape) == (num_tokens,), "one position per token"
-        assert int(self.boundaries[0]) == 0 and int(self.boundaries[-1]) == num_tokens, "documents tile the pack"
+        assert int(self.boundaries[0]) == 0 and int(self.boundaries[-1]) == len(self.document_tokens), "documents"
+        assert len(self.document_tokens.unique()) == num_tokens, "every token of the pack is part of a document"
         assert num_rows == 0 or int(self.rows.max()) < num_tokens, "a row outside the pack"

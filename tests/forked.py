@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
 
 def _receive(rank: int, receiver: Connection) -> Any:
     assert receiver.poll(DEADLINE_S), f"rank {rank} did not answer within {DEADLINE_S} s"
-    succeeded, result = receiver.recv()
+    succeeded, result = pickle.loads(receiver.recv_bytes())
     if not succeeded:
         raise AssertionError(f"rank {rank} failed:\n{result}")
     return result
@@ -52,6 +53,6 @@ def _rank(sender: Connection, path: str, rank: int, world_size: int, function: C
         outcome = (True, function(dist.FileStore(path, world_size), rank, *args))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    sender.send(outcome)
+    sender.send_bytes(pickle.dumps(outcome))  # a plain pickle: the rank's memory is gone when it is read
     sender.close()
     os._exit(0)  # without the parent's exit handlers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from megarl.batch import GroupStatistics, TrainingSample
+from megarl.batch import GroupStatistics, Sample, TrainingSample
 from megarl.cluster.logs import log_to
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -34,7 +34,10 @@ class Assignment:
     weight: float
 
     def fetch(self) -> TrainingSample:
-        return TrainingSample(ray.get(self.sample), self.reward, self.group, self.weight)
+        return self.training_sample(ray.get(self.sample))
+
+    def training_sample(self, sample: Sample) -> TrainingSample:
+        return TrainingSample(sample, self.reward, self.group, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,15 @@ class Share:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a rank says of itself: its data-parallel rank, what it holds of the model, how it packs."""
+
+    data_parallel_rank: int
+    holder: Holder
+    shares_prompts: bool
+
+
 @ray.remote(num_cpus=0, max_restarts=0)
 class TrainerActor:
     """Torch and Megatron are imported here, in the actor's own process, never in the driver's."""
@@ -73,8 +85,8 @@ class TrainerActor:
         )
         return host, self._store.port
 
-    def start(self, host: str, port: int) -> tuple[int, Holder]:
-        """Builds the model and loads its weights. Returns the data-parallel rank and what this rank holds."""
+    def start(self, host: str, port: int) -> Started:
+        """Builds the model and loads its weights."""
         from megarl.megatron import parallel
         from megarl.megatron.worker import TrainerWorker
 
@@ -85,7 +97,7 @@ class TrainerActor:
             else parallel.join_store(host, port, world_size, self._config.cluster.start_timeout_s)
         )
         self._worker = TrainerWorker(self._config, self._model_folder, rank, store, self._process.threads)
-        return self._worker.data_parallel_rank, self._worker.holder
+        return Started(self._worker.data_parallel_rank, self._worker.holder, self._worker.shares_prompts)
 
     def publish(self) -> dict[str, PublishedParameter]:
         return self._worker.publish()
@@ -119,6 +131,7 @@ class TrainerGroup:
         }
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
+        self.shares_prompts = False
 
     def start(self) -> None:
         first_name, first = next(iter(self._actors.items()))
@@ -130,8 +143,9 @@ class TrainerGroup:
             "trainer start",
             self._start_timeout_s,
         )
-        self._data_parallel_ranks = [rank for rank, _ in started]
-        self.holders = [holder for _, holder in started]
+        self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
+        self.holders = [rank.holder for rank in started]
+        self.shares_prompts = started[0].shares_prompts
 
     def publish(self) -> dict[str, dict[str, PublishedParameter]]:
         """By holder name: where each live parameter lies in shared memory."""

@@ -12,18 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """A group of keys: unknown ones are refused, values do not change after loading."""
+    """A group of keys: unknown ones are refused, types are not coerced, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Run(Section):
     name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    folder: str
+    folder: Annotated[str, Field(min_length=1)]
     seed: NonNegativeInt
     steps: PositiveInt
     export: bool
@@ -89,7 +90,7 @@ class Objective(Section):
     clip_low: PositiveFloat
     clip_high: PositiveFloat
     aggregation: Literal["sequence_mean_of_token_means", "sequence_mean_of_token_sums", "token_mean"]
-    entropy_coefficient: float
+    entropy_coefficient: FiniteFloat
 
 
 class KL(Section):
@@ -120,7 +121,7 @@ class Data(Section):
 
 class RewardFunction(Section):
     function: Annotated[str, Field(min_length=1)]
-    weight: float = 1.0
+    weight: FiniteFloat = 1.0
 
 
 class Rewards(Section):

@@ -12,60 +12,81 @@ from megarl.batch import TokenBatch, TrainingSample
 def collate(
     samples: Sequence[TrainingSample],
     multiple: int,
+    share_prompts: bool,
     old: Mapping[str, torch.Tensor] | None = None,
     reference: Mapping[str, torch.Tensor] | None = None,
-    device: torch.device | None = None,
 ) -> TokenBatch:
     """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
 
     samples          none for an empty microbatch, which consists of padding
     multiple         what sequence parallelism needs T to divide by
+    share_prompts    samples of one prompt read the same copy of its tokens
     old, reference   sample id -> float32 [R], log-probs per response token
     """
-    tokens: list[int] = []
-    positions: list[int] = []
-    boundaries = [0]
-    rows: list[int] = []
-    targets: list[int] = []
-    row_sample: list[int] = []
-    for index, item in enumerate(samples):
-        prompt, response = item.sample.prompt.token_ids, item.sample.response_ids
-        first_row = len(tokens) + len(prompt) - 1
-        rows.extend(range(first_row, first_row + len(response)))
-        targets.extend(response)
-        row_sample.extend([index] * len(response))
-        tokens.extend(prompt)
-        tokens.extend(response)
-        positions.extend(range(len(prompt) + len(response)))
-        boundaries.append(len(tokens))
-    padding = (-len(tokens)) % multiple if tokens else multiple
-    if padding:
-        tokens.extend([0] * padding)
-        positions.extend(range(padding))
-        boundaries.append(len(tokens))
+    pack = _Pack(share_prompts)
+    for item in samples:
+        pack.add(item)
+    pack.pad(multiple)
     mask = torch.tensor([flag for item in samples for flag in item.sample.response_mask], dtype=torch.bool)
-    per_row = torch.tensor([item.weight for item in samples], dtype=torch.float32)[_long(row_sample)]
+    row_sample = _long([i for i, item in enumerate(samples) for _ in item.sample.response_ids])
+    weight = _float([item.weight for item in samples])[row_sample]
     batch = TokenBatch(
-        tokens=_long(tokens),
-        positions=_long(positions),
-        boundaries=torch.tensor(boundaries, dtype=torch.int32),
-        rows=_long(rows),
-        targets=_long(targets),
-        row_sample=_long(row_sample),
+        tokens=_long(pack.tokens),
+        positions=_long(pack.positions),
+        document_tokens=_long([token for document in pack.documents for token in document]),
+        boundaries=torch.tensor([0, *map(len, pack.documents)], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        rows=_long(pack.rows),
+        targets=_long([token for item in samples for token in item.sample.response_ids]),
+        row_sample=row_sample,
         behaviour=_float([value for item in samples for value in item.sample.response_logprobs]),
         mask=mask,
-        weight=torch.where(mask, per_row, 0.0),
+        weight=torch.where(mask, weight, 0.0),
         reward=_float([item.reward for item in samples]),
         group_mean=_float([item.group.mean for item in samples]),
         group_std=_float([item.group.std for item in samples]),
-        old=_gather(samples, old),
-        reference=_gather(samples, reference),
+        old=_by_row(samples, old),
+        reference=_by_row(samples, reference),
     )
     batch.validate()
-    return batch if device is None else batch.to(device)
+    return batch
 
 
-def _gather(samples: Sequence[TrainingSample], by_sample: Mapping[str, torch.Tensor] | None):
+class _Pack:
+    """Tokens and their positions, and for every document where its tokens stand."""
+
+    def __init__(self, share_prompts: bool):
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.documents: list[list[int]] = []
+        self.rows: list[int] = []
+        self._share_prompts = share_prompts
+        self._prompts: dict[str, list[int]] = {}
+
+    def add(self, item: TrainingSample) -> None:
+        prompt = item.sample.prompt
+        standing = self._prompts.get(prompt.id) if self._share_prompts else None
+        if standing is None:
+            standing = self._append(prompt.token_ids, 0)
+            self._prompts[prompt.id] = standing
+        response = self._append(item.sample.response_ids, len(prompt.token_ids))
+        document = standing + response
+        self.documents.append(document)
+        # The hidden state of a token predicts the one after it.
+        self.rows.extend(document[len(standing) - 1 : -1])
+
+    def pad(self, multiple: int) -> None:
+        missing = (-len(self.tokens)) % multiple if self.tokens else multiple
+        if missing:
+            self.documents.append(self._append((0,) * missing, 0))
+
+    def _append(self, token_ids: Sequence[int], first_position: int) -> list[int]:
+        start = len(self.tokens)
+        self.tokens.extend(token_ids)
+        self.positions.extend(range(first_position, first_position + len(token_ids)))
+        return list(range(start, len(self.tokens)))
+
+
+def _by_row(samples: Sequence[TrainingSample], by_sample: Mapping[str, torch.Tensor] | None) -> torch.Tensor | None:
     if by_sample is None:
         return None
     return torch.cat([torch.empty(0), *(by_sample[item.sample.id].cpu() for item in samples)])

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -28,6 +29,18 @@ class PackedDocuments(PackedSeqParams):
     """Megatron's description of a pack, and the index tensors of our attention, made once for all layers."""
 
     buckets: tuple[Bucket, ...] = ()
+
+
+class PositionRotary(RotaryEmbedding):
+    """Rotary angles of the positions that a pack's tokens have in their documents, which its order does not tell.
+
+    The positions (int64 [T]) are set right before each call of the model.
+    """
+
+    positions: torch.Tensor
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> torch.Tensor:
+        return self.get_emb(int(self.positions.max()) + 1)[self.positions]
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -55,6 +68,7 @@ class DocumentAttention(torch.nn.Module):
 
 
 def uses_transformer_engine() -> bool:
+    """Its attention takes documents as they follow each other in the pack; ours also those that share a prompt."""
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl import device
 from megarl.config.schema import Actor, Layout
 from megarl.megatron.head import replace_output_layer
-from megarl.megatron.layer_spec import block_spec, uses_transformer_engine
+from megarl.megatron.layer_spec import PositionRotary, block_spec, uses_transformer_engine
 from megarl.resharding.families.shape import ModelShape
 
 VOCABULARY_MULTIPLE = 128
@@ -43,6 +43,8 @@ def build_model(
         rotary_base=rope_theta(hf_config),
     ).to(device.device())
     replace_output_layer(model, temperature, shape.vocab)
+    if not uses_transformer_engine():
+        model.rotary_pos_emb.__class__ = PositionRotary
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     model = DistributedDataParallel(config, ddp_config, model)
     config.finalize_model_grads_func = finalize_model_grads

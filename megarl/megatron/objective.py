@@ -25,13 +25,13 @@ def objective(
     )
     loss = (batch.weight * policy.loss).sum()
     sums = _metrics(batch, policy, log_prob.detach(), entropy.detach())
-    sums["policy/loss"] = (loss.detach().clone(), None, "sum")
     if algorithm.objective.entropy_coefficient:
         loss = loss - algorithm.objective.entropy_coefficient * (batch.weight * entropy).sum()
     if batch.reference is not None:
         estimate = kl.kl_estimate(algorithm.kl.estimator, log_prob, batch.reference)
         loss = loss + algorithm.kl.coefficient * (batch.weight * estimate).sum()
         sums[f"kl/{algorithm.kl.estimator}"] = _mean(estimate.detach(), batch.mask)
+    sums["policy/loss"] = (loss.detach().clone(), None, "sum")
     return loss, sums
 
 

@@ -8,13 +8,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
 from megarl.batch import TokenBatch
 from megarl.config.schema import Algorithm
 from megarl.megatron.head import HeadRequest
-from megarl.megatron.layer_spec import PackedDocuments
+from megarl.megatron.layer_spec import PackedDocuments, uses_transformer_engine
 from megarl.megatron.objective import Sums, objective, read
 from megarl.metrics import Metric, merge
 from megarl.ops.packed_attention import make_buckets
@@ -73,6 +74,7 @@ def _run(model, batches: Sequence[TokenBatch], loss_of: Callable, forward_only: 
         unwrapped = unwrap_model(stage_model)
         if unwrapped.post_process:
             unwrapped.output_layer.request = HeadRequest(batch.rows, batch.targets)
+        unwrapped.rotary_pos_emb.positions = batch.positions  # read by PositionRotary
         output = stage_model(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
@@ -93,13 +95,15 @@ def _run(model, batches: Sequence[TokenBatch], loss_of: Callable, forward_only: 
     )
 
 
-def _packed(batch: TokenBatch) -> PackedDocuments:
-    longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
+def _packed(batch: TokenBatch) -> PackedSeqParams:
+    """Transformer Engine attends within boundaries; our own attention has its documents in the buckets, and to the
+    rotary embedding, which has the positions, the pack is one sequence."""
+    if uses_transformer_engine():
+        longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
+        return PackedSeqParams("thd", batch.boundaries, batch.boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
+    num_tokens = len(batch.tokens)
+    whole = torch.tensor([0, num_tokens], dtype=torch.int32)
+    buckets = make_buckets(batch.document_tokens, batch.boundaries)
     return PackedDocuments(
-        qkv_format="thd",
-        cu_seqlens_q=batch.boundaries,
-        cu_seqlens_kv=batch.boundaries,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        buckets=make_buckets(batch.boundaries),
+        "thd", whole, whole, max_seqlen_q=num_tokens, max_seqlen_kv=num_tokens, buckets=buckets
     )

@@ -59,6 +59,11 @@ class TrainerWorker:
         return trainer_holder(self._config, self._hf_config, self._rank)
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether samples of one prompt that meet in a microbatch compute its tokens once."""
+        return not uses_transformer_engine()
+
+    @property
     def data_parallel_rank(self) -> int:
         return parallel.data_parallel_rank()
 
@@ -102,7 +107,7 @@ class TrainerWorker:
         source = huggingface_holder(self._hf_config)
         plan = make_plan([source], [self.holder])
         with SafetensorsFolder(self._folder) as transport:
-            execute(plan.for_destination(self.holder.name), self.parameters(), transport)
+            execute(plan.for_destination(self.holder.name), self.parameters(), transport, cast=True)
 
     def _collate(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch], with_scores: bool
@@ -111,7 +116,7 @@ class TrainerWorker:
         multiple = self._config.actor.layout.tp if self._config.actor.layout.sequence_parallel else 1
         scores = {scorer: kept if with_scores and kept else None for scorer, kept in self._kept.items()}
         return [
-            collate([samples[i] for i in members], multiple, **scores, device=device.device())
+            collate([samples[i] for i in members], multiple, self.shares_prompts, **scores).to(device.device())
             for members in microbatches
         ]
 

@@ -7,7 +7,6 @@ padded batch, attended by torch's causal kernel, and packed again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,8 @@ class Bucket:
     """Documents of similar length, D of them, the longest of S tokens.
 
     gather    int64 [D, S]: position in the pack; where a document is shorter than S, its last token stands again
-    scatter   int64 [tokens]: position in the flattened [D · S] of each token of these documents, document by document
-    tokens    int64 [tokens]: position in the pack of the same tokens
+    scatter   int64 [n]: positions in the flattened [D · S] whose output is kept
+    tokens    int64 [n]: the position in the pack of each of them
     """
 
     gather: torch.Tensor
@@ -30,23 +29,30 @@ class Bucket:
     tokens: torch.Tensor
 
 
-def make_buckets(boundaries: torch.Tensor) -> tuple[Bucket, ...]:
-    """boundaries: int32 [D + 1], cumulative lengths; documents of length 0 are allowed. Computed once a microbatch."""
-    groups: dict[int, list[tuple[int, int]]] = {}
-    edges = boundaries.tolist()
-    for start, stop in pairwise(edges):
-        if stop > start:
-            groups.setdefault(-(-(stop - start) // LENGTH_STEP), []).append((start, stop - start))
-    return tuple(_bucket(documents, boundaries.device) for _, documents in sorted(groups.items()))
+def make_buckets(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> tuple[Bucket, ...]:
+    """As in TokenBatch. Computed once a microbatch, for all layers.
+
+    A token that several documents share (a common prompt) has the same output in each of them, as it attends to
+    nothing after it; the first document keeps it.
+    """
+    groups: dict[int, list[torch.Tensor]] = {}
+    kept = torch.zeros(int(document_tokens.max()) + 1, dtype=torch.bool)
+    for document in document_tokens.cpu().tensor_split(boundaries[1:-1].long().cpu()):
+        groups.setdefault(-(-len(document) // LENGTH_STEP), []).append(document)
+    return tuple(_bucket(documents, kept, document_tokens.device) for _, documents in sorted(groups.items()))
 
 
-def _bucket(documents: list[tuple[int, int]], device: torch.device) -> Bucket:
-    starts = torch.tensor([start for start, _ in documents], device=device)
-    lengths = torch.tensor([length for _, length in documents], device=device)
-    offsets = torch.arange(int(lengths.max()), device=device)
-    inside = offsets[None] < lengths[:, None]
-    gather = starts[:, None] + torch.minimum(offsets[None], lengths[:, None] - 1)
-    return Bucket(gather, inside.flatten().nonzero()[:, 0], gather[inside])
+def _bucket(documents: list[torch.Tensor], kept: torch.Tensor, device: torch.device) -> Bucket:
+    """Marks in `kept` (bool [T]) the tokens whose output this bucket keeps."""
+    longest = max(map(len, documents))
+    gather = torch.stack([F.pad(d, (0, longest - len(d)), value=int(d[-1])) for d in documents])
+    scatter = []
+    for row, document in enumerate(documents):
+        new = (~kept[document]).nonzero()[:, 0]
+        kept[document] = True
+        scatter.append(row * longest + new)
+    places = torch.cat(scatter)
+    return Bucket(gather.to(device), places.to(device), gather.flatten()[places].to(device))
 
 
 def packed_attention(
@@ -70,13 +76,18 @@ def packed_attention(
 
 
 def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    document_tokens: torch.Tensor,
+    boundaries: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """The twin: softmax under one block-diagonal causal mask over the whole pack."""
+    """The twin: softmax under one mask over the whole pack, in which a token sees those before it in its documents."""
     num_tokens, heads_per_kv_head = query.shape[0], query.shape[1] // key.shape[1]
-    position = torch.arange(num_tokens, device=query.device)
-    document = torch.bucketize(position, boundaries[1:].to(position.dtype), right=True)
-    visible = (document[:, None] == document[None]) & (position[None] <= position[:, None])
+    visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+    for document in document_tokens.tensor_split(boundaries[1:-1].long()):
+        visible[document[:, None], document[None]] |= torch.ones(len(document), len(document)).tril().bool()
     key, value = (x.repeat_interleave(heads_per_kv_head, dim=1) for x in (key, value))
     scores = torch.einsum("ihd,jhd->hij", query, key) * scale
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)

@@ -12,6 +12,16 @@ Rectangle = tuple[tuple[int, int], ...]
 """Half-open (start, stop) per dimension."""
 
 
+def whole(shape: tuple[int, ...]) -> Rectangle:
+    """The rectangle that covers a tensor of this shape."""
+    return tuple((0, size) for size in shape)
+
+
+def span(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Rectangle:
+    """The slab start <= index < stop of one axis, whole along the others."""
+    return tuple((start, stop) if i == axis else (0, size) for i, size in enumerate(shape))
+
+
 def shape_of(rectangle: Rectangle) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in rectangle)
 
@@ -20,11 +30,32 @@ def num_elements(rectangle: Rectangle) -> int:
     return prod(shape_of(rectangle))
 
 
+def contains(outer: Rectangle, inner: Rectangle) -> bool:
+    return len(outer) == len(inner) and all(o[0] <= i[0] and i[1] <= o[1] for o, i in zip(outer, inner, strict=True))
+
+
 def intersect(a: Rectangle, b: Rectangle) -> Rectangle | None:
     """The common part, or None where there is none."""
     assert len(a) == len(b), f"rectangles of different rank: {a}, {b}"
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
+
+
+def subtract(a: Rectangle, inner: Rectangle) -> list[Rectangle]:
+    """Disjoint rectangles that cover what is in `a` but not in `inner`; `a` contains `inner`."""
+    assert contains(a, inner), f"{a} does not contain {inner}"
+    parts = []
+    for axis, ((start, stop), (low, high)) in enumerate(zip(a, inner, strict=True)):
+        # Axes before this one are already cut down to `inner`, later ones are whole.
+        parts += [(*inner[:axis], side, *a[axis + 1 :]) for side in ((start, low), (high, stop)) if side[0] < side[1]]
+    return parts
+
+
+def moved(rectangle: Rectangle, origin: Rectangle, target: Rectangle) -> Rectangle:
+    """The same rectangle in another frame: what lies at the start of `origin` comes to lie at that of `target`."""
+    return tuple(
+        (start - o[0] + t[0], stop - o[0] + t[0]) for (start, stop), o, t in zip(rectangle, origin, target, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +72,14 @@ class Piece:
 
     def __post_init__(self) -> None:
         assert shape_of(self.canonical_rectangle) == shape_of(self.local_rectangle), f"shapes differ: {self}"
+
+    def to_local(self, rectangle: Rectangle) -> Rectangle:
+        """Where a part of the canonical rectangle lies in the local parameter."""
+        return moved(rectangle, self.canonical_rectangle, self.local_rectangle)
+
+    def to_canonical(self, rectangle: Rectangle) -> Rectangle:
+        """Where a part of the local rectangle lies in the canonical tensor."""
+        return moved(rectangle, self.local_rectangle, self.canonical_rectangle)
 
 
 @dataclass(frozen=True, slots=True)

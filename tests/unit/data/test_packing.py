@@ -1,42 +1,58 @@
-"""Invariants of packing and balancing over random lengths."""
+"""Invariants of bundling, packing and balancing over random lengths."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.packing import balance, pack, schedule
+from megarl.data.packing import Bundle, Lengths, balance, bundle, pack, schedule
 
-LENGTHS = st.lists(st.integers(1, 100), max_size=60)
-
-
-@given(LENGTHS)
-def test_pack_keeps_every_sample_once_within_the_budget(lengths):
-    microbatches = pack(lengths, 100)
-    assert sorted(i for members in microbatches for i in members) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in members) <= 100 for members in microbatches)
+BUDGET = 100
+LENGTHS = st.lists(st.builds(Lengths, st.sampled_from("abcd"), st.just(20), st.integers(1, 80)), max_size=40)
 
 
-@given(LENGTHS.filter(bool))
-def test_pack_wastes_less_than_half(lengths):
-    # First fit leaves at most one microbatch half empty.
-    assert len(pack(lengths, 100)) <= 2 * sum(lengths) / 100 + 1
+def indexes(groups) -> list[int]:
+    return sorted(i for members in groups for i in members)
 
 
-def test_pack_refuses_a_sample_above_the_budget():
+def cost(lengths, members, share_prompts: bool) -> int:
+    """Tokens of a pack, counted by hand: each prompt once if shared, else once per sample."""
+    prompts = {lengths[i].prompt for i in members} if share_prompts else [lengths[i].prompt for i in members]
+    return 20 * len(prompts) + sum(lengths[i].response_tokens for i in members)
+
+
+@given(LENGTHS, st.booleans())
+def test_bundles_keep_every_sample_once_within_the_budget(lengths, share_prompts):
+    bundles = bundle(lengths, BUDGET, share_prompts)
+    assert indexes(b.samples for b in bundles) == list(range(len(lengths)))
+    for b in bundles:
+        assert len({lengths[i].prompt for i in b.samples}) == 1
+        assert b.num_tokens == cost(lengths, b.samples, share_prompts) <= BUDGET
+
+
+@given(st.lists(st.integers(1, BUDGET), min_size=1, max_size=60))
+def test_pack_keeps_the_budget_and_wastes_less_than_half(sizes):
+    microbatches = pack([Bundle((i,), size) for i, size in enumerate(sizes)], BUDGET)
+    assert indexes(microbatches) == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in members) <= BUDGET for members in microbatches)
+    assert len(microbatches) <= 2 * sum(sizes) / BUDGET + 1  # first fit leaves at most one half empty
+
+
+def test_a_sample_above_the_budget_is_refused():
     with pytest.raises(ValueError, match=r"tokens_per_microbatch=50: sample 1 alone has 60 .* at least 60"):
-        pack([10, 60], 50)
+        bundle([Lengths("a", 5, 10), Lengths("b", 20, 40)], 50, True)
 
 
-@given(LENGTHS, st.integers(1, 8))
-def test_balance_keeps_ranks_within_one_item(lengths, num_ranks):
-    ranks = balance(lengths, num_ranks)
-    assert sorted(i for members in ranks for i in members) == list(range(len(lengths)))
-    loads = [sum(lengths[i] for i in members) for members in ranks]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
+@given(st.lists(st.integers(1, 100), max_size=60), st.integers(1, 8))
+def test_balance_keeps_ranks_within_one_item(costs, num_ranks):
+    ranks = balance(costs, num_ranks)
+    assert indexes(ranks) == list(range(len(costs)))
+    loads = [sum(costs[i] for i in members) for members in ranks]
+    assert max(loads) - min(loads) <= max(costs, default=0)
 
 
-@given(LENGTHS, st.integers(1, 5))
-def test_schedule_gives_every_rank_as_many_microbatches(lengths, num_ranks):
-    ranks = schedule(lengths, 100, num_ranks)
+@given(LENGTHS, st.integers(1, 5), st.booleans())
+def test_schedule_gives_every_rank_as_many_microbatches(lengths, num_ranks, share_prompts):
+    ranks = schedule(lengths, BUDGET, num_ranks, share_prompts)
     assert len({len(microbatches) for microbatches in ranks}) == 1
-    assert sorted(i for microbatches in ranks for members in microbatches for i in members) == list(range(len(lengths)))
+    assert indexes(members for microbatches in ranks for members in microbatches) == list(range(len(lengths)))
+    assert all(cost(lengths, m, share_prompts) <= BUDGET for microbatches in ranks for m in microbatches)

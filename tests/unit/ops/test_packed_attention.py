@@ -6,17 +6,40 @@ import torch
 from megarl.ops.packed_attention import make_buckets, packed_attention, plain_attention
 
 
-@pytest.mark.parametrize("lengths", [[1], [7, 1, 40, 16, 17, 0, 33], [5] * 6, [100]])
+def separate(lengths: list[int]) -> list[list[int]]:
+    """Documents one after the other."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [list(range(start, start + length)) for start, length in zip(starts, lengths, strict=True)]
+
+
+DOCUMENTS = {
+    "one token": separate([1]),
+    "many lengths": separate([7, 1, 40, 16, 17, 33]),
+    "equal lengths": separate([5] * 6),
+    "shared prompt": [
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 2, *range(6, 30)],
+        [0, 1, 2, 30],
+        [31, 32],
+    ],
+}
+
+
+def tensors(documents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(sum(documents, [])), torch.tensor([0, *map(len, documents)]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_equals_one_mask_over_the_pack(lengths, kv_heads):
+def test_equals_one_mask_over_the_pack(name, kv_heads):
     torch.manual_seed(0)
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).int()
-    num_tokens = int(boundaries[-1])
+    tokens, boundaries = tensors(DOCUMENTS[name])
+    num_tokens = int(tokens.max()) + 1
     query = torch.randn(num_tokens, 6, 8, requires_grad=True)
     key, value = (torch.randn(num_tokens, kv_heads, 8, requires_grad=True) for _ in range(2))
     gradient = torch.randn(num_tokens, 6, 8)
-    expected = plain_attention(query, key, value, boundaries, 0.3)
-    ours = packed_attention(query, key, value, make_buckets(boundaries), 0.3)
+    expected = plain_attention(query, key, value, tokens, boundaries, 0.3)
+    ours = packed_attention(query, key, value, make_buckets(tokens, boundaries), 0.3)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(
         torch.autograd.grad(ours, (query, key, value), gradient),
@@ -27,7 +50,6 @@ def test_equals_one_mask_over_the_pack(lengths, kv_heads):
 
 
 def test_padding_stays_below_one_step_per_document():
-    lengths = torch.randint(1, 200, (50,), generator=torch.Generator().manual_seed(0))
-    boundaries = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int()
-    padded = sum(bucket.gather.numel() for bucket in make_buckets(boundaries))
-    assert padded - int(lengths.sum()) < 16 * len(lengths)
+    lengths = torch.randint(1, 200, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    padded = sum(bucket.gather.numel() for bucket in make_buckets(*tensors(separate(lengths))))
+    assert padded - sum(lengths) < 16 * len(lengths)

@@ -1,0 +1,38 @@
+# `make` alone lists the targets.
+PYTHON ?= python3.11
+LOCK := tools/environment/cpu-py311.lock
+VENV := .venv
+DONE := $(VENV)/.installed
+RUN := $(VENV)/bin/python
+
+.PHONY: help env quickstart test test-fast lint clean
+
+help:
+	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
+	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
+	@echo "make test        everything that needs no GPU: about 15 minutes on 2 cores"
+	@echo "make test-fast   the unit tests, under 3 minutes"
+	@echo "make lint        ruff and shellcheck"
+
+env: $(DONE)
+
+$(DONE): $(LOCK) pyproject.toml tools/environment/build.sh
+	tools/environment/build.sh $(PYTHON) $(VENV) $(LOCK)
+	@touch $(DONE)
+
+quickstart: $(DONE)
+	$(VENV)/bin/megarl train configs/quickstart.yaml
+
+test: lint
+	$(RUN) -m pytest
+
+test-fast: $(DONE)
+	$(RUN) -m pytest tests/unit -m "not slow"
+
+lint: $(DONE)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/shellcheck .ci/run tools/environment/build.sh
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,91 @@
+"""The `megarl` command: arguments only. What needs torch, Megatron, vLLM or Ray is imported where it is called."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import megarl
+
+app = typer.Typer(
+    help="Reinforcement learning of language models: Megatron-core trains, vLLM samples.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Look at a recipe without running it.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+Recipe = Annotated[Path, typer.Argument(metavar="FILE", help="A recipe, such as configs/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to change, such as run.steps=3.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megarl {megarl.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@config_app.command()
+def show(file: Recipe, overrides: Overrides = None) -> None:
+    """Print every key of a recipe with its value."""
+    from megarl.config.load import dump, load
+
+    typer.echo(dump(load(file, overrides or ())), nl=False)
+
+
+@config_app.command()
+def explain(file: Recipe, overrides: Overrides = None) -> None:
+    """Print the batch arithmetic of a recipe."""
+    from megarl.config.explain import explain
+    from megarl.config.load import load
+
+    typer.echo(explain(load(file, overrides or ())))
+
+
+@app.command()
+def train(file: Recipe, overrides: Overrides = None) -> None:
+    """Run a recipe."""
+    from megarl.config.load import load
+
+    config = load(file, overrides or ())
+    import megarl.train
+
+    raise typer.Exit(megarl.train.main(config))
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, such as runs/latest.")]) -> None:
+    """Write the report of a run and print its path."""
+    import megarl.report
+
+    typer.echo(megarl.report.write(folder))
+
+
+def main() -> None:
+    """Exits with the command's code; a ValueError is the user's to mend: one line on stderr each, exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        for line in (str(error) or repr(error)).splitlines():
+            print(f"megarl: error: {line}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

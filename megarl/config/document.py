@@ -1,0 +1,171 @@
+"""Configuration text: YAML as its 1.2 core schema reads it, with the place that every key came from.
+
+PyYAML follows YAML 1.1, where `no` is false, `1e-6` is text, `010` is 8 and `1:30` is 90. Here they are what they
+look like: text, a number, 10 and text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+Key = tuple[str | int, ...]
+"""A key's names from the top; integers index lists."""
+
+_KINDS = {
+    dict: "a mapping",
+    list: "a list",
+    str: "text",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal number",
+    type(None): "null",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A mapping and, for each of its keys at any depth, the place that it was read from, e.g. "run.yaml:12"."""
+
+    values: dict[str, Any]
+    origins: dict[Key, str]
+
+    def overlay(self, over: Document) -> Document:
+        """`over` on top of this: mappings are merged key by key, lists and scalars replaced."""
+        return Document(_merge(self.values, over.values), self.origins | over.origins)
+
+    def origin(self, key: Key, default: str) -> str:
+        """Where the key, or the nearest mapping or list around it, was given."""
+        for length in range(len(key), 0, -1):
+            if key[:length] in self.origins:
+                return self.origins[key[:length]]
+        return default
+
+
+def parse(text: str, name: str) -> Document:
+    """Reads a YAML mapping. Raises ValueError that starts with `name` and, where there is one, line and column."""
+    try:
+        node, values = _read(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ValueError(f"{name}:{mark.line + 1}:{mark.column + 1}: {_reason(error)}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"{name}:{line}: {_reason(error)}") from None
+    if values is None:
+        raise ValueError(f"{name}: the file is empty; a recipe starts with `base: base.yaml`")
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}:{node.start_mark.line + 1}: expected a mapping (KEY: VALUE), found {kind(values)}")
+    return Document(values, {key: f"{name}:{line}" for key, line in _lines(node)})
+
+
+def parse_value(text: str) -> Any:
+    """Reads one YAML value. Raises ValueError with the reason if it is not one."""
+    try:
+        return _read(text)[1]
+    except yaml.YAMLError as error:
+        raise ValueError(f"not a YAML value: {_reason(error)}") from None
+
+
+def render(values: dict[str, Any]) -> str:
+    """YAML text that `parse` reads back to equal values, in the order of the keys given."""
+    return yaml.dump(values, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def show(value: Any) -> str:
+    """The value as YAML in one line, shortened where it is long."""
+    text = yaml.dump(value, Dumper=_CoreDumper, allow_unicode=True, default_flow_style=True, width=float("inf"))
+    text = text.removesuffix("\n...\n").strip()
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def kind(value: Any) -> str:
+    """What a YAML value is, in words."""
+    return _KINDS[type(value)]
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in over.items():
+        old = base.get(name)
+        merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _read(text: str) -> tuple[yaml.Node | None, Any]:
+    loader = _CoreLoader(text)
+    node = loader.get_single_node()
+    return node, None if node is None else loader.construct_document(node)
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"character U+{error.character:04X} is not allowed in YAML; write it as an escape in double quotes"
+    return ", ".join(part for part in (error.context, error.problem) if part)
+
+
+def _lines(node: yaml.Node, key: Key = ()) -> Iterator[tuple[Key, int]]:
+    children: list[tuple[str | int, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        children = [(name.value, name, value) for name, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        children = [(index, value, value) for index, value in enumerate(node.value)]
+    for name, start, value in children:
+        yield (*key, name), start.start_mark.line + 1
+        yield from _lines(value, (*key, name))
+
+
+class _CoreLoader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's class attribute, emptied of YAML 1.1's patterns)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            problem = f"tag {event.tag!r} is not supported; write the value without it"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
+class _CoreDumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node)
+    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+
+def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
+    """A mapping with text keys, each given once."""
+    mapping: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    for name_node, value_node in node.value:
+        name, mark = loader.construct_object(name_node, deep=True), name_node.start_mark
+        if not isinstance(name, str):
+            raise yaml.constructor.ConstructorError(problem=f"key {name!r} is not text", problem_mark=mark)
+        if name in mapping:
+            problem = f"key {name!r} is given twice in one mapping, first in line {lines[name]}; remove one"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=mark)
+        mapping[name] = loader.construct_object(value_node, deep=True)
+        lines[name] = mark.line + 1
+    return mapping
+
+
+_CORE_SCHEMA = {
+    "null": r"null|Null|NULL|~|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+for _tag, _pattern in _CORE_SCHEMA.items():
+    for _class in (_CoreLoader, _CoreDumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), None)
+_CoreLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_CoreLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)

@@ -1,0 +1,38 @@
+"""What a configuration amounts to: the batch arithmetic of a run in a few lines."""
+
+from __future__ import annotations
+
+from megarl.config.schema import Config
+
+
+def explain(config: Config) -> str:
+    """Samples and updates of a step, each rank's share, token counts and processes."""
+    batch, rollout, layout = config.batch, config.rollout, config.actor.layout
+    samples = batch.prompts_per_step * batch.samples_per_prompt
+    updates = batch.prompts_per_step // batch.prompts_per_update
+    per_update = batch.prompts_per_update * batch.samples_per_prompt
+    tokens, budget = samples * rollout.context_length, config.actor.tokens_per_microbatch
+    rows = {
+        "run": f"{config.run.steps:,} steps",
+        "step": f"{batch.prompts_per_step:,} prompts x {batch.samples_per_prompt:,} samples = {samples:,} samples",
+        "updates": f"{batch.prompts_per_step:,} / {batch.prompts_per_update:,} prompts = {updates:,} per step",
+        "update": (
+            f"{batch.prompts_per_update:,} prompts x {batch.samples_per_prompt:,} samples = {per_update:,} samples, "
+            f"{per_update:,} / dp {layout.dp} = {_share(per_update, layout.dp)} per data-parallel rank"
+        ),
+        "microbatch": f"samples packed up to {budget:,} tokens per rank, never split",
+        "tokens": (
+            f"at most {samples:,} samples x {rollout.context_length:,} = {tokens:,} per step, of which "
+            f"{samples:,} x {rollout.max_new_tokens:,} = {samples * rollout.max_new_tokens:,} sampled"
+        ),
+        "trainer": (
+            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} = world size {layout.world_size}"
+        ),
+        "rollout": f"replicas {rollout.replicas} x tp {rollout.tp} = world size {rollout.replicas * rollout.tp}",
+    }
+    return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def _share(samples: int, ranks: int) -> str:
+    least, more = divmod(samples, ranks)
+    return f"{least:,} to {least + 1:,}" if more else f"{least:,}"

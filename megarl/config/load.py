@@ -1,0 +1,91 @@
+"""From YAML files and `a.b=c` overrides to a Config, and back to YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megarl.config import document, rules, violations
+from megarl.config.document import Document, Key
+from megarl.config.schema import Config
+
+_LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a recipe: its base files first, its own keys over them, then the overrides (KEY=VALUE) in their order.
+
+    Raises ValueError with one line for everything that is wrong: where it was given, key, value and remedy.
+    """
+    recipe = _with_base(Path(path), ())
+    for override in overrides:
+        recipe = recipe.overlay(_override(override))
+    try:
+        config = Config.model_validate(recipe.values)
+    except ValidationError as error:
+        raise ValueError("\n".join(violations.describe(error, recipe, str(path)))) from None
+    rules.check(config)
+    return config
+
+
+def dump(config: Config) -> str:
+    """YAML of all keys, which loads back to an equal Config."""
+    return document.render(config.model_dump())
+
+
+def _with_base(path: Path, above: tuple[Path, ...]) -> Document:
+    """The file over the one that its key `base` names. `above` are the files that led here."""
+    if path.resolve() in [file.resolve() for file in above]:
+        chain = " -> ".join(str(file) for file in (*above, path))
+        raise ValueError(f"{above[-1]}: the base files form a cycle: {chain}; remove one `base`")
+    overlay = document.parse(_text(path, above), str(path))
+    if "base" not in overlay.values:
+        return overlay
+    base = overlay.values.pop("base")
+    place = overlay.origins[("base",)]
+    if not isinstance(base, str):
+        raise ValueError(f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}")
+    return _with_base(path.parent / base, (*above, path)).overlay(overlay)
+
+
+def _text(path: Path, above: tuple[Path, ...]) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        named_by = f" (the base of {above[-1]})" if above else ""
+        raise ValueError(f"{path}{named_by}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
+
+
+def _override(text: str) -> Document:
+    """The document that holds one key of the command line."""
+    name, equals, value_text = text.partition("=")
+    place = violations.COMMAND_LINE
+    if not (name and equals):
+        raise ValueError(f"{place}: {text!r}: expected KEY=VALUE, such as run.steps=3")
+    if index := _LIST_INDEX.search(name):
+        whole = name[: index.start()]
+        raise ValueError(f"{place}: {name}: list indexes are not supported; give the whole list: {whole}='[...]'")
+    if not value_text.strip():
+        raise ValueError(f"{place}: {name}= has no value; write {name}=null for none, or \"{name}=''\" for empty text")
+    try:
+        value = document.parse_value(value_text)
+    except ValueError as error:
+        raise ValueError(f"{place}: {text}: {error}") from None
+    key = tuple(name.split("."))
+    origins = dict.fromkeys(_keys_within(key, value), place)
+    for part in reversed(key):
+        value = {part: value}
+    return Document(value, origins)
+
+
+def _keys_within(key: Key, value: Any) -> Iterator[Key]:
+    yield key
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in children:
+        yield from _keys_within((*key, name), inner)

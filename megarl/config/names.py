@@ -1,0 +1,95 @@
+"""The names of all keys, and the key that somebody meant who wrote another name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import get_args
+
+from pydantic import BaseModel
+
+from megarl.config.schema import Config
+
+VERL = {
+    "adv_estimator": "algorithm.advantage.estimator",
+    "clip_grad": "actor.optimizer.clip_grad_norm",
+    "clip_ratio": "algorithm.objective.clip_low and algorithm.objective.clip_high",
+    "clip_ratio_high": "algorithm.objective.clip_high",
+    "clip_ratio_low": "algorithm.objective.clip_low",
+    "context_parallel_size": "actor.layout.cp",
+    "default_local_dir": "run.folder",
+    "entropy_coeff": "algorithm.objective.entropy_coefficient",
+    "experiment_name": "run.name",
+    "expert_model_parallel_size": "actor.layout.ep",
+    "gpu_memory_utilization": "rollout.vllm_extra.gpu_memory_utilization (on CPU: rollout.kv_cache_gib)",
+    "grad_clip": "actor.optimizer.clip_grad_norm",
+    "kl_loss_coef": "algorithm.kl.coefficient",
+    "kl_loss_type": "algorithm.kl.estimator",
+    "kl_penalty": "algorithm.kl.estimator",
+    "loss_agg_mode": "algorithm.objective.aggregation",
+    "max_model_len": "rollout.context_length",
+    "max_prompt_length": "rollout.context_length (prompt and response together)",
+    "max_response_length": "rollout.max_new_tokens",
+    "norm_adv_by_std_in_grpo": "algorithm.advantage.std",
+    "pipeline_model_parallel_size": "actor.layout.pp",
+    "ppo_max_token_len_per_gpu": "actor.tokens_per_microbatch",
+    "ppo_micro_batch_size": "actor.tokens_per_microbatch (tokens, not samples)",
+    "ppo_micro_batch_size_per_gpu": "actor.tokens_per_microbatch (tokens, not samples)",
+    "ppo_mini_batch_size": "batch.prompts_per_update",
+    "prompt_key": "data.prompt_column",
+    "rollout.n": "batch.samples_per_prompt",
+    "rollout.tensor_model_parallel_size": "rollout.tp",
+    "tensor_model_parallel_size": "actor.layout.tp",
+    "total_training_steps": "run.steps",
+    "train_batch_size": "batch.prompts_per_step",
+    "train_files": "data.source",
+    "use_kl_loss": "algorithm.kl.coefficient (0: no KL)",
+}
+"""verl's name, with the section above it where that decides, and ours."""
+
+
+def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all keys, sections before their own keys, in the order of the schema."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from keys(inner, f"{prefix}{name}.")
+
+
+def suggest(key: str) -> str:
+    """What to write instead of an unknown key, as the end of a sentence."""
+    for name in _suffixes(key):
+        if name in VERL:
+            return f"verl's {name} is {VERL[name]} here"
+    known = [name for name in keys() if not key.startswith(name)]
+    leaf = key.rpartition(".")[2]
+    matches = [name for name in known if name.rpartition(".")[2] == leaf]
+    matches = matches or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    matches = matches or [name for name in known if name.rpartition(".")[2] in _close_leaves(leaf, known)]
+    if matches:
+        return f"did you mean {' or '.join(matches)}?"
+    return _siblings(key)
+
+
+def _suffixes(key: str) -> Iterator[str]:
+    """The key, then what is left of it without its first name, and so on: the longest first."""
+    while key:
+        yield key
+        key = key.partition(".")[2]
+
+
+def _close_leaves(leaf: str, known: list[str]) -> list[str]:
+    return difflib.get_close_matches(leaf, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.75)
+
+
+def _siblings(key: str) -> str:
+    """The keys of the innermost section around `key` that exists."""
+    known = list(keys())
+    section = key.rpartition(".")[0]
+    while section and section not in known:
+        section = section.rpartition(".")[0]
+    prefix = f"{section}." if section else ""
+    names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
+    children = ", ".join(name for name in names if "." not in name)
+    return f"{section or 'the top level'} has the keys {children}"

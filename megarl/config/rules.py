@@ -1,0 +1,313 @@
+"""The rules across keys, and between the configuration and the model: one function each, named as the rule.
+
+A rule returns None where it is kept, otherwise one line with the keys, the arithmetic and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import gcd
+from typing import Any
+
+from megarl.config.schema import Config, Layout
+
+FAMILIES = ("llama", "qwen2")
+"""The `model_type`s of Hugging Face's config.json that trainer and engine both know."""
+
+
+def check(config: Config) -> None:
+    """Checks the keys against each other. Raises ValueError with one line per broken rule."""
+    _raise_all(rule(config) for rule in _RULES)
+
+
+def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Checks the keys against the content of the model's config.json. Raises ValueError with a line per broken rule."""
+    if violation := model_type_is_known(config, hf_config) or model_config_is_complete(config, hf_config):
+        raise ValueError(violation)
+    _raise_all(rule(config, hf_config) for rule in _MODEL_RULES)
+
+
+def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
+    per_step, per_update = config.batch.prompts_per_step, config.batch.prompts_per_update
+    return _does_not_divide("batch.prompts_per_update", per_update, "prompts per step", per_step, _divisors(per_step))
+
+
+def grpo_compares_samples_of_a_prompt(config: Config) -> str | None:
+    samples = config.batch.samples_per_prompt
+    if config.algorithm.advantage.estimator != "grpo" or samples >= 2:
+        return None
+    return (
+        f"batch.samples_per_prompt={samples}: grpo compares the samples of a prompt with each other and needs at "
+        "least 2; set batch.samples_per_prompt=8"
+    )
+
+
+def top_p_is_one(config: Config) -> str | None:
+    top_p = config.rollout.top_p
+    if top_p == 1:
+        return None
+    return (
+        f"rollout.top_p={top_p:g}: the engine would sample from a truncated distribution whose log-probs the trainer "
+        "does not compute; set rollout.top_p=1"
+    )
+
+
+def sequence_parallel_needs_tensor_parallel(config: Config) -> str | None:
+    layout = config.actor.layout
+    if not layout.sequence_parallel or layout.tp > 1:
+        return None
+    return (
+        "actor.layout.sequence_parallel=true: it shards over the tensor-parallel ranks, and actor.layout.tp=1 has "
+        "one; set actor.layout.sequence_parallel=false or a larger tp"
+    )
+
+
+def uneven_stages_need_pipeline(config: Config) -> str | None:
+    layout = config.actor.layout
+    given = [name for name, layers in _uneven(layout).items() if layers is not None]
+    if not given or layout.pp > 1:
+        return None
+    return (
+        f"actor.layout.{' and '.join(given)} given, but actor.layout.pp=1 is a single stage; set it to null or raise pp"
+    )
+
+
+def context_parallel_is_not_supported(config: Config) -> str | None:
+    cp = config.actor.layout.cp
+    return None if cp == 1 else _not_supported("cp", cp, "context parallelism")
+
+
+def expert_parallel_is_not_supported(config: Config) -> str | None:
+    ep = config.actor.layout.ep
+    return None if ep == 1 else _not_supported("ep", ep, "expert parallelism")
+
+
+def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
+    new, context = config.rollout.max_new_tokens, config.rollout.context_length
+    if new < context:
+        return None
+    return (
+        f"rollout.max_new_tokens={new}: {context - new} of rollout.context_length={context} tokens are left for the "
+        f"prompt ({context} - {new}); lower max_new_tokens or raise context_length"
+    )
+
+
+def microbatch_holds_the_longest_sample(config: Config) -> str | None:
+    budget, context = config.actor.tokens_per_microbatch, config.rollout.context_length
+    if budget >= context:
+        return None
+    return (
+        f"actor.tokens_per_microbatch={budget}: a sample may have rollout.context_length={context} tokens and is never "
+        f"split ({budget} < {context}); set actor.tokens_per_microbatch to at least {context}"
+    )
+
+
+def every_data_parallel_rank_has_a_sample(config: Config) -> str | None:
+    prompts, per_prompt = config.batch.prompts_per_update, config.batch.samples_per_prompt
+    dp, samples = config.actor.layout.dp, prompts * per_prompt
+    if dp <= samples:
+        return None
+    return (
+        f"actor.layout.dp={dp}: an update has {samples} samples ({prompts} prompts x {per_prompt} samples), fewer than "
+        f"data-parallel ranks; set dp to at most {samples} or raise batch.prompts_per_update"
+    )
+
+
+def clipped_ratio_stays_positive(config: Config) -> str | None:
+    low = config.algorithm.objective.clip_low
+    if low < 1:
+        return None
+    return (
+        f"algorithm.objective.clip_low={low:g}: the ratio's lower bound 1 - {low:g} = {1 - low:g} is not positive; set "
+        "clip_low below 1, such as 0.2"
+    )
+
+
+_RULES: tuple[Callable[[Config], str | None], ...] = (
+    prompts_per_update_divides_prompts_per_step,
+    grpo_compares_samples_of_a_prompt,
+    top_p_is_one,
+    sequence_parallel_needs_tensor_parallel,
+    uneven_stages_need_pipeline,
+    context_parallel_is_not_supported,
+    expert_parallel_is_not_supported,
+    context_holds_a_prompt_and_a_response,
+    microbatch_holds_the_longest_sample,
+    every_data_parallel_rank_has_a_sample,
+    clipped_ratio_stays_positive,
+)
+
+
+def model_type_is_known(config: Config, hf: Mapping[str, Any]) -> str | None:
+    family = hf.get("model_type")
+    if family in FAMILIES:
+        return None
+    return f"{_model(config)}: model_type {family} is not supported; the known ones are {', '.join(FAMILIES)}"
+
+
+def model_config_is_complete(config: Config, hf: Mapping[str, Any]) -> str | None:
+    needed = ("intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
+    missing = [name for name in needed if name not in hf]
+    if not missing:
+        return None
+    return f"{_model(config)}: its config.json lacks {', '.join(missing)}; take the config.json of the original model"
+
+
+def attention_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    return _tensor_parallel(config, hf, "attention heads", hf["num_attention_heads"])
+
+
+def kv_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    return _tensor_parallel(config, hf, "KV heads", _kv_heads(hf))
+
+
+def mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    return _tensor_parallel(config, hf, "MLP rows (intermediate_size)", hf["intermediate_size"])
+
+
+def layers_tile_the_stages(config: Config, hf: Mapping[str, Any]) -> str | None:
+    """Layers left by a first or last stage of its own size divide evenly over the other stages, at least one each."""
+    layout, num_layers = config.actor.layout, hf["num_hidden_layers"]
+    given = {name: layers for name, layers in _uneven(layout).items() if layers is not None}
+    left, stages = num_layers - sum(given.values()), layout.pp - len(given)
+    if (left == 0) if stages == 0 else (left >= stages and left % stages == 0):
+        return None
+    taken = "".join(f" - {layers}" for layers in given.values())
+    keys = "".join(f", {name}={layers}" for name, layers in given.items())
+    rest = f"{num_layers}{taken} = {left}" if given else f"{num_layers}"
+    problem = (
+        f"actor.layout.pp={layout.pp}{keys}: {num_layers} layers do not tile the stages: {rest} layers over {stages} "
+        f"{'other ' if given else ''}{'stage' if stages == 1 else 'stages'}"
+    )
+    if stages > 0:
+        problem += f" ({left} / {stages} = {left / stages:.4g})"
+    return f"{problem}; {_stage_remedy(layout.pp, num_layers)}"
+
+
+def engine_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    heads, sizes = hf["num_attention_heads"], _engine_sizes(hf)
+    return _does_not_divide("rollout.tp", config.rollout.tp, "attention heads", heads, sizes)
+
+
+def engine_kv_heads_split_or_repeat(config: Config, hf: Mapping[str, Any]) -> str | None:
+    """The engine shards KV heads over its ranks, or repeats each on several where there are more ranks than heads."""
+    tp, kv_heads = config.rollout.tp, _kv_heads(hf)
+    if tp % kv_heads == 0:
+        return None
+    return _does_not_divide("rollout.tp", tp, "KV heads", kv_heads, _engine_sizes(hf))
+
+
+def engine_mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    rows = hf["intermediate_size"]
+    return _does_not_divide("rollout.tp", config.rollout.tp, "MLP rows (intermediate_size)", rows, _engine_sizes(hf))
+
+
+def context_fits_the_positions(config: Config, hf: Mapping[str, Any]) -> str | None:
+    context, positions = config.rollout.context_length, hf["max_position_embeddings"]
+    if context <= positions:
+        return None
+    return (
+        f"rollout.context_length={context}: the model has {positions} positions (max_position_embeddings); set "
+        f"rollout.context_length to at most {positions}"
+    )
+
+
+def rope_is_plain(config: Config, hf: Mapping[str, Any]) -> str | None:
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = hf.get(name) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            return _unsupported_feature(config, f"{name} with rope_type {kind}")
+    return None
+
+
+def activation_is_silu(config: Config, hf: Mapping[str, Any]) -> str | None:
+    activation = hf.get("hidden_act", "silu")
+    return None if activation == "silu" else _unsupported_feature(config, f"hidden_act {activation}")
+
+
+def attention_has_no_window(config: Config, hf: Mapping[str, Any]) -> str | None:
+    window = hf.get("sliding_window")
+    if window is None or not hf.get("use_sliding_window", hf["model_type"] != "qwen2"):
+        return None
+    return _unsupported_feature(config, f"sliding_window {window}")
+
+
+def biases_are_those_of_the_family(config: Config, hf: Mapping[str, Any]) -> str | None:
+    names = ("mlp_bias", "attention_bias") if hf["model_type"] == "llama" else ("mlp_bias",)
+    found = [f"{name} true" for name in names if hf.get(name)]
+    return _unsupported_feature(config, " and ".join(found)) if found else None
+
+
+_MODEL_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
+    attention_heads_divide_by_tp,
+    kv_heads_divide_by_tp,
+    mlp_divides_by_tp,
+    layers_tile_the_stages,
+    engine_heads_divide_by_tp,
+    engine_kv_heads_split_or_repeat,
+    engine_mlp_divides_by_tp,
+    context_fits_the_positions,
+    rope_is_plain,
+    activation_is_silu,
+    attention_has_no_window,
+    biases_are_those_of_the_family,
+)
+
+
+def _raise_all(violations: Iterable[str | None]) -> None:
+    found = [violation for violation in violations if violation is not None]
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def _does_not_divide(key: str, divisor: int, what: str, number: int, legal: Iterable[int]) -> str | None:
+    if number % divisor == 0:
+        return None
+    arithmetic = f"{number} / {divisor} = {number / divisor:.4g}"
+    choices = ", ".join(str(value) for value in legal)
+    return f"{key}={divisor}: {number} {what} do not divide by {divisor} ({arithmetic}); choose from {choices}"
+
+
+def _tensor_parallel(config: Config, hf: Mapping[str, Any], what: str, number: int) -> str | None:
+    legal = _divisors(gcd(hf["num_attention_heads"], _kv_heads(hf), hf["intermediate_size"]))
+    return _does_not_divide("actor.layout.tp", config.actor.layout.tp, what, number, legal)
+
+
+def _engine_sizes(hf: Mapping[str, Any]) -> list[int]:
+    sizes, kv_heads = _divisors(gcd(hf["num_attention_heads"], hf["intermediate_size"])), _kv_heads(hf)
+    return [tp for tp in sizes if kv_heads % tp == 0 or tp % kv_heads == 0]
+
+
+def _stage_remedy(pp: int, num_layers: int) -> str:
+    choices = ", ".join(str(value) for value in _divisors(num_layers))
+    remedy = f"choose pp from {choices} with first_stage_layers and last_stage_layers null"
+    per_stage = -(-num_layers // pp)
+    last = num_layers - (pp - 1) * per_stage
+    if pp in _divisors(num_layers) or last < 1:
+        return remedy
+    return f"{remedy}, or last_stage_layers={last} alone ({pp - 1} x {per_stage} + {last} = {num_layers})"
+
+
+def _uneven(layout: Layout) -> dict[str, int | None]:
+    return {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
+
+
+def _kv_heads(hf: Mapping[str, Any]) -> int:
+    return hf.get("num_key_value_heads") or hf["num_attention_heads"]
+
+
+def _divisors(number: int) -> list[int]:
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def _not_supported(key: str, value: int, what: str) -> str:
+    return f"actor.layout.{key}={value}: {what} is not supported by this version; set actor.layout.{key}=1"
+
+
+def _unsupported_feature(config: Config, feature: str) -> str:
+    return f"{_model(config)}: {feature} is not supported by this version; choose a model without it"
+
+
+def _model(config: Config) -> str:
+    return f"model.path={config.model.path}"

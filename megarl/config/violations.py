@@ -1,0 +1,94 @@
+"""What a document breaks of the schema, in words: the key, the value, where it was given, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megarl.config.document import Document, Key, kind, show
+from megarl.config.names import suggest
+
+COMMAND_LINE = "command line"
+
+_REQUIRED = {
+    "model.path": "a Hugging Face folder, a hub id, or package:NAME",
+    "data.source": "arithmetic, or a .jsonl or .parquet file",
+}
+
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "int_type": "an integer",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_type": "a mapping",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_too_short": "text that is not empty",
+    "string_type": "text",
+    "too_short": "a list that is not empty",
+}
+"""pydantic's error type -> what the schema wants."""
+
+
+def describe(error: ValidationError, document: Document, file: str) -> list[str]:
+    """One line per violation; the keys that a place lacks together in one."""
+    lines: list[str] = []
+    missing: dict[str, list[Key]] = {}
+    for detail in error.errors():
+        key = detail["loc"]
+        if detail["type"] == "missing":
+            missing.setdefault(document.origin(key[:-1], file), []).append(key)
+        elif detail["type"] == "extra_forbidden":
+            lines += [_unknown(leaf, document, file) for leaf in _leaves(key, detail["input"])]
+        else:
+            lines.append(_wrong(detail, document.origin(key, file), file))
+    return lines + [f"{place}: {_missing(keys)}" for place, keys in missing.items()]
+
+
+def _unknown(key: Key, document: Document, file: str) -> str:
+    name = ".".join(part for part in key if isinstance(part, str))
+    return f"{document.origin(key, file)}: {_dotted(key)}: unknown key; {suggest(name)}"
+
+
+def _missing(keys: list[Key]) -> str:
+    listed = f"missing {'key' if len(keys) == 1 else 'keys'} {', '.join(_dotted(key) for key in keys)}"
+    if any(isinstance(part, int) for key in keys for part in key):
+        return f"{listed}; an entry of a list gives all its keys"
+    return f"{listed}; start the file with `base: base.yaml`, which has a default for every other key"
+
+
+def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
+    name, value = _dotted(detail["loc"]), detail["input"]
+    if value is None and name in _REQUIRED:
+        return f"{file}: {name} is required: {_REQUIRED[name]}; set it there, or {name}=VALUE on the command line"
+    expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
+    message = f"{origin}: {name}={show(value)}: expected {expected}"
+    if not detail["type"].endswith("_type"):
+        return message
+    message += f", found {kind(value)}"
+    if detail["type"] == "string_type" and isinstance(value, bool | int | float):
+        quoted = f"'{show(value)}'"
+        message += "; write " + (f'"{name}={quoted}"' if origin == COMMAND_LINE else quoted)
+    return message
+
+
+def _leaves(key: Key, value: Any) -> Iterator[Key]:
+    """The keys below an unknown one that hold values, or it itself: what the user meant is told by the last name."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves((*key, name), inner)
+    else:
+        yield key
+
+
+def _dotted(key: Key) -> str:
+    return ".".join(str(part) for part in key)

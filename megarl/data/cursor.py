@@ -1,0 +1,65 @@
+"""Which prompts come next: epoch after epoch, each in its own order."""
+
+from __future__ import annotations
+
+import random
+from typing import TypedDict
+
+
+class CursorState(TypedDict):
+    num_prompts: int
+    seed: int
+    shuffle: bool
+    epoch: int
+    position: int
+
+
+class PromptCursor:
+    """Hands out prompt indexes; every epoch has each of them exactly once.
+
+    shuffle   a fresh order for every epoch, which depends on nothing but (seed, epoch, num_prompts)
+    """
+
+    def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
+        assert num_prompts > 0, "a cursor over no prompts"
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._start_epoch(0)
+
+    def take(self, n: int) -> list[int]:
+        """The next n indexes; they may cross the end of an epoch, and of several."""
+        taken: list[int] = []
+        while len(taken) < n:
+            if self._position == self._num_prompts:
+                self._start_epoch(self._epoch + 1)
+            part = self._order[self._position : self._position + n - len(taken)]
+            self._position += len(part)
+            taken += part
+        return taken
+
+    def state(self) -> CursorState:
+        """What `restore` needs to go on from here; JSON can hold it."""
+        return CursorState(
+            num_prompts=self._num_prompts,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            epoch=self._epoch,
+            position=self._position,
+        )
+
+    @classmethod
+    def restore(cls, state: CursorState) -> PromptCursor:
+        cursor = cls(state["num_prompts"], state["seed"], state["shuffle"])
+        cursor._start_epoch(state["epoch"])
+        cursor._position = state["position"]
+        return cursor
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._position = 0
+        self._order = list(range(self._num_prompts))
+        if self._shuffle:
+            # Sorting by random(): the only method whose values Python keeps over its versions.
+            generator = random.Random(f"epoch {self._seed} {epoch}")
+            self._order.sort(key=lambda _: generator.random())

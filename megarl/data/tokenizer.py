@@ -1,0 +1,33 @@
+"""The model's own tokenizer, without torch where its folder allows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Of a Hugging Face folder. Raises ValueError if it holds none."""
+    if not any(folder.glob("tokenizer*")):
+        raise ValueError(f"model.path: {folder} has no tokenizer; copy the model's tokenizer files into it")
+    if _is_generic(folder):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether tokenizer.json says it all: AutoTokenizer, whose import loads torch, then has nothing to add."""
+    config_file = folder / "tokenizer_config.json"
+    if not config_file.exists() or not (folder / "tokenizer.json").exists():
+        return False
+    return json.loads(config_file.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES

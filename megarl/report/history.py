@@ -1,0 +1,56 @@
+"""The metrics of a run as columns over its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.report.jsonl import read_objects
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """S steps, ascending.
+
+    steps        int64 [S]
+    columns      metric -> float64 [S], NaN where a step has no finite value
+    nonfinite    metric -> the steps at which it was NaN or infinite
+    unreadable   numbers of the lines of metrics.jsonl that could not be read
+    """
+
+    steps: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    nonfinite: Mapping[str, list[int]]
+    unreadable: list[int]
+
+    def __getitem__(self, metric: str) -> np.ndarray:
+        """float64 [S], all NaN for a metric that the run does not have."""
+        return self.columns.get(metric, np.full(len(self.steps), np.nan))
+
+    def finite(self, metric: str) -> np.ndarray:
+        """The metric's finite values, in the order of steps."""
+        values = self[metric]
+        return values[np.isfinite(values)]
+
+
+def read_history(path: Path) -> History:
+    """Reads metrics.jsonl; a file that does not exist is a run without steps. Of a repeated step the last counts."""
+    objects, unreadable = read_objects(path) if path.exists() else ([], [])
+    by_step = {record["step"]: record for record in objects if isinstance(record.get("step"), int)}
+    steps = sorted(by_step)
+    records = [by_step[step] for step in steps]
+    names = dict.fromkeys(name for record in records for name in record if name not in ("step", "nonfinite"))
+    nonfinite: dict[str, list[int]] = {}
+    for step, record in zip(steps, records, strict=True):
+        for name in record.get("nonfinite", ()):
+            nonfinite.setdefault(name, []).append(step)
+    columns = {name: np.array([_number(record.get(name)) for record in records]) for name in names}
+    return History(np.array(steps, dtype=np.int64), columns, nonfinite, unreadable)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")

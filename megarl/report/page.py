@@ -1,0 +1,172 @@
+"""The report as HTML: notes and summary, charts, rollout viewer, configuration."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+
+import numpy as np
+
+from megarl.report.history import History
+from megarl.report.plots import (
+    CHARTS,
+    MAX_POINTS,
+    PHASE_EXPLANATION,
+    PHASE_TITLE,
+    REWARD,
+    WIDE,
+    Chart,
+    charted_metrics,
+    draw,
+    draw_phases,
+)
+from megarl.report.viewer import MAX_CHARACTERS, Rollouts
+from megarl.sinks import duration
+
+LISTED_STEPS = 5  # a note names no more steps or lines than this
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a report shows. `target_steps` is None where the run has no resolved config."""
+
+    name: str
+    subtitle: str
+    target_steps: int | None
+    config_text: str
+    manifest_text: str
+    history: History
+    rollouts: Rollouts
+
+
+def render(run: Run) -> str:
+    """The page. It loads nothing, and no script but its own can run in it."""
+    script = _resource("page.js")
+    digest = hashlib.sha256(script.encode()).digest()
+    return Template(_resource("page.html")).substitute(
+        name=escape(run.name),
+        subtitle=escape(run.subtitle),
+        style=_resource("page.css"),
+        notes="".join(f"<li>{escape(note)}</li>" for note in notes(run)),
+        summary="".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),
+        charts=_charts(run.history),
+        other_charts=_other_charts(run.history),
+        rollout_note=escape(rollout_note(run.rollouts)),
+        rollouts=_script_json([asdict(step) for step in run.rollouts.steps]),
+        config=escape(run.config_text),
+        manifest=escape(run.manifest_text),
+        script=script,
+        script_hash=base64.b64encode(digest).decode(),
+    )
+
+
+def summary(run: Run) -> list[tuple[str, str]]:
+    """(label, value) of the table at the top; "–" for what the run does not have."""
+    history = run.history
+    reward = history.finite("reward/mean")
+    times = history.finite("time/step")
+    memory = history.finite("memory/peak_pss_gb")
+    memory = memory if len(memory) else history.finite("memory/peak_rss_gb")
+    mismatch = history.finite("mismatch/logprob_abs_max")
+    steps = str(_last_step(history))
+    return [
+        ("Reward, first step → mean of last three", f"{_mean(reward[:1], '.3f')} → {_mean(reward[-3:], '.3f')}"),
+        ("Steps", f"{steps} of {run.target_steps}" if run.target_steps else steps),
+        ("Time in steps", duration(times.sum()) if len(times) else "–"),
+        ("Tokens a second", _mean(history.finite("throughput/tokens_per_second"), ",.0f")),
+        ("Peak memory", f"{memory.max():.2f} GB" if len(memory) else "–"),
+        ("Largest mismatch", f"{mismatch.max():.1e}" if len(mismatch) else "–"),
+    ]
+
+
+def notes(run: Run) -> list[str]:
+    """What a reader must know before reading the charts."""
+    history = run.history
+    found = []
+    if run.target_steps and _last_step(history) < run.target_steps:
+        found.append(f"The run has reached step {_last_step(history)} of {run.target_steps}.")
+    if history.unreadable:
+        found.append(
+            f"metrics.jsonl: {_listed('line', history.unreadable)} could not be read and is left out"
+            " (a run that is killed leaves its last line incomplete)."
+        )
+    found += [
+        f"{metric} was NaN or infinite at {_listed('step', steps)}." for metric, steps in history.nonfinite.items()
+    ]
+    broken = [step.step for step in run.rollouts.steps if step.unreadable]
+    if broken:
+        found.append(f"The rollout file of {_listed('step', broken)} has lines that could not be read.")
+    if len(history.steps) > MAX_POINTS:
+        found.append(
+            f"{len(history.steps)} steps are drawn as {MAX_POINTS} points: each line is the mean of the steps"
+            " of a point, each shade their extremes."
+        )
+    return found
+
+
+def rollout_note(rollouts: Rollouts) -> str:
+    """What the viewer holds, and what is left out of it."""
+    if not rollouts.steps:
+        return "The run has no rollout files."
+    kept = sum(len(step.samples) for step in rollouts.steps)
+    num_samples = sum(step.num_samples for step in rollouts.steps)
+    parts = []
+    if len(rollouts.steps) < rollouts.num_steps:
+        parts.append(f"{len(rollouts.steps)} of {rollouts.num_steps} steps, evenly spaced")
+    if kept < num_samples:
+        parts.append(f"{kept} of the {num_samples} samples of these steps, evenly spaced by reward")
+    if not parts:
+        return f"All {kept} samples of the run; texts up to {MAX_CHARACTERS} characters."
+    return f"Holds {', and '.join(parts)}; texts up to {MAX_CHARACTERS} characters. The rest is in rollouts/."
+
+
+def _charts(history: History) -> str:
+    figures = [_figure(REWARD.title, REWARD.explanation, draw(REWARD, history, WIDE), wide=True)]
+    figures += [_figure(chart.title, chart.explanation, draw(chart, history)) for chart in CHARTS]
+    figures.append(_figure(PHASE_TITLE, PHASE_EXPLANATION, draw_phases(history)))
+    return "".join(figures) or '<p class="note">No step has finished.</p>'
+
+
+def _other_charts(history: History) -> str:
+    others = sorted(set(history.columns) - charted_metrics())
+    charts = [Chart(metric, "", ((metric, metric),)) for metric in others]
+    return "".join(_figure(chart.title, chart.explanation, draw(chart, history)) for chart in charts)
+
+
+def _figure(title: str, explanation: str, svg: str | None, wide: bool = False) -> str:
+    if svg is None:
+        return ""
+    caption = f"<figcaption>{escape(title)}<span>{escape(explanation)}</span></figcaption>"
+    return f"<figure{' class=wide' if wide else ''}>{caption}{svg}</figure>"
+
+
+def _script_json(value: object) -> str:
+    """JSON in which nothing can end the script element that holds it."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _resource(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _last_step(history: History) -> int:
+    return int(history.steps[-1]) if len(history.steps) else 0
+
+
+def _mean(values: np.ndarray, specification: str) -> str:
+    return format(values.mean(), specification) if len(values) else "–"
+
+
+def _listed(noun: str, numbers: list[int]) -> str:
+    """As "step 7", "steps 7, 9 and 12", or the first few and how many more."""
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    shown = ", ".join(str(number) for number in numbers[:LISTED_STEPS])
+    more = len(numbers) - LISTED_STEPS
+    return f"{noun}s {shown}" + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,219 @@
+"""Charts of a run's metrics as inline SVG, whose colours are CSS variables of the page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from megarl.report.history import History
+
+MAX_POINTS = 400  # more steps than this are drawn as bins
+MARKED_POINTS = 40  # fewer points than this are marked one by one
+PALETTE = {  # drawn in these colours, replaced by the variables of the page
+    "--ink": "#1c2127",
+    "--muted": "#66707b",
+    "--grid": "#e3e6ea",
+    "--series-1": "#2563a8",
+    "--series-2": "#d9772b",
+    "--series-3": "#3f8f5f",
+    "--series-4": "#8a5aa8",
+    "--series-5": "#9aa3ad",
+}
+SERIES = tuple(colour for name, colour in PALETTE.items() if name.startswith("--series"))
+STYLE = {
+    "svg.hashsalt": "megarl",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": PALETTE["--ink"],
+    "axes.edgecolor": PALETTE["--grid"],
+    "axes.labelcolor": PALETTE["--muted"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.formatter.limits": (-3, 5),
+    "grid.color": PALETTE["--grid"],
+    "grid.linewidth": 0.8,
+    "xtick.color": PALETTE["--grid"],
+    "ytick.color": PALETTE["--grid"],
+    "xtick.labelcolor": PALETTE["--muted"],
+    "ytick.labelcolor": PALETTE["--muted"],
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+Band = Callable[[History], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines of metrics over steps.
+
+    lines   (metric, its name in the legend)
+    band    what is shaded around the first line
+    share   the values are shares between 0 and 1
+    log     logarithmic axis, if all values are positive
+    """
+
+    title: str
+    explanation: str
+    lines: tuple[tuple[str, str], ...]
+    band: Band | None = None
+    share: bool = False
+    log: bool = False
+
+
+REWARD = Chart(
+    "Reward",
+    "Mean over the samples of a step; the band is one standard deviation of the samples.",
+    (("reward/mean", "mean"),),
+    band=lambda history: (
+        history["reward/mean"] - history["reward/std"],
+        history["reward/mean"] + history["reward/std"],
+    ),
+)
+CHARTS = (
+    Chart(
+        "Response length",
+        "Tokens a response: mean, and the range from shortest to longest.",
+        (("response/length_mean", "mean"),),
+        band=lambda history: (history["response/length_min"], history["response/length_max"]),
+    ),
+    Chart(
+        "Truncated responses",
+        "Share that reached the token limit before it ended.",
+        (("response/truncated_share", "truncated"),),
+        share=True,
+    ),
+    Chart("Entropy", "Of the policy, in nats a token.", (("policy/entropy", "entropy"),)),
+    Chart("Gradient norm", "Before clipping.", (("policy/grad_norm", "norm"),)),
+    Chart(
+        "Trainer–rollout mismatch",
+        "|log-prob in the trainer − log-prob in the engine| of the sampled tokens.",
+        (("mismatch/logprob_abs_mean", "mean"), ("mismatch/logprob_abs_max", "largest")),
+        log=True,
+    ),
+    Chart("Throughput", "Tokens a second over the whole step.", (("throughput/tokens_per_second", "tokens/s"),)),
+    Chart(
+        "Memory",
+        "Peak over the run's processes in GB; PSS counts shared pages once.",
+        (("memory/peak_pss_gb", "PSS"), ("memory/peak_rss_gb", "RSS")),
+    ),
+)
+PHASES = ("rollout", "reward", "train", "refit")
+PHASE_TITLE = "Time by phase"
+PHASE_EXPLANATION = "Seconds of each step."
+WIDE, NARROW = (10.4, 3.1), (5.0, 2.5)  # inches; shown at the same scale
+
+
+def charted_metrics() -> set[str]:
+    """Metrics that a chart of this module shows."""
+    lines = {metric for chart in (REWARD, *CHARTS) for metric, _ in chart.lines}
+    bands = {"reward/std", "response/length_min", "response/length_max"}
+    return lines | bands | {"time/step"} | {f"time/{phase}" for phase in PHASES}
+
+
+def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> str | None:
+    """The chart as an <svg> element; None if the run has none of its values."""
+    if not any(len(history.finite(metric)) for metric, _ in chart.lines):
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(size, history.steps)
+        for index, (metric, label) in enumerate(chart.lines):
+            band = chart.band(history) if chart.band and index == 0 else (history[metric], history[metric])
+            _draw_line(axes, history.steps, history[metric], band, label, SERIES[index])
+        if len(chart.lines) > 1:
+            _legend(axes)
+        if chart.share:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+            axes.set_ylim(-0.02, 1.02)
+        if chart.log and all((history.finite(metric) > 0).all() for metric, _ in chart.lines):
+            axes.set_yscale("log")
+        return _svg(figure, chart.title)
+
+
+def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | None:
+    """Time of the phases, stacked per step; None if the run has no times."""
+    phases = {phase: np.nan_to_num(history[f"time/{phase}"]) for phase in PHASES}
+    other = np.nan_to_num(history["time/step"]) - sum(phases.values())
+    phases["other"] = np.maximum(other, 0.0)  # phases that overlap may sum to more than the step
+    if not any(times.any() for times in phases.values()):
+        return None
+    starts = bin_starts(len(history.steps))
+    edges = np.append(history.steps[starts], history.steps[-1] + 1) - 0.5
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(size, history.steps)
+        baseline = np.zeros(len(starts))
+        for (phase, times), colour in zip(phases.items(), SERIES, strict=True):
+            top = baseline + bin_means(times, starts)
+            axes.stairs(top, edges, baseline=baseline, fill=True, color=colour, linewidth=0, label=phase)
+            baseline = top
+        axes.set_ylim(bottom=0)
+        _legend(axes)
+        return _svg(figure, PHASE_TITLE)
+
+
+def bin_starts(num_steps: int) -> np.ndarray:
+    """First index of each of at most MAX_POINTS bins of nearly equal size; int64 [B]."""
+    num_bins = min(num_steps, MAX_POINTS)
+    return np.arange(num_bins) * num_steps // max(num_bins, 1)
+
+
+def bin_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Mean of each bin's finite values, NaN where there is none; float64 [B]."""
+    finite = np.isfinite(values)
+    sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
+    counts = np.add.reduceat(finite.astype(np.int64), starts)
+    return np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+
+
+def _draw_line(
+    axes: Axes,
+    steps: np.ndarray,
+    values: np.ndarray,
+    band: tuple[np.ndarray, np.ndarray],
+    label: str,
+    colour: str,
+) -> None:
+    """The mean of each bin as a line, the extremes of the band in it as a shade."""
+    starts = bin_starts(len(steps))
+    x, means = steps[starts], bin_means(values, starts)
+    low, high = np.fmin.reduceat(band[0], starts), np.fmax.reduceat(band[1], starts)
+    if np.any(low < high):
+        axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+    marker = "o" if len(x) < MARKED_POINTS else None
+    axes.plot(x, means, color=colour, linewidth=1.6, marker=marker, markersize=3.5, label=label)
+
+
+def _axes(size: tuple[float, float], steps: Sequence[int]) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size, facecolor="none", layout="constrained")
+    axes = figure.add_subplot(facecolor="none")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.set_xlim(steps[0] - 0.6, steps[-1] + 0.6)
+    axes.set_xlabel("step")
+    return figure, axes
+
+
+def _legend(axes: Axes) -> None:
+    """In one row above the axes."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, handlelength=1.2, borderaxespad=0.2)
+
+
+def _svg(figure: Figure, title: str) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]  # without the XML prologue
+    for name, colour in PALETTE.items():
+        svg = svg.replace(colour, f"var({name})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)

@@ -1,0 +1,87 @@
+"""The samples that the rollout viewer embeds: evenly spaced steps, evenly spaced rewards, both ends included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.report.jsonl import read_objects
+
+MAX_STEPS = 20
+MAX_SAMPLES = 128  # of a step
+MAX_CHARACTERS = 3000  # of a prompt or a response
+FIELDS = (
+    "sample_id",
+    "prompt",
+    "response",
+    "reward",
+    "parts",
+    "failure",
+    "version",
+    "finish_reason",
+    "answer",
+    "num_response_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRollouts:
+    """Samples of one step, best reward first, those without a reward last.
+
+    num_samples   samples that the step has, of which `samples` are some
+    unreadable    lines of its file that could not be read
+    """
+
+    step: int
+    samples: list[dict[str, Any]]
+    num_samples: int
+    unreadable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """`num_steps` steps have a rollout file, of which `steps` are some."""
+
+    steps: list[StepRollouts]
+    num_steps: int
+
+
+def read_rollouts(files: Mapping[int, Path]) -> Rollouts:
+    """`files`: step -> its rollout file."""
+    return Rollouts([_read_step(step, files[step]) for step in spread(sorted(files), MAX_STEPS)], len(files))
+
+
+def spread(items: Sequence[Any], limit: int) -> list[Any]:
+    """At most `limit` (≥ 2) items, evenly spaced, the first and the last among them."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[index * (len(items) - 1) // (limit - 1)] for index in range(limit)]
+
+
+def _read_step(step: int, path: Path) -> StepRollouts:
+    records, unreadable = read_objects(path)
+    records.sort(key=_reward, reverse=True)
+    return StepRollouts(
+        step, [_shown(record) for record in spread(records, MAX_SAMPLES)], len(records), len(unreadable)
+    )
+
+
+def _reward(record: Mapping[str, Any]) -> float:
+    return -math.inf if record.get("reward") is None else record["reward"]
+
+
+def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
+    sample = {field: record.get(field) for field in FIELDS}
+    return sample | {field: _shorten(str(sample[field])) for field in ("prompt", "response")}
+
+
+def _shorten(text: str) -> str:
+    """Leaves out the middle of a long text: its beginning and its end say most."""
+    left_out = len(text) - MAX_CHARACTERS
+    if left_out <= 0:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]}\n… {left_out} characters left out …\n{text[-half:]}"

@@ -1,0 +1,88 @@
+"""What a rank of a Megatron-core trainer holds: its shard of a GPTModel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megarl.resharding.families.canonical import Canonical
+from megarl.resharding.families.family import Family
+from megarl.resharding.families.holder_builder import HolderBuilder
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.families.tiling import Padded, Tiling, Whole
+from megarl.resharding.piece import Holder
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Layout
+
+
+def megatron_holder(
+    hf_config: Mapping[str, Any],
+    layout: Layout,
+    rank: int,
+    fused_norms: bool = False,
+    vocab_multiple: int = 128,
+) -> Holder:
+    """The parameters of global rank `rank`, named "megatron:{rank}".
+
+    fused_norms     norms are part of the linear layers after them (Transformer Engine's layer spec)
+    vocab_multiple  the vocabulary is padded to a multiple of this times tp
+
+    Raises ValueError where the model does not divide by the layout.
+    """
+    canonical = Canonical(hf_config)
+    family, model = canonical.family, canonical.model
+    _check_tp(model, layout.tp)
+    # Rank order: tensor parallel innermost, then context and data parallel, pipeline outermost.
+    stage = rank // (layout.tp * layout.cp * layout.dp)
+    first, last = stage == 0, stage == layout.pp - 1
+    multiple = vocab_multiple * layout.tp
+    padded = -(-model.vocab // multiple) * multiple
+    builder = HolderBuilder(canonical, layout.tp, rank % layout.tp)
+    if first:
+        builder.add("embedding.word_embeddings.weight", Padded((family.embedding,), padded=padded))
+    tilings = _layer_tilings(family, fused_norms)
+    for local, layer in enumerate(stage_layers(model.num_layers, layout)[stage]):
+        builder.add_layer(layer, f"decoder.layers.{local}.", tilings)
+    if last:
+        builder.add("decoder.final_layernorm.weight", Whole((family.final_norm,)))
+    # With tied weights the last stage has a copy of the embedding, unless it is the first stage too.
+    if last and not (model.tied and first):
+        builder.add("output_layer.weight", Padded((canonical.head,), padded=padded))
+    return builder.build(f"megatron:{rank}")
+
+
+def stage_layers(num_layers: int, layout: Layout) -> list[range]:
+    """The layers of each pipeline stage. Raises ValueError where they do not divide evenly among the stages."""
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    fixed = {0: first, layout.pp - 1: last}
+    counts = [fixed.get(stage) for stage in range(layout.pp)]
+    left, stages_left = num_layers - sum(filter(None, counts)), counts.count(None)
+    even = left == 0 if stages_left == 0 else left > 0 and left % stages_left == 0
+    if not even:
+        raise ValueError(
+            f"actor.layout.pp={layout.pp}, first_stage_layers={first}, last_stage_layers={last}: "
+            f"{left} of {num_layers} layers are left for {stages_left} stages; they must divide evenly"
+        )
+    stages, start = [], 0
+    for count in counts:
+        stop = start + (left // stages_left if count is None else count)
+        stages.append(range(start, stop))
+        start = stop
+    return stages
+
+
+def _layer_tilings(family: Family, fused_norms: bool) -> Mapping[str, Tiling]:
+    names = family.megatron_fused_norms if fused_norms else {}
+    return {names.get(local, local): tiling for local, tiling in family.megatron.items()}
+
+
+def _check_tp(model: ModelShape, tp: int) -> None:
+    sizes = {
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "intermediate_size": model.intermediate,
+    }
+    for key, size in sizes.items():
+        if size % tp:
+            raise ValueError(f"actor.layout.tp={tp}: {key} {size} does not divide by {tp}; choose a divisor")

@@ -1,0 +1,50 @@
+"""What a worker of a vLLM engine holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.resharding.families.canonical import Canonical
+from megarl.resharding.families.holder_builder import HolderBuilder
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.families.tiling import Padded, Whole
+from megarl.resharding.piece import Holder
+
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this, whatever tp is."""
+
+
+def vllm_holder(hf_config: Mapping[str, Any], tp: int, rank: int, replica: int) -> Holder:
+    """The parameters of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}".
+
+    Raises ValueError where the model does not divide by tp.
+    """
+    canonical = Canonical(hf_config)
+    family, model = canonical.family, canonical.model
+    padded = -(-model.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    _check_tp(model, padded, tp)
+    builder = HolderBuilder(canonical, tp, rank)
+    builder.add(family.embedding, Padded((family.embedding,), padded=padded))
+    for layer in range(model.num_layers):
+        builder.add_layer(layer, canonical.layer_prefix(layer), family.vllm)
+    builder.add(family.final_norm, Whole((family.final_norm,)))
+    if not model.tied:
+        builder.add(family.head, Padded((family.head,), padded=padded))
+    return builder.build(f"vllm:{replica}.{rank}")
+
+
+def _check_tp(model: ModelShape, padded_vocab: int, tp: int) -> None:
+    sizes = {
+        "num_attention_heads": model.heads,
+        "intermediate_size": model.intermediate,
+        f"vocab_size, padded to a multiple of {VOCABULARY_MULTIPLE},": padded_vocab,
+    }
+    for key, size in sizes.items():
+        if size % tp:
+            raise ValueError(f"rollout.tp={tp}: {key} {size} does not divide by {tp}; choose a divisor")
+    if model.kv_heads % tp and tp % model.kv_heads:
+        raise ValueError(
+            f"rollout.tp={tp}: num_key_value_heads {model.kv_heads} neither divides by {tp} nor divides it; "
+            "choose a divisor or a multiple"
+        )

@@ -1,0 +1,112 @@
+"""Writes a model as a Hugging Face folder, a shard at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megarl.resharding.execute import execute, planned_shapes
+from megarl.resharding.plan import Plan
+from megarl.resharding.transports.safetensors import INDEX
+from megarl.resharding.transports.transport import Transport
+
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+SHARD_BYTES = 512 * 2**20
+
+
+def write_folder(
+    plan: Plan,
+    transport: Transport,
+    hf_config: Mapping[str, Any],
+    source_folder: Path,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Returns the bytes of weights written. Holds one shard of the model in memory at a time.
+
+    plan           into the huggingface holder, and nowhere else
+    source_folder  its tokenizer and other files that are not weights are copied
+    out            must not exist; it appears when it is complete
+    dtype          convert to it (None: the sources' own)
+    shard_bytes    of a weights file; a larger tensor gets a file of its own
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists already; give a new folder or remove it")
+    target_dtype = dtype or transport.dtype(plan.copies[0].source, plan.copies[0].source_parameter)
+    shards = _shards(planned_shapes(plan), target_dtype.itemsize, shard_bytes)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
+        folder = Path(temporary) / out.name
+        folder.mkdir()
+        _carry_over(source_folder, folder)
+        _write_config(hf_config, target_dtype, folder)
+        files = {_file_name(i, len(shards)): shard for i, shard in enumerate(shards)}
+        file_of = {tensor: name for name, shard in files.items() for tensor in shard}
+        parts = plan.grouped_by(lambda entry: file_of[entry.destination_parameter])
+        written = sum(
+            _write_shard(parts[name], transport, shapes, target_dtype, cast=dtype is not None, path=folder / name)
+            for name, shapes in files.items()
+        )
+        if len(files) > 1:
+            _write_index(file_of, written, folder)
+        folder.rename(out)
+    return written
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[dict[str, tuple[int, ...]]]:
+    """Tensors in order, cut into runs of at most `limit` bytes."""
+    shards: list[dict[str, tuple[int, ...]]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * itemsize
+        if not shards or size > room:
+            shards.append({})
+            room = limit
+        shards[-1][name] = shape
+        room -= size
+    return shards
+
+
+def _write_shard(
+    plan: Plan,
+    transport: Transport,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    cast: bool,
+    path: Path,
+) -> int:
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    written = execute(plan, tensors, transport, cast)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return written
+
+
+def _file_name(i: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_index(file_of: Mapping[str, str], num_bytes: int, folder: Path) -> None:
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
+    (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _write_config(hf_config: Mapping[str, Any], dtype: torch.dtype, folder: Path) -> None:
+    # transformers before 5 calls it torch_dtype.
+    key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
+    config = {**hf_config, key: str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _carry_over(source: Path, folder: Path) -> None:
+    for path in sorted(source.iterdir()):
+        is_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and path.name != "config.json":
+            shutil.copy(path, folder / path.name)

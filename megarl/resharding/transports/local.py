@@ -1,0 +1,28 @@
+"""Sources that are tensors of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from megarl.resharding.piece import Rectangle
+from megarl.resharding.transports.transport import view
+
+
+class LocalMemory:
+    def __init__(self, sources: Mapping[str, Mapping[str, torch.Tensor]]):
+        """sources: holder name -> its parameters."""
+        self._sources = sources
+
+    def dtype(self, source: str, parameter: str) -> torch.dtype:
+        return self._tensor(source, parameter).dtype
+
+    def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
+        return view(self._tensor(source, parameter), rectangle)
+
+    def _tensor(self, source: str, parameter: str) -> torch.Tensor:
+        try:
+            return self._sources[source][parameter]
+        except KeyError:
+            raise ValueError(f"{source} has no parameter {parameter}") from None

@@ -1,0 +1,82 @@
+"""A Hugging Face folder as a source: reads only the slices that are asked for."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from megarl.resharding.piece import Holder, Rectangle
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class SafetensorsFolder:
+    """One model.safetensors, or shards with an index. A context manager, which closes the files.
+
+    It is a single source: the `source` of a read names no other folder.
+    """
+
+    def __init__(self, folder: Path):
+        """Raises ValueError for a folder without safetensors weights, or with an incomplete set of shards."""
+        self._folder = folder
+        self._files = _files_by_tensor(folder)
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def check(self, holder: Holder) -> None:
+        """Raises ValueError for a tensor of the holder that is missing here, or has another shape."""
+        for name, shape in holder.shapes.items():
+            found = tuple(self._slice(name).get_shape())
+            if found != shape:
+                raise ValueError(f"{self._folder}: {name} has shape {found}, but config.json makes it {shape}")
+
+    def dtype(self, source: str, parameter: str) -> torch.dtype:
+        name = self._slice(parameter).get_dtype()
+        if name not in DTYPES:
+            raise ValueError(f"{self._folder}: {parameter} is {name}; supported: {', '.join(DTYPES)}")
+        return DTYPES[name]
+
+    def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
+        return self._slice(parameter)[tuple(slice(start, stop) for start, stop in rectangle)]
+
+    def _slice(self, parameter: str) -> Any:
+        if parameter not in self._files:
+            raise ValueError(f"{self._folder}: the checkpoint has no tensor {parameter}")
+        path = self._files[parameter]
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._open[path].get_slice(parameter)
+
+
+def _files_by_tensor(folder: Path) -> dict[str, Path]:
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {tensor: folder / name for tensor, name in names.items()}
+    elif single.is_file():
+        with safe_open(single, framework="pt") as opened:
+            files = dict.fromkeys(opened.keys(), single)
+    else:
+        raise ValueError(f"{folder}: holds neither model.safetensors nor {INDEX}; save the weights as safetensors")
+    for path in set(files.values()):
+        if not path.is_file():
+            raise ValueError(f"{folder}: {path.name}, which {INDEX} names, is missing")
+    return files

@@ -1,0 +1,99 @@
+"""Weights of another process on this machine, read where they lie: one copy, no staging, no name in /dev/shm.
+
+The owner's storages are moved into anonymous shared memory once; from then on every view of them (parameters, the
+optimizer's shards) lives there, so that in-place updates are visible to a reader at once. The memory is reached
+through the owner's file descriptor and goes away with the last process that maps it, however that process ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megarl.resharding.piece import Rectangle
+from megarl.resharding.transports.transport import view
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of shared memory; the inode tells it from a later one under the same descriptor."""
+
+    pid: int
+    descriptor: int
+    inode: int
+    num_bytes: int
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{self.pid}/fd/{self.descriptor}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether its owner still has it."""
+        return os.path.exists(self.path) and os.stat(self.path).st_ino == self.inode
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedParameter:
+    """Where a live parameter lies: offset and stride in elements."""
+
+    segment: Segment
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def publish(parameters: Mapping[str, torch.Tensor]) -> dict[str, PublishedParameter]:
+    """Moves the storages of CPU tensors into shared memory, in place. They must not be reallocated afterwards.
+
+    Addresses change: call it before anything keeps a raw pointer. Doing it again changes nothing.
+    """
+    return {name: _published(tensor.detach()) for name, tensor in parameters.items()}
+
+
+def _published(tensor: torch.Tensor) -> PublishedParameter:
+    # torch itself shares tensors between processes by this call; the segment is unlinked as soon as it is mapped.
+    descriptor, num_bytes = tensor.untyped_storage()._share_fd_cpu_()
+    segment = Segment(os.getpid(), descriptor, os.fstat(descriptor).st_ino, num_bytes)
+    return PublishedParameter(segment, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+class SharedMemory:
+    """Sources that other processes on this machine have published. Can be pickled and sent to a reader."""
+
+    def __init__(self, sources: Mapping[str, Mapping[str, PublishedParameter]]):
+        """sources: holder name -> its parameters."""
+        self._sources = sources
+
+    def dtype(self, source: str, parameter: str) -> torch.dtype:
+        return self._published(source, parameter).dtype
+
+    def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
+        published = self._published(source, parameter)
+        tensor = torch.empty(0, dtype=published.dtype)
+        tensor.set_(_mapped(published.segment), published.offset, published.shape, published.stride)
+        return view(tensor, rectangle)
+
+    def _published(self, source: str, parameter: str) -> PublishedParameter:
+        try:
+            return self._sources[source][parameter]
+        except KeyError:
+            raise ValueError(f"{source} has published no parameter {parameter}") from None
+
+
+_mappings: dict[Segment, torch.UntypedStorage] = {}
+"""Of this process. Mapping a segment anew costs a page fault for every page that is read."""
+
+
+def _mapped(segment: Segment) -> torch.UntypedStorage:
+    if segment not in _mappings:
+        for known in [known for known in _mappings if not known.alive]:
+            del _mappings[known]
+        if not segment.alive:
+            raise RuntimeError(f"process {segment.pid} no longer shares its weights: it has ended or released them")
+        _mappings[segment] = torch.UntypedStorage.from_file(segment.path, True, segment.num_bytes)
+    return _mappings[segment]

@@ -1,0 +1,60 @@
+"""Reward functions by the names that a config gives them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megarl.rewards.exact import exact_match
+from megarl.rewards.numeric import numeric_match
+
+RewardFunction = Callable[[str, str, Any], float | bool]
+"""f(prompt, response, answer): a finite number or a bool; raising says that it could not tell."""
+
+FUNCTIONS: dict[str, RewardFunction] = {"exact_match": exact_match, "numeric_match": numeric_match}
+
+
+def resolve(name: str) -> RewardFunction:
+    """A function of FUNCTIONS, or `path/to/file.py:function`. Raises ValueError if there is none."""
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
+    path, colon, function = name.rpartition(":")
+    if colon:
+        return _from_file(Path(path).expanduser(), function)
+    if name.endswith(".py"):
+        raise ValueError(f"rewards.functions: {name} names a file but no function; write {name}:FUNCTION")
+    close = difflib.get_close_matches(name, FUNCTIONS, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(
+        f"rewards.functions: no function {name!r}; {hint}known: {', '.join(FUNCTIONS)}, or path/to/file.py:function"
+    )
+
+
+def _from_file(path: Path, function: str) -> RewardFunction:
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"rewards.functions: {path} is not a Python file; check the path (now in {Path.cwd()})")
+    found = getattr(_load(path), function, None)
+    if not callable(found):
+        raise ValueError(
+            f"rewards.functions: {path} has no function {function!r}; define it as {function}(prompt, response, answer)"
+        )
+    return found
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"reward file {path.resolve()}", path)
+    assert spec is not None and spec.loader is not None, f"{path} has a loader by its suffix"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(
+            f"rewards.functions: importing {path} raised {type(error).__name__}: {error}; fix the file"
+        ) from error
+    return module

@@ -1,0 +1,59 @@
+"""Scores samples with the reward functions of a config. A function that fails gives a failure, never a zero."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.batch import Sample, Score
+from megarl.config import schema
+from megarl.rewards import registry
+
+
+class Scorer:
+    """Raises ValueError for a function that is not found or is listed twice.
+
+    A function that never returns is stopped by whoever runs the scorer in a process that it can kill.
+    """
+
+    def __init__(self, functions: Sequence[schema.RewardFunction]) -> None:
+        names = [entry.function for entry in functions]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"rewards.functions: {twice} is listed twice; list it once, with the sum of the weights")
+        self._functions = {name: registry.resolve(name) for name in names}
+        self._weights = {entry.function: entry.weight for entry in functions}
+
+    def score(self, sample: Sample) -> Score:
+        """Calls every function; the value is the weighted sum of what they say, if all of them say something."""
+        parts: dict[str, float] = {}
+        failures: list[str] = []
+        for name, function in self._functions.items():
+            try:
+                result = function(sample.prompt.text, sample.text, sample.prompt.answer)
+            except Exception as error:  # the user's code may raise anything
+                reason = " ".join(str(error).split())
+                failures.append(f"{name} raised {type(error).__name__}: {reason} on sample {sample.id}")
+                continue
+            value = _finite(result)
+            if value is None:
+                shown = str(result) if isinstance(result, float) else type(result).__name__
+                failures.append(f"{name} returned {shown}, not a finite number or a bool, on sample {sample.id}")
+            else:
+                parts[name] = value
+        if failures:
+            return Score(value=None, parts=parts, failure=f"rewards.functions: {'; '.join(failures)}")
+        return Score(value=sum(self._weights[name] * part for name, part in parts.items()), parts=parts)
+
+
+def _finite(result: Any) -> float | None:
+    """None if it is no number, or not a finite one."""
+    if not isinstance(result, numbers.Real):
+        return None
+    try:
+        value = float(result)
+    except OverflowError:  # an int beyond all floats
+        return None
+    return value if math.isfinite(value) else None

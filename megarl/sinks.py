@@ -1,0 +1,114 @@
+"""Where the metrics of a step go: a JSONL file and the console.
+
+Metric names are GROUP/NAME, such as reward/mean. Steps count from 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+
+class MetricSink(Protocol):
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """One JSON object per step, `step` first, flushed line by line so that a crash loses none.
+
+    NaN and infinities, which JSON lacks, are written as null and their names listed under "nonfinite".
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        nonfinite = [name for name, value in metrics.items() if not math.isfinite(value)]
+        record: dict[str, Any] = {"step": step, **metrics, **dict.fromkeys(nonfinite)}
+        if nonfinite:
+            record["nonfinite"] = nonfinite
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+COLUMNS = (  # title, least width, what is shown
+    ("ETA", 6, "{eta}"),
+    ("reward±std", 12, "{reward/mean:.3f}±{reward/std:.3f}"),
+    ("length", 7, "{response/length_mean:.1f}"),
+    ("cut", 4, "{response/truncated_share:.0%}"),
+    ("entropy", 7, "{policy/entropy:.3f}"),
+    ("|grad|", 7, "{policy/grad_norm:.3g}"),
+    ("Δlogp", 7, "{mismatch/logprob_abs_mean:.1e}"),
+    ("tok/s", 6, "{throughput/tokens_per_second:.0f}"),
+    ("rollout", 7, "{time/rollout:.1f}s"),
+    ("train", 7, "{time/train:.1f}s"),
+    ("refit", 6, "{time/refit:.1f}s"),
+    ("memory", 7, "{memory:.2f}GB"),
+)
+HEADER_EVERY = 20  # lines
+ETA_STEPS = 10  # the estimate follows the latest steps, as their length drifts with the responses'
+
+
+class ConsoleSink:
+    """One line of plain text per step, under a header that is repeated; "–" stands for what a step lacks.
+
+    cut is the share of truncated responses, Δlogp the mean |trainer log-prob − rollout log-prob|.
+    """
+
+    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+        self._total = total_steps
+        self._stream = stream  # None: sys.stdout
+        self._num_lines = 0
+        self._step_times: deque[float] = deque(maxlen=ETA_STEPS)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._num_lines % HEADER_EVERY == 0:
+            self._print("step", [title for title, _, _ in COLUMNS])
+        self._num_lines += 1
+        cells: dict[str, Any] = dict(metrics)
+        if "time/step" in metrics:
+            self._step_times.append(metrics["time/step"])
+            cells["eta"] = duration((self._total - step) * sum(self._step_times) / len(self._step_times))
+        for name in ("memory/peak_rss_gb", "memory/peak_pss_gb"):  # the second counts shared pages once
+            if name in metrics:
+                cells["memory"] = metrics[name]
+        self._print(f"{step}/{self._total}", [_cell(template, cells) for _, _, template in COLUMNS])
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, first: str, cells: list[str]) -> None:
+        widths = [width for _, width, _ in COLUMNS]
+        line = [first.rjust(2 * len(str(self._total)) + 1)]
+        line += [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        print(" ".join(line), file=self._stream, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """At most six characters up to 99 days: 42s, 5m07s, 3h20m, 2d04h."""
+    if not math.isfinite(seconds):
+        return "–"
+    whole = round(seconds)
+    if whole >= 86400:
+        return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole >= 60:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole}s"
+
+
+def _cell(template: str, values: Mapping[str, Any]) -> str:
+    try:
+        return template.format_map(values)
+    except KeyError:
+        return "–"

@@ -1,0 +1,58 @@
+"""GRPO in plain Hugging Face and torch: one sample at a time, no packing, no parallelism. Written from the papers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.batch import Sample
+
+
+class GrpoReference:
+    """A model, AdamW, and GRPO's loss with the sample standard deviation (arXiv 2402.03300, eq. 3 and 4)."""
+
+    def __init__(self, folder: Path, lr: float, eps: float, temperature: float):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=lr, betas=(0.9, 0.999), eps=eps, weight_decay=0.0
+        )
+        self.temperature = temperature
+
+    def log_probs(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
+        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        logits = model(ids).logits[0] / self.temperature
+        first = len(sample.prompt.token_ids) - 1
+        return torch.log_softmax(logits, -1)[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
+
+    def loss(
+        self, groups: Sequence[Sequence[tuple[Sample, float]]], kl_coefficient: float, old: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Mean over samples of the mean over trained tokens of −min(ρA, clip(ρ)A) + β·k3."""
+        terms = []
+        for group in groups:
+            rewards = torch.tensor([reward for _, reward in group])
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            for (sample, _), advantage in zip(group, advantages, strict=True):
+                log_prob = self.log_probs(self.model, sample)
+                ratio = (log_prob - old.get(sample.id, log_prob.detach())).exp()
+                token = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                with torch.no_grad():
+                    reference = self.log_probs(self.start, sample)
+                token = token + kl_coefficient * ((reference - log_prob).exp() - 1 - (reference - log_prob))
+                mask = torch.tensor(sample.response_mask)
+                terms.append(token[mask].mean() if mask.any() else token.sum() * 0)
+        return torch.stack(terms).mean()
+
+    def update(self, groups, kl_coefficient: float, clip_norm: float, old=None) -> tuple[float, dict, float]:
+        """One optimizer step. Returns loss, gradients before clipping by name, gradient norm."""
+        self.optimizer.zero_grad()
+        loss = self.loss(groups, kl_coefficient, old or {})
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+        self.optimizer.step()
+        return float(loss), gradients, float(norm)

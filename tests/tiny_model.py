@@ -1,0 +1,97 @@
+"""A tiny random model with a real tokenizer, as a Hugging Face folder that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
+PAD_ID, EOS_ID = 0, 1
+# Ċ and Ġ are newline and space in byte-level BPE.
+CHARACTERS = "ĊĠ" + string.digits + string.ascii_letters + string.punctuation
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def write_tiny_llama(
+    folder: Path,
+    *,
+    model_type: Literal["llama", "qwen2"] = "llama",
+    vocab_size: int = 128,
+    hidden_size: int = 64,
+    num_heads: int = 2,
+    num_kv_heads: int = 1,
+    num_layers: int = 2,
+    intermediate_size: int = 128,
+    max_positions: int = 256,
+    tied: bool = True,
+    seed: int = 0,
+) -> Path:
+    """Writes float32 weights, config, generation config and tokenizer into `folder` and returns it.
+
+    The head dim is hidden_size / num_heads and must be one that vLLM's CPU attention has (32, 64 …). Every
+    parameter is random, norms and Qwen2's query, key and value biases included, so that no mix-up goes unseen.
+    """
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    }[model_type]
+    config = config_class(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        num_hidden_layers=num_layers,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        dtype="float32",
+    )
+    model = model_class(config)
+    _randomise(model, seed)
+    model.save_pretrained(folder)
+    tiny_tokenizer(vocab_size).save_pretrained(folder)
+    return folder
+
+
+def tiny_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, other characters are dropped; ids above those are never encoded to.
+
+    Byte-level BPE without merges: what transformers' own Qwen2 tokenizer makes of the same vocabulary.
+    """
+    tokens = [*SPECIAL_TOKENS, *CHARACTERS]
+    assert vocab_size >= len(tokens), f"vocab_size {vocab_size} < {len(tokens)}"
+    tokens += [f"<filler{i}>" for i in range(len(tokens), vocab_size)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        extra_special_tokens=list(SPECIAL_TOKENS[3:]),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    """Weights of std 0.1: logits then have a std near 1, and greedy choices do not hang on rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.1, generator=generator)
+            if "norm" in name:
+                parameter.add_(1.0)

@@ -1,0 +1,139 @@
+import datetime
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.data.files import file_rows
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+RECORDS = [
+    {"question": "1+1?", "answer": "2", "level": 1},
+    {"question": "Ünïcode\u2028 line", "answer": None, "level": 2},
+]
+
+
+def write(folder, suffix, records):
+    path = folder / f"rows{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=2)
+    else:
+        path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def read(path, prompt="question", answer="answer"):
+    return list(file_rows(path, prompt, answer))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_come_in_order_with_their_numbers(tmp_path, suffix):
+    rows = read(write(tmp_path, suffix, RECORDS))
+    assert [(row.number, row.prompt, row.answer) for row in rows] == [
+        (1, "1+1?", "2"),
+        (2, "Ünïcode\u2028 line", None),
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_messages(tmp_path, suffix):
+    records = [{"question": MESSAGES, "answer": [1, 2]}, {"question": MESSAGES[1:], "answer": []}]
+    rows = read(write(tmp_path, suffix, records))
+    assert [(row.prompt, row.answer) for row in rows] == [(MESSAGES, [1, 2]), (MESSAGES[1:], [])]
+
+
+def test_parquet_rows_are_numbered_over_row_groups_and_batches(tmp_path):
+    rows = read(write(tmp_path, ".parquet", [{"question": str(i), "answer": i} for i in range(1, 2501)]))
+    assert [(row.number, row.prompt, row.answer) for row in rows] == [(i, str(i), i) for i in range(1, 2501)]
+
+
+def test_blank_lines_are_skipped_but_counted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"question": "a", "answer": 1}\n\n  \n{"question": "b", "answer": 2}')
+    assert [(row.number, row.prompt) for row in read(path)] == [(2, "a"), (5, "b")]
+
+
+def test_rows_are_read_as_they_are_asked_for(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a", "answer": 1}\nnot JSON\n')
+    assert next(file_rows(path, "question", "answer")).prompt == "a"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("prompt", "answer", "message"),
+    [
+        (
+            "prompt",
+            "answer",
+            r"no column 'prompt' \(expected: text or a list of \{role, content\} messages of text\); "
+            r"the columns are question, answer, level; set data\.prompt_column",
+        ),
+        ("question", "solution", r"no column 'solution' \(expected: a JSON value .*; set data\.answer_column"),
+    ],
+)
+def test_a_missing_column_is_named_beside_those_that_are_there(tmp_path, suffix, prompt, answer, message):
+    with pytest.raises(ValueError, match=rf"rows{suffix}:1: {message}"):
+        read(write(tmp_path, suffix, RECORDS), prompt, answer)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("bad", "shown"),
+    [
+        ([{"role": "user"}], r"list \["),
+        ([{"role": "user", "content": None}], r"list \["),
+        ([], r"list \[\]"),
+        (None, "NoneType None"),
+    ],
+)
+def test_a_later_row_with_a_bad_prompt_is_named(tmp_path, suffix, bad, shown):
+    records = [{"question": MESSAGES, "answer": 1}, {"question": bad, "answer": 1}]
+    with pytest.raises(ValueError, match=rf"rows{suffix}:2: column 'question' holds {shown}.*, expected text or"):
+        read(write(tmp_path, suffix, records))
+
+
+@pytest.mark.parametrize("bad", [3, True, {"role": "user"}, ["text"], [{**MESSAGES[0], "tool_calls": [1]}], 1.5])
+def test_a_prompt_of_another_type_is_named(tmp_path, bad):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'question' holds .*, expected text or"):
+        read(write(tmp_path, ".jsonl", [{"question": bad, "answer": 1}]))
+
+
+def test_a_long_value_is_cut_in_the_message(tmp_path):
+    with pytest.raises(ValueError, match="…") as caught:
+        read(write(tmp_path, ".jsonl", [{"question": ["x" * 10_000], "answer": 1}]))
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
+
+
+def test_an_answer_that_json_cannot_hold_is_named(tmp_path):
+    records = [{"question": "a", "answer": datetime.date(2024, 1, 2)}]
+    with pytest.raises(ValueError, match=r"rows\.parquet:1: column 'answer' holds date .*, expected a JSON value"):
+        read(write(tmp_path, ".parquet", records))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"question": "a", "answer": 1', "not valid JSON"),
+        (b'{"question": "\xff", "answer": 1}', "not valid JSON"),
+        (b"[1, 2]", "a JSON list, expected one object a line"),
+        (b'{"answer": 1}', "no column 'question'"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, line, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"question": "a", "answer": 1}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: {message}"):
+        read(path)
+
+
+def test_files_that_are_none(tmp_path):
+    (tmp_path / "rows.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match=r"data\.source: .*rows\.parquet is not a parquet file"):
+        read(tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"data\.source: .*absent\.jsonl is not a file"):
+        read(tmp_path / "absent.jsonl")
+    with pytest.raises(ValueError, match=r"data\.source: arithmetics is neither arithmetic nor a \.jsonl or"):
+        read(Path("arithmetics"))

@@ -1,0 +1,139 @@
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from megarl.config.schema import Config
+from megarl.data.prompts import load_prompts
+from tests.tiny_model import tiny_tokenizer
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def config_of(source, max_new_tokens=16, context_length=256, seed=0, **data) -> Config:
+    document = yaml.safe_load(BASE.read_text())
+    document["run"]["seed"] = seed
+    document["model"]["path"] = "unused"
+    document["rollout"].update(max_new_tokens=max_new_tokens, context_length=context_length)
+    document["data"].update(source=str(source), **data)
+    return Config(**document)
+
+
+def jsonl(folder, *prompts):
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "answer": i}) + "\n" for i, p in enumerate(prompts)))
+    return path
+
+
+def test_text_becomes_one_user_message_in_the_chat_template(model_folder, tmp_path):
+    prompt = load_prompts(config_of(jsonl(tmp_path, "Hi you")), model_folder)[0]
+    assert prompt.text == "<|user|>Hi you<eos><|assistant|>"
+    assert prompt.id == "train.jsonl:1"
+    assert (prompt.source, prompt.answer) == ("train.jsonl", 0)
+    reference = AutoTokenizer.from_pretrained(model_folder)
+    assert prompt.token_ids == tuple(reference(prompt.text, add_special_tokens=False)["input_ids"])
+    assert all(type(token_id) is int for token_id in prompt.token_ids)
+
+
+def test_messages_keep_their_roles(model_folder, tmp_path):
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    prompt = load_prompts(config_of(jsonl(tmp_path, messages)), model_folder)[0]
+    assert prompt.text == "<|system|>S<eos><|user|>U<eos><|assistant|>"
+
+
+def test_without_the_chat_template_text_is_tokenised_as_it_is(model_folder, tmp_path):
+    prompt = load_prompts(config_of(jsonl(tmp_path, "Hi you"), chat_template=False), model_folder)[0]
+    assert prompt.text == "Hi you"
+    assert len(prompt.token_ids) == 6
+
+
+def test_arithmetic(model_folder):
+    prompts = load_prompts(config_of("arithmetic", size=50), model_folder)
+    assert len(prompts) == 50
+    assert len({prompt.id for prompt in prompts.prompts}) == 50
+    assert prompts[0].text == "<|user|>What is 6+3? Answer with just the number.<eos><|assistant|>"
+    assert (prompts[0].answer, prompts[0].source) == ("9", "arithmetic")
+
+
+def test_size_takes_the_first_rows(model_folder, tmp_path):
+    prompts = load_prompts(config_of(jsonl(tmp_path, "a", "b", "c"), size=2), model_folder)
+    assert [prompt.id for prompt in prompts.prompts] == ["train.jsonl:1", "train.jsonl:2"]
+
+
+def test_the_hash_covers_ids_and_answers_in_order(model_folder, tmp_path):
+    prompts = load_prompts(config_of(jsonl(tmp_path, "a", "b")), model_folder)
+    lines = "".join(json.dumps([list(p.token_ids), p.answer]) + "\n" for p in prompts.prompts)
+    assert prompts.data_hash == hashlib.sha256(lines.encode()).hexdigest()
+    hashes = {load_prompts(config_of("arithmetic", size=9, seed=seed), model_folder).data_hash for seed in (0, 0, 1)}
+    assert len(hashes) == 2
+
+
+def test_a_prompt_may_fill_the_context_but_not_exceed_it(model_folder, tmp_path):
+    source = jsonl(tmp_path, "ab", "abcde")  # 3 tokens more in the template: 5 and 8
+    assert len(load_prompts(config_of(source, max_new_tokens=16, context_length=24), model_folder)) == 2
+    with pytest.raises(
+        ValueError,
+        match=r"train\.jsonl:2: the prompt has 8 tokens, and 8 \+ rollout\.max_new_tokens 16 = 24 > "
+        r"rollout\.context_length 23; raise rollout\.context_length to at least 24",
+    ):
+        load_prompts(config_of(source, max_new_tokens=16, context_length=23), model_folder)
+
+
+def test_rows_that_cannot_be_tokenised_are_named(model_folder, tmp_path):
+    with pytest.raises(ValueError, match=r"train\.jsonl:2: the prompt has no tokens"):
+        load_prompts(config_of(jsonl(tmp_path, "a", ""), chat_template=False), model_folder)
+    messages = [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match=r"train\.jsonl:1: a list of messages needs data\.chat_template: true"):
+        load_prompts(config_of(jsonl(tmp_path, messages), chat_template=False), model_folder)
+
+
+def test_what_the_template_refuses_is_named(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"train\.jsonl:1: the model's chat template refuses .*: no system role"):
+        load_prompts(config_of(jsonl(tmp_path, "a")), tmp_path)
+
+
+def test_a_model_without_a_chat_template_is_named(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"data\.chat_template is true, but .* has no chat template"):
+        load_prompts(config_of("arithmetic", size=1), tmp_path)
+    assert load_prompts(config_of("arithmetic", size=1, chat_template=False), tmp_path)[0].text.startswith("What")
+
+
+def test_too_few_rows_are_refused(model_folder, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(ValueError, match=r"data\.source: .*empty\.jsonl has no rows"):
+        load_prompts(config_of(empty), model_folder)
+    with pytest.raises(ValueError, match=r"data\.size is 3, but .*train\.jsonl has 1 rows; lower it"):
+        load_prompts(config_of(jsonl(tmp_path, "a"), size=3), model_folder)
+
+
+def test_torch_is_not_needed(model_folder):
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from megarl.config.schema import Config\n"
+        "from megarl.data.prompts import load_prompts\n"
+        "assert not {'transformers', 'torch'} & set(sys.modules)\n"
+        "load_prompts(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    config = config_of("arithmetic", size=2).model_dump_json()
+    assert subprocess.run([sys.executable, "-c", code, config, str(model_folder)]).returncode == 0

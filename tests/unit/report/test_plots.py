@@ -1,0 +1,115 @@
+import re
+import xml.etree.ElementTree as ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+
+from megarl.report import plots
+from megarl.report.history import History
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def history(num_steps, **columns):
+    named = {name.replace("__", "/"): np.asarray(values, dtype=float) for name, values in columns.items()}
+    return History(np.arange(1, num_steps + 1), named, {}, [])
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, plots.MAX_POINTS, plots.MAX_POINTS + 1, 10_000])
+def test_bins_tile_the_steps_evenly(num_steps):
+    starts = plots.bin_starts(num_steps)
+    sizes = np.diff(np.append(starts, num_steps))
+    assert starts[0] == 0
+    assert len(starts) == min(num_steps, plots.MAX_POINTS)
+    assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
+
+
+def test_bin_means_skip_what_is_not_finite():
+    values = np.array([1.0, np.nan, 3.0, np.nan, np.inf, 5.0, 6.0])
+    starts = np.array([0, 3, 5])
+    expected = [2.0, np.nan, 5.5]
+    np.testing.assert_array_equal(plots.bin_means(values, starts), expected)
+
+
+def test_the_line_of_a_long_run_has_at_most_max_points():
+    for num_steps in (3, 10_000):
+        svg = plots.draw(plots.REWARD, history(num_steps, reward__mean=np.linspace(0, 1, num_steps)))
+        line = re.search(r'<g id="line2d_\d+">\s*<path d="([^"]*)"[^>]*var\(--series-1\)', svg)
+        num_points = len(re.findall("[ML]", line[1]))
+        # matplotlib drops points that lie on a straight line
+        assert 2 <= num_points <= plots.MAX_POINTS
+
+
+def test_a_spike_in_a_long_run_stays_visible():
+    """The mean of a bin hides it, the shade does not: the axis reaches it."""
+    values = np.ones(10_000)
+    values[5000] = 200.0
+    chart = plots.Chart("Gradient norm", "", (("policy/grad_norm", "norm"),))
+    assert max(y_labels(plots.draw(chart, history(10_000, policy__grad_norm=values)))) >= 150
+
+
+def y_labels(svg):
+    (axis,) = [group for group in ElementTree.fromstring(svg).iter(f"{SVG}g") if group.get("id") == "matplotlib.axis_2"]
+    return [float(text.text.replace("−", "-")) for text in axis.iter(f"{SVG}text")]
+
+
+def test_one_step_draws_every_chart():
+    columns = {metric.replace("/", "__"): [0.5] for metric in plots.charted_metrics()}
+    single = history(1, **columns)
+    for chart in (plots.REWARD, *plots.CHARTS):
+        svg = plots.draw(chart, single)
+        ElementTree.fromstring(svg)
+        assert re.search(r"<use [^>]*fill: var\(--series-1\)", svg)  # its one point is marked
+    ElementTree.fromstring(plots.draw_phases(single))
+
+
+def test_nothing_to_draw():
+    assert plots.draw(plots.REWARD, history(0)) is None
+    assert plots.draw(plots.REWARD, history(2, reward__mean=[np.nan, np.nan])) is None
+    assert plots.draw_phases(history(0)) is None
+    assert plots.draw_phases(history(2)) is None
+
+
+def test_phases_are_stacked_up_to_the_step_time():
+    """Of 10 s, rollout, train and refit explain 9: the rest is named other."""
+    times = {"time__rollout": [4.0], "time__train": [3.0], "time__refit": [2.0], "time__step": [10.0]}
+    root = ElementTree.fromstring(plots.draw_phases(history(1, **times)))
+    heights = {}
+    for path in root.iter(f"{SVG}path"):
+        colour = re.search(r"fill: var\((--series-\d)\)", path.get("style", ""))
+        ys = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path.get("d"))]
+        if colour and path.get("clip-path"):
+            heights[colour[1]] = max(ys) - min(ys)
+    assert heights.keys() == {"--series-1", "--series-2", "--series-3", "--series-4", "--series-5"}
+    unit = heights["--series-1"] / 4
+    reference = {"--series-2": 0.0, "--series-3": 3.0, "--series-4": 2.0, "--series-5": 1.0}
+    for colour, seconds in reference.items():
+        assert heights[colour] / unit == pytest.approx(seconds, abs=1e-3)
+
+
+def test_charts_are_reproducible_and_use_the_colours_of_the_page():
+    columns = history(3, reward__mean=[0.1, 0.2, 0.3], reward__std=[0.1, 0.1, 0.1])
+    svg = plots.draw(plots.REWARD, columns)
+    assert svg == plots.draw(plots.REWARD, columns)
+    assert not set(re.findall(r"#[0-9a-f]{6}", svg)) - {"#000000"}
+    assert "var(--series-1)" in svg and "var(--muted)" in svg
+
+
+def test_drawing_leaves_the_settings_of_matplotlib_alone():
+    before = dict(matplotlib.rcParams)
+    plots.draw(plots.REWARD, history(1, reward__mean=[0.5]))
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_a_title_is_escaped():
+    chart = plots.Chart('<b>"', "", (("a", "a"),))
+    assert ElementTree.fromstring(plots.draw(chart, history(1, a=[1.0]))).get("aria-label") == '<b>"'
+
+
+def test_log_axis_only_for_positive_values():
+    chart = plots.Chart("x", "", (("a", "a"),), log=True)
+    logarithmic = plots.draw(chart, history(2, a=[1e-6, 1e-2]))
+    linear = plots.draw(chart, history(2, a=[0.0, 1e-2]))
+    assert "tspan" in logarithmic  # the exponent of a power of ten
+    assert "tspan" not in linear and max(y_labels(linear)) == 0.01

@@ -1,0 +1,187 @@
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megarl import report
+
+ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(1)> &lt;b&gt; <!--"
+RESOURCES = Path(report.__file__).parent
+
+
+class Page(HTMLParser):
+    """Elements and their attributes, and the text by the id of the element that it is in."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str | None, str] = {}
+        self._id: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.elements.append((tag, attributes))
+        self._id = attributes.get("id", self._id if tag in ("li", "div", "dt", "dd") else tag)
+
+    def handle_data(self, data):
+        self.texts[self._id] = self.texts.get(self._id, "") + data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def make_run(folder, num_steps, *, target=14, tail="", rollouts=()):
+    (folder / "rollouts").mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"name": "test", "model": "tiny", "note": ATTACK}))
+    (folder / "config.resolved.yaml").write_text(f"run:\n  steps: {target}\nmodel:\n  path: <i>tiny</i>\n")
+    lines = [
+        {
+            "step": step,
+            "reward/mean": step / 10,
+            "reward/std": 0.1,
+            "time/rollout": 2.0,
+            "time/step": 5.0,
+            "memory/peak_rss_gb": 9.0,
+            "memory/peak_pss_gb": step / 4,
+            "throughput/tokens_per_second": 1000.0 * step,
+            "mismatch/logprob_abs_max": 1e-6 * step,
+            "kl/<script>": 0.5,
+        }
+        for step in range(1, num_steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    for step, samples in rollouts:
+        text = "".join(json.dumps(sample) + "\n" for sample in samples)
+        (folder / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)
+    return folder
+
+
+def sample(**fields):
+    return {"sample_id": "0.0", "prompt": "p", "response": "r", "reward": 1.0, **fields}
+
+
+def write(folder):
+    path = report.write(folder)
+    assert path == folder / "report.html"
+    return path.read_text(encoding="utf-8")
+
+
+def embedded_rollouts(text):
+    return json.loads(Page(text).texts["rollouts"])
+
+
+def test_summary(tmp_path):
+    summary = Page(write(make_run(tmp_path, 5, target=5))).texts["summary"]
+    for shown in ("0.100 → 0.400", "5 of 5", "25s", "3,000", "1.25 GB", "5.0e-06"):
+        assert shown in summary
+
+
+def test_reward_comes_first_and_other_metrics_are_drawn_too(tmp_path):
+    page = Page(write(make_run(tmp_path, 3)))
+    titles = [attributes["aria-label"] for attributes in page.all("svg")]
+    assert titles[0] == "Reward"
+    assert titles[-1] == "kl/<script>"
+    assert "Time by phase" in titles and "Memory" in titles
+    assert "Entropy" not in titles  # the run has none
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 10_000])
+def test_any_length(tmp_path, num_steps):
+    text = write(make_run(tmp_path, num_steps, target=num_steps or 1))
+    page = Page(text)
+    assert len(text) < 2_000_000
+    assert (len(page.all("svg")) > 0) == (num_steps > 0)
+    assert ("No step has finished" in text) == (num_steps == 0)
+    assert ("10000 steps are drawn as 400 points" in text) == (num_steps == 10_000)
+
+
+def test_notes_say_what_is_missing(tmp_path):
+    tail = '{"step": 4, "policy/loss": null, "nonfinite": ["policy/loss"]}\n{"step": 5, "rew'
+    notes = Page(write(make_run(tmp_path, 3, tail=tail))).texts["notes"]
+    assert "The run has reached step 4 of 14." in notes
+    assert "metrics.jsonl: line 5 could not be read" in notes
+    assert "policy/loss was NaN or infinite at step 4." in notes
+
+
+def test_a_complete_run_has_no_notes(tmp_path):
+    assert '<ul id="notes"></ul>' in write(make_run(tmp_path, 3, target=3))
+
+
+def test_rollouts_are_embedded(tmp_path):
+    version = [{"version": 0, "count": 2}]
+    kept = sample(version=version, answer="12", parts={"exact_match": 1.0}, num_response_tokens=2)
+    text = write(make_run(tmp_path, 1, rollouts=[(1, [sample(reward=0.0), kept])]))
+    (step,) = embedded_rollouts(text)
+    assert [entry["reward"] for entry in step["samples"]] == [1.0, 0.0]
+    assert step["samples"][0] == {**kept, "failure": None, "finish_reason": None}
+    assert "All 2 samples of the run" in text
+
+
+def test_what_the_viewer_leaves_out_is_said(tmp_path):
+    many = [sample(reward=float(index)) for index in range(200)]
+    rollouts = [(step, many if step == 1 else [sample()]) for step in range(1, 31)]
+    text = write(make_run(tmp_path, 1, rollouts=rollouts))
+    assert "Holds 20 of 30 steps, evenly spaced, and 147 of the 219 samples of these steps" in text
+
+
+def test_markup_in_the_run_is_inert(tmp_path):
+    attacked = sample(prompt=ATTACK, response=ATTACK, answer=ATTACK, failure=ATTACK)
+    text = write(make_run(tmp_path, 1, rollouts=[(1, [attacked])]))
+    page = Page(text)
+    assert embedded_rollouts(text)[0]["samples"][0]["response"] == ATTACK
+    # Nothing in the data can open or close an element, whatever follows it.
+    data = re.search(r'id="rollouts">(.*?)</script>', text, flags=re.DOTALL)[1]
+    assert not set("<>&") & set(data)
+    assert page.all("img") == page.all("i") == page.all("b") == []
+    assert page.all("script") == [{"type": "application/json", "id": "rollouts"}, {}]
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    # The script that shows the rollouts makes text of them, never markup.
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval", read("page.js"))
+
+
+def read(name):
+    return (RESOURCES / name).read_text(encoding="utf-8")
+
+
+def test_only_the_script_of_the_page_may_run(tmp_path):
+    """The content security policy names the hash of exactly the embedded script."""
+    text = write(make_run(tmp_path, 1))
+    script = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)[-1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(a["content"] for a in Page(text).all("meta") if a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'")
+    assert f"script-src 'sha256-{digest}';" in policy
+
+
+def test_nothing_is_loaded_from_outside(tmp_path):
+    text = write(make_run(tmp_path, 3, rollouts=[(1, [sample()])]))
+    for _, attributes in Page(text).elements:
+        for name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+            assert attributes.get(name, "#").startswith(("#", "data:,")), attributes
+    assert not re.search(r"@import|url\((?!#)", text)
+
+
+def test_the_same_run_gives_the_same_report(tmp_path):
+    folder = make_run(tmp_path, 3, rollouts=[(1, [sample()])])
+    assert write(folder) == write(folder)
+
+
+def test_text_that_utf8_cannot_carry(tmp_path):
+    text = write(make_run(tmp_path, 1, rollouts=[(1, [sample(response="a\ud800b\u0000")])]))
+    assert embedded_rollouts(text)[0]["samples"][0]["response"] == "a?b\u0000"
+
+
+def test_a_run_that_died_at_once_has_a_report(tmp_path):
+    (tmp_path / "manifest.json").write_text(json.dumps({"name": "early"}))
+    assert "No step has finished" in write(tmp_path)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no metrics.jsonl or manifest.json here; give the folder of a run"):
+        report.write(tmp_path)
+    assert list(tmp_path.iterdir()) == []

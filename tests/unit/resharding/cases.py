@@ -1,0 +1,168 @@
+"""Random models and layouts, and the shards that a rank or worker must have, computed by plain tensor algebra."""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from megarl.config.schema import Layout
+
+
+def layout_of(tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1, first: int | None = None, last: int | None = None):
+    return Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=1,
+        dp=dp,
+        sequence_parallel=False,
+        first_stage_layers=first,
+        last_stage_layers=last,
+    )
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    config = dict(
+        model_type="llama",
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=2,
+        intermediate_size=18,
+        vocab_size=37,
+        tie_word_embeddings=False,
+    )
+    return config | changes
+
+
+def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Written from the definition of the model, not from the family's declaration."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    query = config["num_attention_heads"] * config["head_dim"]
+    key = config["num_key_value_heads"] * config["head_dim"]
+    tensors = {"model.embed_tokens.weight": random(vocab, hidden), "model.norm.weight": random(hidden)}
+    if not config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = random(vocab, hidden)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        tensors[layer + "input_layernorm.weight"] = random(hidden)
+        tensors[layer + "post_attention_layernorm.weight"] = random(hidden)
+        for name, rows in (("q", query), ("k", key), ("v", key)):
+            tensors[layer + f"self_attn.{name}_proj.weight"] = random(rows, hidden)
+            if config["model_type"] == "qwen2":
+                tensors[layer + f"self_attn.{name}_proj.bias"] = random(rows)
+        tensors[layer + "self_attn.o_proj.weight"] = random(hidden, query)
+        tensors[layer + "mlp.gate_proj.weight"] = random(inner, hidden)
+        tensors[layer + "mlp.up_proj.weight"] = random(inner, hidden)
+        tensors[layer + "mlp.down_proj.weight"] = random(hidden, inner)
+    return tensors
+
+
+def megatron_shard(
+    config: dict[str, Any],
+    checkpoint: dict[str, torch.Tensor],
+    tp: int,
+    tp_rank: int,
+    layers: range,
+    first: bool,
+    last: bool,
+    vocab_multiple: int,
+) -> dict[str, torch.Tensor]:
+    """What megatron-core's converters make: QKV per group by reshape, gate and up as halves of each rank's rows."""
+    groups, head_dim = config["num_key_value_heads"], config["head_dim"]
+
+    def qkv(layer: str, kind: str) -> torch.Tensor:
+        parts = [checkpoint[f"{layer}self_attn.{x}_proj.{kind}"] for x in "qkv"]
+        grouped = [part.reshape(groups, -1, head_dim, *part.shape[1:]) for part in parts]
+        together = torch.cat(grouped, dim=1)
+        return together.chunk(tp)[tp_rank].reshape(-1, *parts[0].shape[1:])
+
+    def padded(name: str) -> torch.Tensor:
+        return _padded(checkpoint[name], vocab_multiple * tp).chunk(tp)[tp_rank]
+
+    tensors = {}
+    if first:
+        tensors["embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
+    for local, i in enumerate(layers):
+        theirs, ours = f"model.layers.{i}.", f"decoder.layers.{local}."
+        gate_up = [checkpoint[f"{theirs}mlp.{x}_proj.weight"].chunk(tp)[tp_rank] for x in ("gate", "up")]
+        tensors[ours + "input_layernorm.weight"] = checkpoint[theirs + "input_layernorm.weight"]
+        tensors[ours + "pre_mlp_layernorm.weight"] = checkpoint[theirs + "post_attention_layernorm.weight"]
+        tensors[ours + "self_attention.linear_qkv.weight"] = qkv(theirs, "weight")
+        if config["model_type"] == "qwen2":
+            tensors[ours + "self_attention.linear_qkv.bias"] = qkv(theirs, "bias")
+        attention_out = checkpoint[theirs + "self_attn.o_proj.weight"]
+        tensors[ours + "self_attention.linear_proj.weight"] = attention_out.chunk(tp, dim=1)[tp_rank]
+        tensors[ours + "mlp.linear_fc1.weight"] = torch.cat(gate_up)
+        tensors[ours + "mlp.linear_fc2.weight"] = checkpoint[theirs + "mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
+    if last:
+        tensors["decoder.final_layernorm.weight"] = checkpoint["model.norm.weight"]
+        if not config["tie_word_embeddings"]:
+            tensors["output_layer.weight"] = padded("lm_head.weight")
+        elif not first:
+            tensors["output_layer.weight"] = padded("model.embed_tokens.weight")
+    return tensors
+
+
+def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: int, rank: int):
+    """What vLLM's weight loaders make of the checkpoint."""
+    kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
+
+    def kv(tensor: torch.Tensor) -> torch.Tensor:
+        copies = max(1, tp // kv_heads)
+        heads = tensor.reshape(kv_heads, head_dim, *tensor.shape[1:]).repeat_interleave(copies, dim=0)
+        return heads.chunk(tp)[rank].flatten(0, 1)
+
+    tensors = {}
+    for name, tensor in checkpoint.items():
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = _padded(tensor, 64).chunk(tp)[rank]
+        elif "norm" in name:
+            tensors[name] = tensor
+        elif "o_proj" in name or "down_proj" in name:
+            tensors[name] = tensor.chunk(tp, dim=1)[rank]
+        elif "q_proj" in name:
+            keys_values = [kv(checkpoint[name.replace("q_proj", x)]) for x in ("k_proj", "v_proj")]
+            tensors[name.replace("q_proj", "qkv_proj")] = torch.cat([tensor.chunk(tp)[rank], *keys_values])
+        elif "gate_proj" in name:
+            halves = [tensor, checkpoint[name.replace("gate_proj", "up_proj")]]
+            tensors[name.replace("gate", "gate_up")] = torch.cat([half.chunk(tp)[rank] for half in halves])
+    return tensors
+
+
+def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % multiple))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
+    """A model, a Megatron layout and a vLLM tensor-parallel size that it divides by."""
+    tp, vllm_tp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 4, 8]))
+    kv_heads = tp * draw(st.sampled_from([1, 2]))
+    if kv_heads % vllm_tp and vllm_tp % kv_heads:
+        kv_heads = lcm(kv_heads, vllm_tp)
+    heads = lcm(kv_heads, vllm_tp) * draw(st.sampled_from([1, 3]))
+    pp = draw(st.sampled_from([1, 2, 3]))
+    first, middle, last = draw(st.tuples(*[st.integers(1, 2)] * 3))
+    ends = dict(first=first, last=last) if pp > 1 else {}
+    config = config_of(
+        model_type=draw(st.sampled_from(["llama", "mistral", "qwen2"])),
+        hidden_size=draw(st.integers(1, 5)),
+        num_hidden_layers=first if pp == 1 else first + (pp - 2) * middle + last,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=draw(st.integers(1, 3)),
+        intermediate_size=lcm(tp, vllm_tp) * draw(st.integers(1, 3)),
+        vocab_size=draw(st.integers(1, 100)),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    return config, layout_of(tp, pp, dp=draw(st.integers(1, 2)), **ends), vllm_tp

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.plan import make_plan
+from megarl.resharding.transports.local import LocalMemory
+from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
+
+CONFIG = config_of()
+FOLDER, RANK = huggingface_holder(CONFIG), megatron_holder(CONFIG, layout_of(), 0)
+PLAN = make_plan([FOLDER], [RANK])
+NORM = "decoder.final_layernorm.weight"
+
+
+@pytest.fixture
+def checkpoint() -> dict[str, torch.Tensor]:
+    return random_checkpoint(CONFIG)
+
+
+@pytest.fixture
+def parameters() -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, torch.nan) for name, shape in RANK.shapes.items()}
+
+
+def run(parameters, checkpoint, **options) -> int:
+    return execute(PLAN, parameters, LocalMemory({FOLDER.name: checkpoint}), **options)
+
+
+def test_writes_in_place_into_leaves_that_require_gradients(parameters, checkpoint):
+    addresses = {name: tensor.requires_grad_().data_ptr() for name, tensor in parameters.items()}
+    run(parameters, checkpoint)
+    assert torch.equal(parameters[NORM], checkpoint["model.norm.weight"])
+    assert {name: tensor.data_ptr() for name, tensor in parameters.items()} == addresses
+    assert not any(tensor.isnan().any() for tensor in parameters.values())
+
+
+def test_padding_becomes_zero(parameters, checkpoint):
+    run(parameters, checkpoint)
+    assert (parameters["output_layer.weight"][CONFIG["vocab_size"] :] == 0).all()
+
+
+def test_a_cast_must_be_asked_for(parameters, checkpoint):
+    halved = {name: tensor.bfloat16() for name, tensor in checkpoint.items()}
+    with pytest.raises(ValueError, match=r"is torch.float32, but huggingface has .* as torch.bfloat16"):
+        run(parameters, halved)
+    assert all(tensor.isnan().all() for tensor in parameters.values())
+    run(parameters, halved, cast=True)
+    assert torch.equal(parameters[NORM], halved["model.norm.weight"].float())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p.pop(NORM), f"{NORM}: the plan writes it, but the model has no such parameter"),
+        (lambda p: p.update(extra=torch.empty(1)), "extra: the model has this parameter, but the plan does not"),
+        (lambda p: p.update({NORM: torch.full((13,), torch.nan)}), rf"{NORM}: .* shape \(13,\), the plan's \(12,\)"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_left_untouched(parameters, checkpoint, change, message):
+    change(parameters)
+    with pytest.raises(ValueError, match=message):
+        run(parameters, checkpoint)
+    assert all(tensor.isnan().all() for name, tensor in parameters.items() if name != "extra")
+
+
+def test_a_source_without_the_parameter(parameters, checkpoint):
+    del checkpoint["model.norm.weight"]
+    with pytest.raises(ValueError, match=r"huggingface has no parameter model.norm.weight"):
+        run(parameters, checkpoint)
+    assert all(tensor.isnan().all() for tensor in parameters.values())

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
+from megarl.resharding.families.megatron import stage_layers
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.piece import num_elements
+from tests.unit.resharding.cases import config_of, layout_of
+
+SMOLLM2 = dict(
+    model_type="llama",
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+)
+
+
+def test_shape_fills_in_what_a_config_may_leave_out():
+    config = config_of(hidden_size=12, num_attention_heads=6, head_dim=None, num_key_value_heads=None)
+    del config["tie_word_embeddings"]
+    shape = ModelShape.of(config)
+    assert (shape.head_dim, shape.kv_heads, shape.tied, shape.qkv_bias) == (2, 6, False, False)
+    assert ModelShape.of(config_of(model_type="qwen2")).qkv_bias
+
+
+def test_the_checkpoint_has_the_published_number_of_parameters():
+    holder = huggingface_holder(SMOLLM2)
+    assert sum(num_elements(piece.local_rectangle) for piece in holder.pieces) == 134_515_008
+    assert "lm_head.weight" not in holder.shapes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; known: llama, mistral, qwen2"),
+        ({"vocab_size": None}, "vocab_size must be an integer, found None"),
+        ({"attention_bias": True}, "attention_bias=True is not supported for llama"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+    ],
+)
+def test_configs_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelShape.of(config_of(**changes))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layout", "counts"),
+    [
+        (6, layout_of(pp=3), [2, 2, 2]),
+        (30, layout_of(pp=2, last=13), [17, 13]),
+        (7, layout_of(pp=3, first=1), [1, 3, 3]),
+        (8, layout_of(pp=4, first=1, last=3), [1, 2, 2, 3]),
+        (5, layout_of(pp=2, first=2, last=3), [2, 3]),
+        (4, layout_of(pp=1), [4]),
+    ],
+)
+def test_stages_take_the_layers_in_order(num_layers, layout, counts):
+    stages = stage_layers(num_layers, layout)
+    assert [len(stage) for stage in stages] == counts
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layout", "left"),
+    [
+        (5, layout_of(pp=2), "5 of 5 layers are left for 2 stages"),
+        (6, layout_of(pp=3, first=1), "5 of 6 layers are left for 2 stages"),
+        (5, layout_of(pp=2, first=2, last=2), "1 of 5 layers are left for 0 stages"),
+        (2, layout_of(pp=3, first=2), "0 of 2 layers are left for 2 stages"),
+        (5, layout_of(pp=1, last=3), "2 of 5 layers are left for 0 stages"),
+    ],
+)
+def test_stages_that_do_not_divide(num_layers, layout, left):
+    with pytest.raises(ValueError, match=left):
+        stage_layers(num_layers, layout)
+
+
+def test_transformer_engine_fuses_norms_into_the_linears():
+    plain, fused = (megatron_holder(config_of(), layout_of(), 0, fused_norms=flag) for flag in (False, True))
+    renamed = {
+        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    }
+    expected = {}
+    for name, shape in plain.shapes.items():
+        prefix, _, rest = name.partition("layers.")
+        number, _, local = rest.partition(".")
+        expected[f"{prefix}layers.{number}.{renamed[local]}" if local in renamed else name] = shape
+    assert fused.shapes == expected
+
+
+@pytest.mark.parametrize(
+    ("holder", "message"),
+    [
+        (
+            lambda: megatron_holder(SMOLLM2, layout_of(tp=2), 0),
+            "actor.layout.tp=2: num_attention_heads 9 does not divide by 2",
+        ),
+        (
+            lambda: megatron_holder(config_of(), layout_of(tp=6), 0),
+            "actor.layout.tp=6: num_key_value_heads 3 does not divide by 6",
+        ),
+        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: num_attention_heads 6 does not divide by 4"),
+        (
+            lambda: vllm_holder(config_of(), 2, 0, 0),
+            "rollout.tp=2: num_key_value_heads 3 neither divides by 2 nor divides it",
+        ),
+        (lambda: vllm_holder(config_of(), 3, 0, 0), "rollout.tp=3: vocab_size, padded to a multiple of 64, 64"),
+    ],
+)
+def test_sizes_that_do_not_divide(holder, message):
+    with pytest.raises(ValueError, match=message):
+        holder()
+
+
+def test_planning_imports_no_torch():
+    code = (
+        "import sys; import megarl.resharding.families, megarl.resharding.plan, megarl.resharding.check;"
+        "print({'torch', 'megatron', 'vllm', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,130 @@
+"""Hugging Face folders as sources and as destinations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.data.model_folder import read_config
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.folder import write_folder
+from megarl.resharding.plan import Plan, make_plan
+from megarl.resharding.transports.local import LocalMemory
+from megarl.resharding.transports.safetensors import SafetensorsFolder
+from tests.tiny_model import write_tiny_llama
+from tests.unit.resharding.cases import layout_of
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def source(request, tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("source"), model_type="qwen2", tied=request.param == "tied")
+
+
+def loaded_ranks(source: Path) -> tuple[list, LocalMemory]:
+    """The folder's weights as two pipeline stages hold them."""
+    config = read_config(source)
+    ranks = [megatron_holder(config, layout_of(pp=2), rank) for rank in range(2)]
+    plan = make_plan([huggingface_holder(config)], ranks)
+    weights = {}
+    with SafetensorsFolder(source) as transport:
+        transport.check(huggingface_holder(config))
+        for rank in ranks:
+            weights[rank.name] = {name: torch.full(shape, torch.nan) for name, shape in rank.shapes.items()}
+            execute(plan.for_destination(rank.name), weights[rank.name], transport)
+    return ranks, LocalMemory(weights)
+
+
+def export(source: Path, out: Path, **options) -> int:
+    ranks, transport = loaded_ranks(source)
+    config = read_config(source)
+    plan = make_plan(ranks, [huggingface_holder(config)])
+    return write_folder(plan, transport, config, source, out, **options)
+
+
+def test_folder_to_megatron_to_folder_is_bit_exact(source, tmp_path):
+    out = tmp_path / "new" / "out"
+    written = export(source, out)
+    before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert written == sum(tensor.nbytes for tensor in after.values())
+    assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()}
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_transformers_loads_shards_and_agrees(source, tmp_path):
+    out = tmp_path / "out"
+    export(source, out, shard_bytes=50_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = {path.name: path for path in out.glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == set(files) and len(files) > 2
+    contents = {name: load_file(path) for name, path in files.items()}
+    assert all(name in contents[file] for name, file in index["weight_map"].items())
+    assert all(len(c) == 1 or sum(t.nbytes for t in c.values()) <= 50_000 for c in contents.values())
+
+    tokens = torch.tensor([AutoTokenizer.from_pretrained(out).encode("7+5?")])
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, out))
+    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+
+    export(out, tmp_path / "again")
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_dtype(source, tmp_path):
+    export(source, tmp_path / "out", dtype=torch.bfloat16)
+    assert read_config(tmp_path / "out")["dtype"] == "bfloat16"
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before)
+
+
+def test_an_existing_folder_is_kept(source, tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} exists already"):
+        export(source, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_leaves_nothing(source, tmp_path):
+    ranks, transport = loaded_ranks(source)
+    config = read_config(source)
+    plan = make_plan(ranks, [huggingface_holder(config)])
+    stray = replace(plan.copies[-1], source="megatron:2")
+    with pytest.raises(ValueError, match="megatron:2 has no parameter"):
+        write_folder(Plan((*plan.copies[:-1], stray), ()), transport, config, source, tmp_path / "out", shard_bytes=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_incomplete_folders(source, tmp_path):
+    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+        SafetensorsFolder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(ValueError, match=r"model-1.safetensors, which .* names, is missing"):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"the checkpoint has no tensor model.norm.weight"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \(3,\), but config"),
+    ],
+)
+def test_checkpoints_that_do_not_fit_their_config(source, tmp_path, change, message):
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with SafetensorsFolder(tmp_path) as folder, pytest.raises(ValueError, match=message):
+        folder.check(huggingface_holder(read_config(source)))
+
+
+def test_integer_weights_are_refused(tmp_path):
+    save_file({"w": torch.zeros(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with SafetensorsFolder(tmp_path) as folder, pytest.raises(ValueError, match="w is I8; supported: F64, F32"):
+        folder.dtype("huggingface", "w")

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.resharding.piece import Piece, contains, intersect, num_elements, subtract
+
+RECTANGLES = st.tuples(*[st.tuples(st.integers(0, 5), st.integers(1, 4)).map(lambda s: (s[0], s[0] + s[1]))] * 3)
+
+
+def points(rectangle) -> set[tuple[int, ...]]:
+    return set(product(*(range(start, stop) for start, stop in rectangle)))
+
+
+@given(RECTANGLES, RECTANGLES)
+def test_rectangles_are_sets_of_points(a, b):
+    common = intersect(a, b)
+    assert (points(common) if common else set()) == points(a) & points(b)
+    assert contains(a, b) == (points(b) <= points(a))
+    assert num_elements(a) == len(points(a))
+
+
+@given(RECTANGLES, RECTANGLES)
+def test_difference_is_disjoint_and_complete(a, b):
+    common = intersect(a, b)
+    if common is None:
+        return
+    parts = subtract(a, common)
+    assert sum(num_elements(part) for part in parts) == len(points(a) - points(b))
+    assert set().union(*map(points, parts)) == points(a) - points(b)
+
+
+def test_a_piece_maps_both_ways():
+    piece = Piece("c", ((2, 6), (0, 3)), "l", ((10, 14), (5, 8)))
+    assert piece.to_local(((3, 5), (1, 2))) == ((11, 13), (6, 7))
+    assert piece.to_canonical(((11, 13), (6, 7))) == ((3, 5), (1, 2))

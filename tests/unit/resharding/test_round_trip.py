@@ -1,0 +1,88 @@
+"""Weights through the whole room, over random models and layouts: bit for bit what plain tensor algebra gives."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+
+from megarl.resharding.check import check_plan
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
+from megarl.resharding.families.megatron import stage_layers
+from megarl.resharding.piece import Holder
+from megarl.resharding.plan import make_plan
+from megarl.resharding.transports.local import LocalMemory
+from tests.unit.resharding.cases import configs, layout_of, megatron_shard, random_checkpoint, vllm_shard
+
+VOCAB_MULTIPLE = 4
+
+Weights = dict[str, dict[str, torch.Tensor]]
+"""Holder name -> parameter -> tensor."""
+
+
+def resharded(sources: list[Holder], weights: Weights, destinations: list[Holder]) -> Weights:
+    """Through a proven plan into tensors full of NaN."""
+    plan = make_plan(sources, destinations)
+    check_plan(plan, sources, destinations)
+    written = {}
+    for holder in destinations:
+        tensors = {name: torch.full(shape, torch.nan) for name, shape in holder.shapes.items()}
+        num_bytes = execute(plan.for_destination(holder.name), tensors, LocalMemory(weights))
+        assert num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+        written[holder.name] = tensors
+    return written
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    assert not different
+
+
+@settings(max_examples=60, deadline=None)
+@given(configs())
+def test_checkpoint_to_megatron_and_back_and_to_vllm(case):
+    config, layout, vllm_tp = case
+    checkpoint = random_checkpoint(config)
+    folder = huggingface_holder(config)
+    assert {name: tuple(tensor.shape) for name, tensor in checkpoint.items()} == folder.shapes
+
+    ranks = [megatron_holder(config, layout, r, vocab_multiple=VOCAB_MULTIPLE) for r in range(layout.world_size)]
+    trained = resharded([folder], {folder.name: checkpoint}, ranks)
+    stages = stage_layers(config["num_hidden_layers"], layout)
+    for rank, holder in enumerate(ranks):
+        stage = rank // (layout.tp * layout.dp)
+        expected = megatron_shard(
+            config,
+            checkpoint,
+            layout.tp,
+            rank % layout.tp,
+            stages[stage],
+            stage == 0,
+            stage == layout.pp - 1,
+            VOCAB_MULTIPLE,
+        )
+        assert_same(trained[holder.name], expected)
+
+    assert_same(resharded(ranks, trained, [folder])[folder.name], checkpoint)
+
+    workers = [vllm_holder(config, vllm_tp, rank, replica) for replica in range(2) for rank in range(vllm_tp)]
+    engines = resharded(ranks, trained, workers)
+    for replica in range(2):
+        for rank in range(vllm_tp):
+            assert_same(engines[f"vllm:{replica}.{rank}"], vllm_shard(config, checkpoint, vllm_tp, rank))
+
+
+@settings(max_examples=25, deadline=None)
+@given(configs())
+def test_megatron_to_another_megatron_layout(case):
+    config, layout, _ = case
+    target_layout = layout_of(tp=config["num_key_value_heads"] if layout.tp == 1 else 1)
+    config["intermediate_size"] *= target_layout.tp
+    folder = huggingface_holder(config)
+    weights = {folder.name: random_checkpoint(config)}
+    ranks = [megatron_holder(config, layout, r, vocab_multiple=VOCAB_MULTIPLE) for r in range(layout.world_size)]
+    targets = [megatron_holder(config, target_layout, r, vocab_multiple=6) for r in range(target_layout.tp)]
+    through = resharded(ranks, resharded([folder], weights, ranks), targets)
+    for name, tensors in resharded([folder], weights, targets).items():
+        assert_same(through[name], tensors)

@@ -1,0 +1,122 @@
+"""Weights of a live trainer process, read by another one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.resharding.transports.shared_memory import SharedMemory, publish
+
+TRAINER = """
+import pickle, sys
+import torch
+from megarl.resharding.transports.shared_memory import publish
+
+buffer = torch.zeros(1000)  # as Megatron keeps them: parameters are views of one buffer
+parameters = {"row": torch.nn.Parameter(torch.empty(0)), "matrix": torch.nn.Parameter(torch.empty(0))}
+parameters["row"].data = buffer[3:10]
+parameters["matrix"].data = buffer[16:46].view(5, 6).t()
+optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
+published = publish(parameters)
+assert publish(parameters) == published
+sys.stdout.buffer.write(pickle.dumps(published) + b"END")
+sys.stdout.buffer.flush()
+for line in sys.stdin:
+    (parameters["row"].sum() - (parameters["matrix"] * torch.arange(30.0).view(6, 5)).sum()).backward()
+    optimizer.step()
+    assert buffer[3] == parameters["row"][0]
+    sys.stdout.buffer.write(b"END")
+    sys.stdout.buffer.flush()
+"""
+
+
+class Trainer:
+    def __init__(self):
+        self.process = subprocess.Popen([sys.executable, "-c", TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.published = pickle.loads(self._answer())
+
+    def update(self) -> None:
+        self.process.stdin.write(b"update\n")
+        self.process.stdin.flush()
+        self._answer()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def _answer(self) -> bytes:
+        answer = b""
+        while not answer.endswith(b"END"):
+            byte = self.process.stdout.read(1)
+            assert byte, "the trainer has died"
+            answer += byte
+        return answer.removesuffix(b"END")
+
+
+@pytest.fixture
+def trainer():
+    trainer = Trainer()
+    yield trainer
+    trainer.kill()
+
+
+def test_updates_are_visible_to_the_reader(trainer):
+    transport = pickle.loads(pickle.dumps(SharedMemory({"megatron:0": trainer.published})))
+    assert transport.dtype("megatron:0", "row") == torch.float32
+    row = transport.read("megatron:0", "row", ((2, 5),))
+    assert row.tolist() == [0, 0, 0]
+
+    trainer.update()
+
+    assert row.tolist() == [-0.5, -0.5, -0.5]
+    matrix = transport.read("megatron:0", "matrix", ((0, 6), (0, 5)))
+    assert torch.equal(matrix, torch.arange(30.0).view(6, 5) / 2)
+
+
+def test_a_later_transport_uses_the_same_mapping(trainer):
+    first, second = (
+        SharedMemory({"t": trainer.published}).read("t", "row", ((0, 7),)).untyped_storage().data_ptr()
+        for _ in range(2)
+    )
+    assert first == second
+
+
+def test_a_killed_trainer_leaves_nothing_behind(trainer):
+    before = set(os.listdir("/dev/shm"))
+    row = SharedMemory({"t": trainer.published}).read("t", "row", ((0, 7),))
+    trainer.kill()
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch_")]
+    assert row.tolist() == [0] * 7  # what the reader has mapped stays readable
+
+
+def test_a_trainer_that_is_gone_is_named(trainer):
+    trainer.kill()
+    with pytest.raises(RuntimeError, match=f"process {trainer.process.pid} no longer shares its weights"):
+        SharedMemory({"t": trainer.published}).read("t", "row", ((0, 7),))
+
+
+def test_a_descriptor_that_came_to_mean_another_file_is_noticed(tmp_path: Path):
+    tensor = torch.zeros(4)
+    published = publish({"w": tensor})
+    descriptor = published["w"].segment.descriptor
+    kept = os.dup(descriptor)
+    with open(tmp_path / "other", "wb") as other:
+        os.dup2(other.fileno(), descriptor)
+    with pytest.raises(RuntimeError, match="no longer shares its weights"):
+        SharedMemory({"t": published}).read("t", "w", ((0, 4),))
+    os.dup2(kept, descriptor)
+    os.close(kept)
+
+
+def test_an_unknown_parameter_is_named():
+    with pytest.raises(ValueError, match="t has published no parameter w"):
+        SharedMemory({"t": {}}).read("t", "w", ((0, 1),))

@@ -1,0 +1,51 @@
+import pytest
+
+from megarl.rewards.exact import exact_match
+from megarl.rewards.registry import resolve
+
+
+def test_built_in_functions_by_name():
+    assert resolve("exact_match") is exact_match
+
+
+def test_a_function_of_a_users_file(tmp_path):
+    file = tmp_path / "my rewards.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Length:\n"
+        "    characters: int\n"
+        "def short(prompt, response, answer):\n"
+        "    return 1 / Length(len(response)).characters\n"
+    )
+    assert resolve(f"{file}:short")("", "four", None) == 0.25
+
+
+def test_two_files_of_one_name_stay_apart(tmp_path):
+    for folder, value in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reward.py").write_text(f"def f(prompt, response, answer):\n    return {value}\n")
+    first, second = (resolve(f"{tmp_path / folder / 'reward.py'}:f") for folder in "ab")
+    assert (first("", "", None), second("", "", None)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exact_mach", r"'exact_mach'; did you mean exact_match\? known: exact_match, numeric_match"),
+        ("zzz", r"'zzz'; known: exact_match, numeric_match"),
+        ("{folder}/missing.py:f", r"missing\.py is not a Python file"),
+        ("{folder}/good.py", r"names a file but no function; write .*good\.py:FUNCTION"),
+        ("{folder}/good.py:g", r"good\.py has no function 'g'; define it as g\(prompt, response, answer\)"),
+        ("{folder}/good.py:constant", r"good\.py has no function 'constant'"),
+        ("{folder}/broken.py:f", r"importing .*broken\.py raised SyntaxError"),
+        ("{folder}/failing.py:f", r"importing .*failing\.py raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_cannot_be_found_is_named(tmp_path, name, message):
+    (tmp_path / "good.py").write_text("constant = 1\ndef f(prompt, response, answer):\n    return 1\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "failing.py").write_text("1 / 0\n")
+    with pytest.raises(ValueError, match=rf"^rewards\.functions: .*{message}"):
+        resolve(name.format(folder=tmp_path))

@@ -1,0 +1,93 @@
+import subprocess
+import sys
+
+import pytest
+
+from megarl.batch import Prompt, Sample, Score, VersionRun
+from megarl.config.schema import RewardFunction
+from megarl.rewards.scorer import Scorer
+
+
+def sample_of(response: str, answer: object = "12") -> Sample:
+    return Sample(
+        id="s7",
+        prompt=Prompt(id="p", text="<user>7+5?", token_ids=(1,), answer=answer),
+        response_ids=(5,),
+        response_logprobs=(-0.5,),
+        response_mask=(True,),
+        versions=(VersionRun(0, 1),),
+        finish_reason="stop",
+        text=response,
+    )
+
+
+def scorer_of(tmp_path, body: str, weight: float = 1.0) -> tuple[Scorer, str]:
+    file = tmp_path / "reward.py"
+    file.write_text(f"def f(prompt, response, answer):\n    {body}\n")
+    name = f"{file}:f"
+    return Scorer([RewardFunction(function="exact_match"), RewardFunction(function=name, weight=weight)]), name
+
+
+def test_the_value_is_the_weighted_sum_of_the_parts(tmp_path):
+    scorer, name = scorer_of(tmp_path, "return len(prompt) + len(response) + len(answer)", weight=-0.5)
+    score = scorer.score(sample_of("12"))
+    assert score == Score(value=1.0 - 0.5 * 14, parts={"exact_match": 1.0, name: 14.0})
+    assert type(score.parts["exact_match"]) is float
+
+
+def test_wrong_is_zero_and_no_failure():
+    assert Scorer([RewardFunction(function="exact_match")]).score(sample_of("13")) == Score(
+        value=0.0, parts={"exact_match": 0.0}
+    )
+
+
+def test_no_answer_is_a_failure():
+    score = Scorer([RewardFunction(function="exact_match")]).score(sample_of("12", answer=None))
+    assert score.value is None and "exact_match raised ValueError: the prompt has no answer" in score.failure
+
+
+def test_an_exception_is_a_failure_in_one_line_and_the_other_parts_stay(tmp_path):
+    scorer, name = scorer_of(tmp_path, "raise ValueError('first\\n second')")
+    assert scorer.score(sample_of("12")) == Score(
+        value=None,
+        parts={"exact_match": 1.0},
+        failure=f"rewards.functions: {name} raised ValueError: first second on sample s7",
+    )
+
+
+@pytest.mark.parametrize(
+    ("expression", "shown"),
+    [
+        ("None", "NoneType"),
+        ("'1'", "str"),
+        ("[1.0]", "list"),
+        ("1j", "complex"),
+        ("float('nan')", "nan"),
+        ("float('-inf')", "-inf"),
+        ("10 ** 400", "int"),
+        ("__import__('numpy').float32('inf')", "float32"),
+    ],
+)
+def test_what_is_no_finite_number_is_a_failure(tmp_path, expression, shown):
+    scorer, name = scorer_of(tmp_path, f"return {expression}")
+    score = scorer.score(sample_of("12"))
+    assert score.value is None
+    assert score.failure == (f"rewards.functions: {name} returned {shown}, not a finite number or a bool, on sample s7")
+
+
+@pytest.mark.parametrize(
+    "expression", ["True", "1", "1.0", "__import__('fractions').Fraction(1)", "__import__('numpy').float32(1)"]
+)
+def test_every_kind_of_real_number_counts(tmp_path, expression):
+    scorer, name = scorer_of(tmp_path, f"return {expression}")
+    assert scorer.score(sample_of("12")).parts[name] == 1.0
+
+
+def test_a_function_listed_twice_is_refused():
+    with pytest.raises(ValueError, match="exact_match is listed twice"):
+        Scorer([RewardFunction(function="exact_match")] * 2)
+
+
+def test_torch_is_not_needed():
+    code = "import sys, megarl.rewards.scorer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
