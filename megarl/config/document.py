@@ -137,6 +137,12 @@ class _CoreDumper(yaml.SafeDumper):
         return True
 
 
+def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """PyYAML writes the line breaks of Unicode as they are, but reads some of them as line feeds: they are escaped."""
+    style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
     return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
@@ -167,5 +173,6 @@ _CORE_SCHEMA = {
 for _tag, _pattern in _CORE_SCHEMA.items():
     for _class in (_CoreLoader, _CoreDumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), None)
+_CoreDumper.add_representer(str, _represent_str)
 _CoreLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _CoreLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)

@@ -10,7 +10,7 @@ from typing import Any
 # Digits with or without thousands separators, a decimal part, an exponent (of at most three digits: a response must
 # not be able to ask for a number with a billion of them).
 _UNSIGNED = (
-    r"(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+    r"(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
 )
 # A sign counts where it cannot be an operator: 3-5 ends with 5, not with -5.
 _NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[+\-−])?(?P<numerator>{_UNSIGNED})(?:/(?P<denominator>{_UNSIGNED}))?")

@@ -33,7 +33,7 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             # With chunks, vLLM rewinds the generator of a seeded request, which a CPU generator cannot do.
             enable_chunked_prefill=device.on_cuda(),
-            max_num_batched_tokens=max(8192, config.context_length),
+            max_num_batched_tokens=max(2048, config.context_length),
             # Compiling takes minutes on CPU and gains nothing there.
             enforce_eager=not device.on_cuda(),
             worker_extension_cls="megarl.rollout.worker_extension.RefitExtension",

@@ -8,6 +8,7 @@ through the owner's file descriptor and goes away with the last process that map
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,16 +49,24 @@ class PublishedParameter:
 
 
 def publish(parameters: Mapping[str, torch.Tensor]) -> dict[str, PublishedParameter]:
-    """Moves the storages of CPU tensors into shared memory, in place. They must not be reallocated afterwards.
+    """Moves the storages of CPU tensors into shared memory, in place.
 
-    Addresses change: call it before anything keeps a raw pointer. Doing it again changes nothing.
+    The caller keeps the tensors, and does not reallocate them. Their addresses change: nothing may hold a raw pointer.
+    Doing it again changes nothing. Raises ValueError where /dev/shm is too small.
     """
     return {name: _published(tensor.detach()) for name, tensor in parameters.items()}
 
 
 def _published(tensor: torch.Tensor) -> PublishedParameter:
+    storage = tensor.untyped_storage()
+    free = shutil.disk_usage("/dev/shm").free
+    if not storage.is_shared() and storage.nbytes() > free:
+        raise ValueError(
+            f"/dev/shm has {free / 2**20:.0f} MiB free, but the weights need {storage.nbytes() / 2**20:.0f} MiB; "
+            "enlarge it (mount -o remount,size=…, docker run --shm-size=…)"
+        )
     # torch itself shares tensors between processes by this call; the segment is unlinked as soon as it is mapped.
-    descriptor, num_bytes = tensor.untyped_storage()._share_fd_cpu_()
+    descriptor, num_bytes = storage._share_fd_cpu_()
     segment = Segment(os.getpid(), descriptor, os.fstat(descriptor).st_ino, num_bytes)
     return PublishedParameter(segment, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 

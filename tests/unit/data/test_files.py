@@ -44,6 +44,15 @@ def test_messages(tmp_path, suffix):
     assert [(row.prompt, row.answer) for row in rows] == [(MESSAGES, [1, 2]), (MESSAGES[1:], [])]
 
 
+def test_fields_that_parquet_fills_with_nulls_are_not_there(tmp_path):
+    records = [{"question": [{"name": None, **MESSAGES[1]}], "answer": "2"}]
+    path = tmp_path / "rows.parquet"
+    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())])
+    schema = pa.schema([("question", pa.list_(message)), ("answer", pa.string())])
+    pq.write_table(pa.Table.from_pylist(records, schema), path)
+    assert read(path)[0].prompt == MESSAGES[1:]
+
+
 def test_parquet_rows_are_numbered_over_row_groups_and_batches(tmp_path):
     rows = read(write(tmp_path, ".parquet", [{"question": str(i), "answer": i} for i in range(1, 2501)]))
     assert [(row.number, row.prompt, row.answer) for row in rows] == [(i, str(i), i) for i in range(1, 2501)]

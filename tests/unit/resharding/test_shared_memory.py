@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +100,21 @@ def test_a_killed_trainer_leaves_nothing_behind(trainer):
     assert row.tolist() == [0] * 7  # what the reader has mapped stays readable
 
 
+def test_the_memory_of_a_trainer_that_is_gone_is_released(trainer):
+    SharedMemory({"t": trainer.published}).read("t", "row", ((0, 7),))
+    inode = trainer.published["row"].segment.inode
+    assert maps(inode)
+    trainer.kill()
+    tensor = torch.zeros(4)
+    SharedMemory({"own": publish({"w": tensor})}).read("own", "w", ((0, 4),))
+    assert not maps(inode)
+
+
+def maps(inode: int) -> bool:
+    """Whether this process has a mapping of that file."""
+    return any(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
 def test_a_trainer_that_is_gone_is_named(trainer):
     trainer.kill()
     with pytest.raises(RuntimeError, match=f"process {trainer.process.pid} no longer shares its weights"):
@@ -120,3 +137,11 @@ def test_a_descriptor_that_came_to_mean_another_file_is_noticed(tmp_path: Path):
 def test_an_unknown_parameter_is_named():
     with pytest.raises(ValueError, match="t has published no parameter w"):
         SharedMemory({"t": {}}).read("t", "w", ((0, 1),))
+
+
+def test_a_small_dev_shm_is_refused_before_anything_moves(monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    tensor = torch.zeros(2**20)
+    with pytest.raises(ValueError, match="/dev/shm has 1 MiB free, but the weights need 4 MiB; enlarge it"):
+        publish({"w": tensor})
+    assert not tensor.is_shared()

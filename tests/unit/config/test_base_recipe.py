@@ -1,0 +1,34 @@
+"""configs/base.yaml is the one home of the defaults and their explanations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from megarl.config.names import keys
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+
+
+def nodes(node: yaml.MappingNode, prefix: str = "") -> dict[str, yaml.ScalarNode]:
+    """Dotted key -> the node of its name."""
+    found = {}
+    for name, value in node.value:
+        found[prefix + name.value] = name
+        for inner in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+            if isinstance(inner, yaml.MappingNode):
+                found |= nodes(inner, f"{prefix}{name.value}.")
+    return found
+
+
+def test_base_has_exactly_the_keys_of_the_schema() -> None:
+    assert list(nodes(yaml.compose(BASE.read_text()))) == list(keys())
+
+
+def test_every_default_is_explained_on_its_line_or_its_parents() -> None:
+    lines = BASE.read_text().splitlines()
+    names = nodes(yaml.compose(BASE.read_text()))
+    explained = {key for key, node in names.items() if "#" in lines[node.start_mark.line]}
+    sections = {key.rpartition(".")[0] for key in names}
+    assert [key for key in names if key not in sections and not {key, key.rpartition(".")[0]} & explained] == []

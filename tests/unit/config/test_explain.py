@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.explain import explain
+from megarl.config.load import load
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+RECIPE = (
+    "run.steps=14",
+    "model.path=m",
+    "data.source=arithmetic",
+    "actor.layout={pp: 2, dp: 1}",
+    "actor.tokens_per_microbatch=1024",
+    "rollout={max_new_tokens: 16, context_length: 256, replicas: 1}",
+    "batch={prompts_per_step: 16, samples_per_prompt: 8, prompts_per_update: 16}",
+)
+
+
+def test_arithmetic() -> None:
+    assert explain(load(BASE, RECIPE)).splitlines() == [
+        "run         14 steps",
+        "step        16 prompts x 8 samples = 128 samples",
+        "updates     16 / 16 prompts = 1 per step",
+        "update      16 prompts x 8 samples = 128 samples, 128 / dp 1 = 128 per data-parallel rank",
+        "microbatch  samples packed up to 1,024 tokens per rank, never split",
+        "tokens      at most 128 samples x 256 = 32,768 per step, of which 128 x 16 = 2,048 sampled",
+        "trainer     tp 1 x pp 2 x cp 1 x dp 1 = world size 2",
+        "rollout     replicas 1 x tp 1 = world size 1",
+    ]
+
+
+def test_uneven_shares_and_several_updates() -> None:
+    text = explain(load(BASE, [*RECIPE, "batch.prompts_per_update=4", "actor.layout.dp=3", "rollout.replicas=2"]))
+    assert "16 / 4 prompts = 4 per step" in text
+    assert "4 prompts x 8 samples = 32 samples, 32 / dp 3 = 10 to 11 per data-parallel rank" in text
+    assert "tp 1 x pp 2 x cp 1 x dp 3 = world size 6" in text
+    assert "replicas 2 x tp 1 = world size 2" in text

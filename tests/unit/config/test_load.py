@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config.load import dump, load
+from megarl.config.schema import Config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a recipe over base.yaml with model and data given, and the text added; returns its path."""
+    (tmp_path / "base.yaml").write_text((CONFIGS / "base.yaml").read_text())
+    (tmp_path / "parent.yaml").write_text("base: base.yaml\nmodel: {path: m}\ndata: {source: arithmetic}\n")
+
+    def recipe(text: str) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(f"base: parent.yaml\n{text}")
+        return path
+
+    return recipe
+
+
+def errors(path: Path | str, *overrides: str) -> list[str]:
+    with pytest.raises(ValueError) as error:
+        load(path, overrides)
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize("path", sorted(set(CONFIGS.glob("*.yaml")) - {CONFIGS / "base.yaml"}), ids=lambda p: p.name)
+def test_recipes_load(path: Path) -> None:
+    assert isinstance(load(path), Config)
+
+
+def test_values_come_from_the_nearest_layer() -> None:
+    config = load(QUICKSTART, ["run.steps=3", "actor.layout.pp=3", "actor.layout.last_stage_layers=null"])
+    assert config.run.steps == 3, "command line"
+    assert config.run.name == "quickstart", "overlay"
+    assert config.run.folder == "runs", "base"
+    assert (config.actor.layout.pp, config.actor.layout.last_stage_layers) == (3, None)
+    assert config.actor.layout.world_size == 3
+
+
+def test_extras_are_merged(write: Write) -> None:
+    path = write("actor: {megatron_extra: {a: {b: 1}}}\nrollout: {vllm_extra: {x: on}}\n")
+    config = load(path, ["actor.megatron_extra.a.c=2", "rollout.vllm_extra={y: [1, 2]}"])
+    assert config.actor.megatron_extra == {"a": {"b": 1, "c": 2}}
+    assert config.rollout.vllm_extra == {"x": "on", "y": [1, 2]}
+
+
+def test_later_overrides_win() -> None:
+    assert load(QUICKSTART, ["run.steps=3", "run={steps: 4}"]).run.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("actor.optimizer.lr=1e-6", lambda config: config.actor.optimizer.lr, 1e-6),
+        ("actor.optimizer.lr=1", lambda config: config.actor.optimizer.lr, 1.0),
+        ("run.name=no", lambda config: config.run.name, "no"),
+        ("algorithm.advantage.std=none", lambda config: config.algorithm.advantage.std, "none"),
+        ("data.source=1:30", lambda config: config.data.source, "1:30"),
+        ("run.seed=010", lambda config: config.run.seed, 10),
+        ("run.export=false", lambda config: config.run.export, False),
+        ("data.answer_column=a=b", lambda config: config.data.answer_column, "a=b"),
+        ("data.answer_column=''", lambda config: config.data.answer_column, ""),
+        ("rewards.functions=[{function: f}]", lambda config: config.rewards.functions[0].weight, 1.0),
+    ],
+)
+def test_yaml_values(override: str, read: Callable[[Config], object], value: object) -> None:
+    found = read(load(QUICKSTART, [override]))
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps", "'run.steps': expected KEY=VALUE, such as run.steps=3"),
+        ("=3", "'=3': expected KEY=VALUE, such as run.steps=3"),
+        ("run.steps=", "run.steps= has no value; write run.steps=null for none, or \"run.steps=''\" for empty text"),
+        ("run.steps=[1", "run.steps=[1: not a YAML value: "),
+        (
+            "rewards.functions.0.weight=2",
+            "rewards.functions.0.weight: list indexes are not supported; give the whole list: rewards.functions=",
+        ),
+        (
+            "rewards.functions[0].weight=2",
+            "rewards.functions[0].weight: list indexes are not supported; give the whole list: rewards.functions=",
+        ),
+        ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
+        ("rollout.n=8", "rollout.n: unknown key; verl's rollout.n is batch.samples_per_prompt here"),
+        ("actor.layout={tp: 1, zp: 2}", "actor.layout.zp: unknown key; did you mean "),
+        ("rewards.functions=[{function: f, wait: 1}]", "rewards.functions.0.wait: unknown key; did you mean "),
+        ("rewards.functions=[{weight: 1}]", "missing key rewards.functions.0.function; an entry of a list gives all"),
+        ("rewards.functions=[]", "rewards.functions=[]: expected a list that is not empty"),
+        ("rewards.functions=f", "rewards.functions=f: expected a list, found text"),
+        ("run=3", "run=3: expected a mapping, found an integer"),
+        ("actor.megatron_extra=[]", "actor.megatron_extra=[]: expected a mapping, found a list"),
+        ("run.steps=ten", "run.steps=ten: expected an integer, found text"),
+        ("run.steps='3'", "run.steps='3': expected an integer, found text"),
+        ("run.steps=1e3", "run.steps=1000.0: expected an integer, found a decimal number"),
+        ("run.steps=true", "run.steps=true: expected an integer, found a boolean"),
+        ("run.steps=null", "run.steps=null: expected an integer, found null"),
+        ("run.steps=0", "run.steps=0: expected at least 1"),
+        ("run.export=yes", "run.export=yes: expected true or false, found text"),
+        ("run.export=1", "run.export=1: expected true or false, found an integer"),
+        ("run.name=7", "run.name=7: expected text, found an integer; write \"run.name='7'\""),
+        ("run.name=a/b", "run.name=a/b: expected text that matches ^[A-Za-z0-9]"),
+        ("run.folder=''", "run.folder='': expected text that is not empty"),
+        ("actor.optimizer.lr='1e-6'", "actor.optimizer.lr='1e-6': expected a number, found text"),
+        ("actor.optimizer.lr=0", "actor.optimizer.lr=0: expected more than 0"),
+        ("actor.optimizer.lr=.inf", "actor.optimizer.lr=.inf: expected a finite number"),
+        ("actor.optimizer.beta1=1", "actor.optimizer.beta1=1: expected less than 1"),
+        ("rewards.failure_limit=2", "rewards.failure_limit=2: expected at most 1"),
+        ("algorithm.kl.estimator=k4", "algorithm.kl.estimator=k4: expected 'k1', 'k2' or 'k3'"),
+    ],
+)
+def test_bad_override(override: str, message: str) -> None:
+    (line,) = errors(QUICKSTART, override)
+    assert line.startswith(f"command line: {message}")
+
+
+def test_errors_of_a_file_name_its_line_and_come_one_per_line(write: Write) -> None:
+    path = write("run:\n  steps: ten\n  name: 7\nlr: 1e-6\nrollout:\n  functoin: x\n")
+    assert errors(path) == [
+        f"{path}:4: run.name=7: expected text, found an integer; write '7'",
+        f"{path}:3: run.steps=ten: expected an integer, found text",
+        f"{path}:7: rollout.functoin: unknown key; did you mean rewards.functions.function?",
+        f"{path}:5: lr: unknown key; did you mean actor.optimizer.lr?",
+    ]
+
+
+def test_an_error_is_placed_in_the_file_that_holds_it(write: Write, tmp_path: Path) -> None:
+    path = write("run: {steps: 3}\n")
+    parent = tmp_path / "parent.yaml"
+    parent.write_text(parent.read_text() + "run: {sede: 1}\n")
+    assert errors(path) == [f"{parent}:4: run.sede: unknown key; did you mean run.seed?"]
+
+
+def test_every_key_below_an_unknown_section_is_explained() -> None:
+    lines = errors(QUICKSTART, "actor_rollout_ref={rollout: {n: 8}, actor: {ppo_mini_batch_size: 4, zzz: {}}}")
+    assert len(lines) == 3
+    assert "actor_rollout_ref.rollout.n: unknown key; verl's rollout.n is batch.samples_per_prompt" in lines[0]
+    assert "batch.prompts_per_update" in lines[1]
+    assert "actor_rollout_ref.actor.zzz: unknown key; " in lines[2]
+
+
+def test_required_keys_are_named() -> None:
+    path = CONFIGS / "base.yaml"
+    assert errors(path) == [
+        f"{path}: model.path is required: a Hugging Face folder, a hub id, or package:NAME; set it there, or "
+        "model.path=VALUE on the command line",
+        f"{path}: data.source is required: arithmetic, or a .jsonl or .parquet file; set it there, or "
+        "data.source=VALUE on the command line",
+    ]
+
+
+def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("run: {name: a, folder: b, seed: 0, export: true}\n")
+    remedy = "start the file with `base: base.yaml`, which has a default for every other key"
+    assert errors(path) == [
+        f"{path}:1: missing key run.steps; {remedy}",
+        f"{path}: missing keys model, actor, rollout, algorithm, batch, data, rewards, cluster; {remedy}",
+    ]
+
+
+def test_base_files(tmp_path: Path) -> None:
+    a, b, c = (tmp_path / name for name in ("a.yaml", "b.yaml", "c.yaml"))
+    a.write_text("base: sub/../b.yaml\n")
+    (tmp_path / "sub").mkdir()
+    b.write_text("run: {}\nbase: c.yaml\n")
+    c.write_text("base: a.yaml\n")
+    (line,) = errors(a)
+    assert line.startswith(f"{tmp_path}/sub/../c.yaml: the base files form a cycle: {a} -> ")
+    c.unlink()
+    assert errors(b) == [f"{c} (the base of {b}): cannot be read: No such file or directory"]
+    b.write_text("\nbase: [c.yaml]\n")
+    assert errors(b) == [f"{b}:2: base=[c.yaml]: expected a file name, found a list"]
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert errors(tmp_path / "none.yaml") == [f"{tmp_path}/none.yaml: cannot be read: No such file or directory"]
+    assert errors(tmp_path) == [f"{tmp_path}: cannot be read: Is a directory"]
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"run: {name: \xe9}")
+    assert errors(path) == [f"{path}: byte 12 is not UTF-8; save the file as UTF-8 text"]
+
+
+def test_rules_are_checked() -> None:
+    lines = errors(QUICKSTART, "rollout.top_p=0.9", "actor.layout.cp=2")
+    assert [line.split("=")[0] for line in lines] == ["rollout.top_p", "actor.layout.cp"]
+
+
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+extras = st.dictionaries(
+    st.text(),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=5,
+    ),
+    max_size=3,
+)
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> dict[str, dict]:
+    """Section -> the keys of it that are given other values."""
+    functions = st.fixed_dictionaries({"function": st.text(min_size=1), "weight": positive})
+    name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True) | st.sampled_from(["no", "1e5", "12", "on"])
+    return {
+        "run": {"name": draw(name), "folder": draw(st.text(min_size=1)), "seed": draw(st.integers(min_value=0))},
+        "rollout": {"temperature": draw(positive), "vllm_extra": draw(extras)},
+        "data": {"size": draw(st.none() | st.integers(min_value=1)), "shuffle": draw(st.booleans())},
+        "rewards": {"functions": draw(st.lists(functions, min_size=1, max_size=3))},
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes())
+def test_dump_loads_back(tmp_path_factory: pytest.TempPathFactory, changed: dict[str, dict]) -> None:
+    values = load(QUICKSTART).model_dump()
+    config = Config.model_validate(values | {name: values[name] | keys for name, keys in changed.items()})
+    path = tmp_path_factory.mktemp("dump") / "resolved.yaml"
+    path.write_text(dump(config), encoding="utf-8", newline="")
+    assert load(path) == config

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from megarl.config.names import VERL, keys, suggest
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("run.step", "did you mean run.steps?"),
+        ("rollout.temprature", "did you mean rollout.temperature?"),
+        ("actor.optimiser.lr", "did you mean actor.optimizer.lr?"),
+        ("lr", "did you mean actor.optimizer.lr?"),
+        ("actor.lr", "did you mean actor.optimizer.lr?"),
+        ("tp", "did you mean actor.layout.tp or rollout.tp?"),
+        ("rewards.functions.fn", "did you mean rewards.functions.function?"),
+        ("rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
+        ("actor_rollout_ref.rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
+        ("data.train_batch_size", "verl's train_batch_size is batch.prompts_per_step here"),
+        (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            "verl's rollout.tensor_model_parallel_size is rollout.tp here",
+        ),
+        (
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+            "verl's tensor_model_parallel_size is actor.layout.tp here",
+        ),
+        ("actor.quux", "actor has the keys layout, optimizer, tokens_per_microbatch, threads, megatron_extra"),
+        ("run.quux.zyx", "run has the keys name, folder, seed, steps, export"),
+        ("quux", "the top level has the keys run, model, actor, rollout, algorithm, batch, data, rewards, cluster"),
+    ],
+)
+def test_suggestion(key: str, suggestion: str) -> None:
+    assert suggest(key) == suggestion
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_verl_names_lead_to_keys_that_exist(name: str) -> None:
+    first, *others = VERL[name].split(" (")[0].split(" and ")
+    first = first.replace("rollout.vllm_extra.gpu_memory_utilization", "rollout.vllm_extra")
+    assert {first, *others} <= set(keys())
+    assert name not in keys(), "a key of ours needs no translation"

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.load import load
+from megarl.config.rules import FAMILIES, check_model
+from megarl.config.schema import Config
+from megarl.resharding.families.registry import FAMILIES as DECLARED
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+RECIPE = (
+    "model.path=smollm2",
+    "data.source=arithmetic",
+    "actor.layout={tp: 1, pp: 2, dp: 1, last_stage_layers: 13}",
+    "actor.tokens_per_microbatch=1024",
+    "rollout={max_new_tokens: 16, context_length: 256, tp: 1}",
+    "batch={prompts_per_step: 16, samples_per_prompt: 8, prompts_per_update: 16}",
+)
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+}
+
+
+def recipe(*overrides: str) -> Config:
+    return load(BASE, [*RECIPE, *overrides])
+
+
+def errors(*overrides: str) -> list[str]:
+    with pytest.raises(ValueError) as error:
+        recipe(*overrides)
+    return str(error.value).splitlines()
+
+
+def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
+    config = recipe(*overrides)
+    with pytest.raises(ValueError) as error:
+        check_model(config, hf_config)
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["batch.prompts_per_update=5"],
+            "batch.prompts_per_update=5: 16 prompts per step do not divide by 5 (16 / 5 = 3.2); "
+            "choose from 1, 2, 4, 8, 16",
+        ),
+        (["batch.prompts_per_update=32"], "16 prompts per step do not divide by 32 (16 / 32 = 0.5)"),
+        (["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: grpo compares the samples of a prompt"),
+        (["rollout.top_p=0.9"], "rollout.top_p=0.9: the engine would sample from a truncated distribution"),
+        (["actor.layout.sequence_parallel=true"], "actor.layout.sequence_parallel=true: it shards over"),
+        (["actor.layout.pp=1"], "actor.layout.last_stage_layers given, but actor.layout.pp=1 is a single stage"),
+        (
+            ["actor.layout.cp=2"],
+            "actor.layout.cp=2: context parallelism is not supported by this version; set actor.layout.cp=1",
+        ),
+        (["actor.layout.ep=2"], "actor.layout.ep=2: expert parallelism is not supported by this version; set"),
+        (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
+        (["actor.tokens_per_microbatch=255"], "is never split (255 < 256); set actor.tokens_per_microbatch to at le"),
+        (["actor.layout.dp=129"], "actor.layout.dp=129: an update has 128 samples (16 prompts x 8 samples), fewer"),
+        (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["batch.prompts_per_update=8"],
+        ["batch.samples_per_prompt=2"],
+        ["actor.layout.tp=3", "actor.layout.sequence_parallel=true"],
+        ["actor.layout.pp=1", "actor.layout.last_stage_layers=null"],
+        ["rollout.max_new_tokens=255"],
+        ["actor.tokens_per_microbatch=256"],
+        ["actor.layout.dp=128"],
+        ["algorithm.objective.clip_low=0.99"],
+    ],
+)
+def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+    recipe(*overrides)
+
+
+def test_all_broken_rules_are_reported_together() -> None:
+    assert len(errors("rollout.top_p=0.9", "actor.layout.ep=2", "batch.samples_per_prompt=1")) == 3
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["actor.layout.tp=3", "actor.layout.sequence_parallel=true"],
+        ["actor.layout.dp=2"],
+        ["rollout.tp=3"],
+        ["rollout.context_length=8192", "actor.tokens_per_microbatch=8192"],
+        ["actor.layout.pp=4", "actor.layout.last_stage_layers=6"],
+        ["actor.layout.pp=4", "actor.layout.first_stage_layers=8", "actor.layout.last_stage_layers=6"],
+        ["actor.layout.first_stage_layers=17"],
+        ["actor.layout.pp=30", "actor.layout.last_stage_layers=null"],
+    ],
+)
+def test_model_fits(overrides: list[str]) -> None:
+    check_model(recipe(*overrides), SMOLLM2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            ["actor.layout.tp=2"],
+            [
+                "actor.layout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1, 3",
+                "actor.layout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3",
+            ],
+        ),
+        (
+            ["actor.layout.tp=9"],
+            [
+                "actor.layout.tp=9: 3 KV heads do not divide by 9 (3 / 9 = 0.3333); choose from 1, 3",
+                "actor.layout.tp=9: 1536 MLP rows (intermediate_size) do not divide by 9 (1536 / 9 = 170.7); choose",
+            ],
+        ),
+        (
+            ["rollout.tp=2"],
+            [
+                "rollout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1, 3",
+                "rollout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3",
+            ],
+        ),
+        (["rollout.tp=9"], ["rollout.tp=9: 1536 MLP rows (intermediate_size) do not divide by 9"]),
+        (
+            ["actor.layout.pp=4", "actor.layout.last_stage_layers=null"],
+            [
+                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5); choose "
+                "pp from 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers and last_stage_layers null, or "
+                "last_stage_layers=6 alone (3 x 8 + 6 = 30)"
+            ],
+        ),
+        (
+            ["actor.layout.pp=3", "actor.layout.last_stage_layers=13"],
+            [
+                "actor.layout.pp=3, last_stage_layers=13: 30 layers do not tile the stages: 30 - 13 = 17 layers over 2 "
+                "other stages (17 / 2 = 8.5); choose pp"
+            ],
+        ),
+        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0); choose pp"]),
+        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages; choose pp"]),
+        (
+            ["actor.layout.pp=31", "actor.layout.last_stage_layers=null"],
+            ["30 layers over 31 stages (30 / 31 = 0.9677)"],
+        ),
+        (
+            ["rollout.context_length=8193", "actor.tokens_per_microbatch=10000"],
+            ["rollout.context_length=8193: the model has 8192 positions (max_position_embeddings); set"],
+        ),
+    ],
+)
+def test_layout_that_does_not_fit_the_model(overrides: list[str], messages: list[str]) -> None:
+    lines = model_errors(SMOLLM2, *overrides)
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert message in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type gpt2 is not supported; the known ones are llama, qwen2"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling with rope_type linear is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling with rope_type yarn is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters with rope_type llama3 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ({"sliding_window": 4096}, "sliding_window 4096 is not supported"),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True}, "sliding_window 9 is not supported"),
+        ({"mlp_bias": True, "attention_bias": True}, "mlp_bias true and attention_bias true is not supported"),
+        ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias true is not supported"),
+    ],
+)
+def test_unsupported_feature_is_named(changed: dict[str, Any], message: str) -> None:
+    (line,) = model_errors(SMOLLM2 | changed)
+    assert line.startswith("model.path=smollm2: ") and message in line
+
+
+def test_incomplete_model_config_is_refused() -> None:
+    lines = model_errors({"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 9})
+    assert lines == [
+        "model.path=smollm2: its config.json lacks intermediate_size, num_attention_heads; take the "
+        "config.json of the original model"
+    ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_type": "qwen2", "attention_bias": True},
+        {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
+        {"model_type": "qwen2", "sliding_window": 4096},
+        {"sliding_window": None, "rope_scaling": None},
+        {"rope_parameters": None, "rope_theta": 1e4},
+    ],
+)
+def test_supported_variants(changed: dict[str, Any]) -> None:
+    check_model(recipe(), SMOLLM2 | changed)
+
+
+def test_heads_without_groups_are_their_own_kv_heads() -> None:
+    ungrouped = {name: value for name, value in SMOLLM2.items() if name != "num_key_value_heads"}
+    (line,) = model_errors(ungrouped, "actor.layout.tp=9")
+    assert "MLP rows" in line
+
+
+def test_engine_may_repeat_kv_heads() -> None:
+    wide = SMOLLM2 | {"num_attention_heads": 12}
+    check_model(recipe("rollout.tp=6"), wide)
+    assert model_errors(wide, "rollout.tp=4") == [
+        "rollout.tp=4: 3 KV heads do not divide by 4 (3 / 4 = 0.75); choose from 1, 3, 6, 12"
+    ]
+
+
+def test_known_families_are_declared_for_resharding() -> None:
+    assert set(FAMILIES) <= set(DECLARED)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import megarl
+from megarl import cli
+from megarl.config.load import dump, load
+from megarl.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of `megarl ARGUMENTS`, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["megarl", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    return exit.value.code
+
+
+def test_config_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "config", "show", QUICKSTART, "run.steps=3", "actor.optimizer.lr=-0") == 2
+    assert "actor.optimizer.lr=0: expected more than 0" in capsys.readouterr().err
+    assert run(monkeypatch, "config", "show", QUICKSTART, "run.steps=3") == 0
+    assert capsys.readouterr().out == dump(load(QUICKSTART, ["run.steps=3"]))
+
+
+def test_config_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "config", "explain", QUICKSTART, "actor.layout.dp=2") == 0
+    assert "x dp 2 = world size" in capsys.readouterr().out
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"megarl {megarl.__version__}\n"
+
+
+def test_train_exits_with_the_code_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+    replace(monkeypatch, "train", main=lambda config: seen.append(config) or 7)
+    assert run(monkeypatch, "train", QUICKSTART, "run.steps=3") == 7
+    assert seen == [load(QUICKSTART, ["run.steps=3"])]
+
+
+def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(monkeypatch, "report", write=lambda folder: folder / "report.html")
+    assert run(monkeypatch, "report", "runs/latest") == 0
+    assert capsys.readouterr().out == "runs/latest/report.html\n"
+
+
+def test_value_errors_are_lines_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: Config) -> int:
+        raise ValueError("one thing is wrong\nand another")
+
+    replace(monkeypatch, "train", main=fail)
+    assert run(monkeypatch, "train", QUICKSTART) == 2
+    assert capsys.readouterr().err == "megarl: error: one thing is wrong\nmegarl: error: and another\n"
+    assert run(monkeypatch, "train", "none.yaml") == 2
+    assert capsys.readouterr().err.startswith("megarl: error: none.yaml: cannot be read")
+
+
+def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace(monkeypatch, "train", main=lambda config: {}["bug"])
+    monkeypatch.setattr(sys, "argv", ["megarl", "train", QUICKSTART])
+    with pytest.raises(KeyError):
+        cli.main()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config", "show", QUICKSTART], ["train", QUICKSTART, "run.stps=1"]])
+def test_command_is_quick_and_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import atexit, json, sys\n"
+        "atexit.register(lambda: print('\\n' + json.dumps(list(sys.modules))))\n"
+        "import runpy; runpy.run_module('megarl.cli', run_name='__main__')"
+    )
+    start = cpu_seconds_of_children()
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+    seconds = cpu_seconds_of_children() - start
+    loaded = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == (2 if "run.stps=1" in arguments else 0)
+    assert {"torch", "megatron", "vllm", "ray", "transformers"}.isdisjoint(loaded)
+    assert seconds < 1, f"{seconds:.2f} s"
+
+
+def cpu_seconds_of_children() -> float:
+    """Unlike the clock, it does not grow while other processes have the machine."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
+    """Puts a stand-in in the place of the module megarl.NAME."""
+    stand_in = SimpleNamespace(**functions)
+    monkeypatch.setitem(sys.modules, f"megarl.{name}", stand_in)
+    monkeypatch.setattr(megarl, name, stand_in, raising=False)

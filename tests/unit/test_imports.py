@@ -1,0 +1,212 @@
+"""The import rules of the package, enforced on its source: imports go down only, heavy libraries stay in their room."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megarl").rglob("*.py"))
+
+TENSOR_RESHARDING = ("resharding.execute", "resharding.folder", "resharding.transports")
+
+LAYERS = (
+    ("batch", "metrics", "sinks", "stopwatch", "run_folder", "device", "config"),
+    ("algorithms", "ops", "data", "rewards", "environments", "resharding", "planning"),
+    ("megatron", "rollout", *TENSOR_RESHARDING),
+    ("cluster",),
+    ("cli", "train", "finetune", "report"),
+)
+"""From the bottom up. A module may import its own layer and those below; the longest name that fits it counts."""
+
+STRANGERS = {("megatron", "rollout"), ("rollout", "megatron")}
+"""Rooms of one layer that do not import each other."""
+
+OWNERS = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
+"""Library -> the only room that imports it."""
+
+HEAVY = {"torch", "megatron", "vllm", "ray", "transformers"}
+
+LIGHT = ("batch", "cli", "config", "metrics", "planning", "resharding", "rewards")
+"""Rooms that import nothing heavy at module level (resharding without the part that moves tensors)."""
+
+DEVICE_FILES = (
+    "megarl/device.py",
+    "megarl/doctor.py",
+    "megarl/megatron/cpu_support.py",
+    "megarl/ops/*triton*.py",
+    "megarl/resharding/transports/*.py",
+    "megarl/rollout/cpu_support.py",
+)
+"""Files that may name a device or a communication library."""
+
+
+def violations(file: str, source: str) -> list[str]:
+    """What a file breaks of the rules. `file` is its path from the root, such as megarl/ops/linear_head.py."""
+    module = module_of(file)
+    package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
+    tree = ast.parse(source)
+    found: list[tuple[int, str]] = []
+    if layer(module) is None:
+        found.append((1, f"{module} belongs to no layer"))
+    for line, target in imports(ast.walk(tree), package):
+        found += [(line, problem) for problem in import_problems(module, target)]
+    if is_light(module):
+        at_start = imports(run_at_import(tree), package)
+        found += [(line, f"loads {name} at module level") for line, name in at_start if name.split(".")[0] in HEAVY]
+    if not any(fnmatch(file, pattern) for pattern in DEVICE_FILES):
+        found += [(line, f"names a device: {text}") for line, text in devices(tree, package)]
+    return [f"{file}:{line}: {problem}" for line, problem in found]
+
+
+def import_problems(module: str, target: str) -> Iterator[str]:
+    top = target.split(".")[0]
+    if top in OWNERS and OWNERS[top] != room(module):
+        yield f"{target} may be imported in megarl.{OWNERS[top]} only"
+    if top != "megarl" or layer(target) is None:
+        return
+    if (layer(module) or 0) < layer(target):
+        yield f"{target} is in a layer above"
+    if (room(module), room(target)) in STRANGERS:
+        yield f"{target}: the rooms do not import each other"
+
+
+def imports(nodes: Iterable[ast.AST], package: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute name) of everything imported; `from a import b` gives a.b."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+
+def run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes outside of functions and of `if TYPE_CHECKING` blocks."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            node = ast.Module(node.orelse, [])
+        yield node
+        yield from run_at_import(node)
+
+
+def devices(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of literals such as "cuda:0" or "nccl", of every `.cuda`, and of imports from torch.cuda."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = set(re.split("[:,]", node.value))
+            if words & {"cuda", "nccl", "gloo"} and not re.search(r"\s", node.value):
+                yield node.lineno, repr(node.value)
+        elif isinstance(node, ast.Attribute) and node.attr == "cuda":
+            yield node.lineno, ast.unparse(node)
+    for line, name in imports(ast.walk(tree), package):
+        if f"{name}.".startswith("torch.cuda."):
+            yield line, name
+
+
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def room(module: str) -> str:
+    return f"{module}.".split(".")[1]
+
+
+def layer(module: str) -> int | None:
+    """Its height from 0, the package itself included; None for a name that LAYERS does not know."""
+    if module == "megarl":
+        return 0
+    heights = {f"megarl.{name}": height for height, names in enumerate(LAYERS) for name in names}
+    known = [name for name in heights if f"{module}.".startswith(f"{name}.")]
+    return heights[max(known, key=len)] if known else None
+
+
+def is_light(module: str) -> bool:
+    heavy_part = any(f"{module}.".startswith(f"megarl.{name}.") for name in TENSOR_RESHARDING)
+    return (module == "megarl" or room(module) in LIGHT) and not heavy_part
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_source_keeps_the_import_rules(file: str) -> None:
+    assert violations(file, (ROOT / file).read_text(encoding="utf-8")) == []
+
+
+PLANTED = [
+    # file, source, what the checker must say
+    ("megarl/ops/a.py", "import megarl.train", "megarl.train is in a layer above"),
+    ("megarl/ops/a.py", "from megarl import cluster", "megarl.cluster is in a layer above"),
+    ("megarl/ops/a.py", "def f():\n    from megarl.cluster.session import Session", "in a layer above"),
+    ("megarl/config/a.py", "from ..data import packing", "megarl.data.packing is in a layer above"),
+    ("megarl/config/__init__.py", "from ..data import packing", "megarl.data.packing is in a layer above"),
+    ("megarl/__init__.py", "from . import data", "megarl.data is in a layer above"),
+    ("megarl/resharding/plan.py", "from megarl.resharding import execute", "resharding.execute is in a layer above"),
+    ("megarl/resharding/families/a.py", "from ..transports.local import X", "is in a layer above"),
+    ("megarl/megatron/a.py", "def f():\n    import megarl.rollout.engine", "do not import each other"),
+    ("megarl/rollout/a.py", "from megarl import megatron", "do not import each other"),
+    ("megarl/train.py", "from megatron.core import parallel_state", "in megarl.megatron only"),
+    ("megarl/train.py", "from megatron import core", "in megarl.megatron only"),
+    ("megarl/megatron/a.py", "def f():\n    import vllm.config", "in megarl.rollout only"),
+    ("megarl/rollout/a.py", "import ray", "in megarl.cluster only"),
+    ("megarl/config/a.py", "import torch.nn as nn", "loads torch.nn at module level"),
+    ("megarl/cli.py", "try:\n    from transformers import AutoConfig\nfinally:\n    pass", "loads transformers"),
+    ("megarl/batch.py", "class A:\n    import torch", "loads torch at module level"),
+    ("megarl/metrics.py", "if TYPE_CHECKING:\n    import os\nelse:\n    import torch", "loads torch at module level"),
+    ("megarl/resharding/check.py", "import torch", "loads torch at module level"),
+    ("megarl/rewards/registry.py", "import torch", "loads torch at module level"),
+    ("megarl/utils.py", "", "megarl.utils belongs to no layer"),
+    ("megarl/ops/a.py", "x.to('cuda')", "names a device: 'cuda'"),
+    ("megarl/ops/a.py", "x.to(f'cuda:{rank}')", "names a device: 'cuda:'"),
+    ("megarl/cluster/a.py", "init('cpu:gloo,cuda:nccl')", "names a device: 'cpu:gloo,cuda:nccl'"),
+    ("megarl/megatron/a.py", "torch.cuda.synchronize()", "names a device: torch.cuda"),
+    ("megarl/megatron/a.py", "x.cuda()", "names a device: x.cuda"),
+    ("megarl/megatron/a.py", "from torch.cuda import Stream", "names a device: torch.cuda.Stream"),
+]
+
+
+@pytest.mark.parametrize(("file", "source", "problem"), PLANTED)
+def test_checker_sees_a_planted_violation(file: str, source: str, problem: str) -> None:
+    found = violations(file, source)
+    assert len(found) == 1
+    assert found[0].startswith(f"{file}:") and problem in found[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("megarl/cluster/a.py", "import ray\nfrom megarl.megatron.worker import Worker\nfrom megarl import rollout"),
+        ("megarl/megatron/a.py", "import torch\nfrom megatron.core import x\nfrom megarl.resharding import execute"),
+        ("megarl/resharding/transports/a.py", "import torch\ntorch.cuda.synchronize()\nb = 'nccl'"),
+        ("megarl/resharding/execute.py", "import torch\nfrom megarl.resharding.plan import Plan"),
+        ("megarl/batch.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("megarl/config/a.py", "def f():\n    import torch"),
+        ("megarl/cli.py", "def f():\n    import megarl.train"),
+        ("megarl/ops/a.py", '"""On cuda: nccl, on CPU: gloo."""\nfrom megarl import __version__, device'),
+    ],
+)
+def test_checker_accepts_what_is_allowed(file: str, source: str) -> None:
+    assert violations(file, source) == []
+
+
+def test_light_modules_load_nothing_heavy() -> None:
+    """What the source of one file cannot tell: nothing heavy comes in through what they import either."""
+    modules = [module_of(file) for file in FILES if is_light(module_of(file))]
+    assert {"megarl", "megarl.cli", "megarl.config.load"} <= set(modules)
+    code = (
+        "import importlib, json, sys\n"
+        "for name in json.loads(sys.argv[1]): importlib.import_module(name)\n"
+        "print(json.dumps(list(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(modules)]
+    loaded = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    assert HEAVY.isdisjoint(loaded)
