@@ -79,7 +79,7 @@ def render(values: dict[str, Any]) -> str:
 def show(value: Any) -> str:
     """The value as YAML in one line, shortened where it is long."""
     text = yaml.dump(value, Dumper=_CoreDumper, allow_unicode=True, default_flow_style=True, width=float("inf"))
-    text = text.removesuffix("\n...\n").strip()
+    text = " ".join(text.removesuffix("\n...\n").split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
