@@ -74,7 +74,7 @@ class Rollout(Section):
     top_p: Annotated[float, Field(gt=0, le=1)]
     max_new_tokens: PositiveInt
     context_length: PositiveInt
-    kv_cache_gib: PositiveInt
+    kv_cache_gib: PositiveFloat
     threads: PositiveInt | None
     vllm_extra: dict[str, Any]
 

@@ -13,7 +13,6 @@ def environment(rollout: Rollout, threads: int) -> dict[str, str]:
     binding = "nobind" if rollout.tp == 1 else "|".join(str(core) for core in cores[: rollout.tp])
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": binding,
         "OMP_NUM_THREADS": str(threads),
         "VLLM_LOGGING_LEVEL": "WARNING",

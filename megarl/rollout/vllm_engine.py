@@ -29,6 +29,7 @@ class VllmEngine:
             load_format="dummy",
             tensor_parallel_size=config.tp,
             max_model_len=config.context_length,
+            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
             # Log-probs of the distribution that is sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
             # With chunks, vLLM rewinds the generator of a seeded request, which a CPU generator cannot do.
