@@ -6,13 +6,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
+from megarl import device
 from megarl.config.schema import Optimizer
 
 
 def build_optimizer(config: Optimizer, model: DistributedDataParallel, dtype: torch.dtype) -> MegatronOptimizer:
     """State in float32, sharded over the data-parallel ranks. Build it after the weights are loaded: under bfloat16
     it takes its float32 main weights from them."""
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -28,3 +29,14 @@ def build_optimizer(config: Optimizer, model: DistributedDataParallel, dtype: to
         ),
         [model],
     )
+    if not device.on_cuda():
+        _use_fused_kernel(optimizer)
+    return optimizer
+
+
+def _use_fused_kernel(optimizer: MegatronOptimizer) -> None:
+    """torch's AdamW, which Megatron takes without Transformer Engine and Apex, has a fused kernel for CPU as well: one
+    pass over memory, and no temporary copies of the largest parameter."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            group["fused"] = True

@@ -104,6 +104,4 @@ def _packed(batch: TokenBatch) -> PackedSeqParams:
     num_tokens = len(batch.tokens)
     whole = torch.tensor([0, num_tokens], dtype=torch.int32)
     buckets = make_buckets(batch.document_tokens, batch.boundaries)
-    return PackedDocuments(
-        "thd", whole, whole, max_seqlen_q=num_tokens, max_seqlen_kv=num_tokens, buckets=buckets
-    )
+    return PackedDocuments("thd", whole, whole, max_seqlen_q=num_tokens, max_seqlen_kv=num_tokens, buckets=buckets)

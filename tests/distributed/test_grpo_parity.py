@@ -147,9 +147,7 @@ def canonical(folder: Path, ranks: list[tuple], which: int) -> dict[str, torch.T
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str) -> None:
     missing = set(theirs) - set(ours) - {"lm_head.weight"}
     assert not missing, missing
-    worst = {
-        name: float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours
-    }
+    worst = {name: float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours}
     name = max(worst, key=worst.get)
     assert worst[name] <= TOLERANCE, f"{what} of {name}: {worst[name]:.2e}"
 

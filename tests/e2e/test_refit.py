@@ -1,0 +1,220 @@
+"""Contract between trainer and engine: after two refits the engine is one that was started from the exported model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megarl.batch import GroupStatistics, Prompt, TrainingSample
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.data.model_folder import read_config
+from megarl.megatron.worker import TrainerWorker
+from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.plan import make_plan
+from megarl.resharding.transports.shared_memory import SharedMemory
+from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.environment import environment
+from tests.tiny_model import write_tiny_llama
+
+pytestmark = pytest.mark.slow
+BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+DEADLINE_S = 180
+NUM_SAMPLES = 8
+
+
+class Remote:
+    """A process that answers calls by name on an object that it builds for itself."""
+
+    def __init__(self, context: str, build, *args):
+        mp = multiprocessing.get_context(context)
+        self._connection, theirs = mp.Pipe()
+        self._process = mp.Process(target=serve, args=(theirs, build, args), daemon=True)
+        self._process.start()
+
+    def send(self, method: str, *args) -> None:
+        self._connection.send((method, args))
+
+    def receive(self):
+        assert self._connection.poll(DEADLINE_S), "no answer"
+        result = self._connection.recv()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def call(self, method: str, *args):
+        self.send(method, *args)
+        return self.receive()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def serve(connection: Connection, build, args) -> None:
+    served = build(*args)
+    while True:
+        method, arguments = connection.recv()
+        try:
+            connection.send(getattr(served, method)(*arguments))
+        except Exception as error:
+            connection.send(error)
+
+
+class EngineSide:
+    def __init__(self, config: Config, folder: Path, start_with_weights: bool):
+        os.environ.update(environment(config.rollout, threads=1))
+        from megarl.rollout.vllm_engine import VllmEngine
+
+        extra = dict(config.rollout.vllm_extra) | ({"load_format": "auto"} if start_with_weights else {})
+        rollout = config.rollout.model_copy(update={"vllm_extra": extra})
+        self.engine = VllmEngine(rollout, folder, "float32", replica=0, seed=0)
+        self.engine.version = 0 if start_with_weights else None
+
+    def refit(self, plan, transport, version):
+        return self.engine.refit(plan, transport, version)
+
+    def sample(self, prompts):
+        return self.engine.generate([SamplingRequest(f"{i}", prompt, seed=i) for i, prompt in enumerate(prompts)])
+
+    def greedy(self, prompts):
+        from vllm import SamplingParams
+
+        outputs = self.engine._llm.generate(
+            [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
+            SamplingParams(temperature=0.0, max_tokens=12, logprobs=0),
+            use_tqdm=False,
+        )
+        completions = [output.outputs[0] for output in outputs]
+        return [
+            (tuple(c.token_ids), [position[t].logprob for position, t in zip(c.logprobs, c.token_ids, strict=True)])
+            for c in completions
+        ]
+
+    def shapes(self):
+        return self.engine.parameter_shapes()
+
+    def checksums(self):
+        return self.engine.checksums()
+
+
+class TrainerSide:
+    def __init__(self, config: Config, folder: Path, store: Path, rank: int):
+        world_size = config.actor.layout.world_size
+        self.worker = TrainerWorker(config, folder, rank, dist.FileStore(str(store), world_size), threads=1)
+
+    def holder(self):
+        return self.worker.holder
+
+    def publish(self):
+        return self.worker.publish()
+
+    def update(self, samples):
+        """Advantages alternate in sign, so that every update moves the weights."""
+        training = [TrainingSample(s, i % 2, GroupStatistics(0.5, 0.5, 2), 0.01) for i, s in enumerate(samples)]
+        return self.worker.update(training, [tuple(range(len(samples)))])
+
+    def log_probs(self, samples):
+        training = [TrainingSample(s, 0.0, GroupStatistics(0.0, 1.0, 1), 0.0) for s in samples]
+        self.worker.score("old", training, [tuple(range(len(samples)))])
+        kept = {name: values.tolist() for name, values in self.worker._kept["old"].items()}
+        self.worker.forget_scores()
+        return kept
+
+    def export(self, plan, transport, out):
+        self.worker.export(plan, transport, out)
+
+
+@pytest.fixture
+def remotes():
+    """Starts processes and ends them with the test."""
+    started: list[Remote] = []
+
+    def start(*args) -> Remote:
+        started.append(Remote(*args))
+        return started[-1]
+
+    yield start
+    for remote in started:
+        remote.end()
+
+
+def config_of(folder: Path) -> Config:
+    return load(
+        BASE,
+        [
+            f"model.path={folder}",
+            "model.dtype=float32",
+            "data.source=arithmetic",
+            "actor.layout.pp=2",
+            "actor.optimizer.lr=3e-3",
+            "actor.tokens_per_microbatch=1024",
+            "rollout.max_new_tokens=12",
+            "rollout.context_length=128",
+            "rollout.kv_cache_gib=0.05",
+            "rollout.vllm_extra={block_size: 16}",
+        ],
+    )
+
+
+def prompts() -> list[Prompt]:
+    """Some fill several blocks of 16 tokens, which the prefix cache keeps, some less than one."""
+    source = random.Random(0)
+    lengths = [50, 50, 33, 17, 16, 5, 1, 40]
+    return [Prompt(str(i), "", tuple(source.randrange(6, 120) for _ in range(n))) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(("tied", "model_type"), [(True, "llama"), (False, "qwen2")])
+def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, tied, model_type):
+    folder = write_tiny_llama(tmp_path / "model", tied=tied, model_type=model_type)
+    config, hf_config = config_of(folder), read_config(folder)
+    trainers = [remotes("fork", TrainerSide, config, folder, tmp_path / "store", rank) for rank in range(2)]
+    engine = remotes("spawn", EngineSide, config, folder, False)
+
+    def on_all(method, *args):
+        for trainer in trainers:
+            trainer.send(method, *args)
+        return [trainer.receive() for trainer in trainers]
+
+    holders = on_all("holder")
+    transport = SharedMemory({h.name: p for h, p in zip(holders, on_all("publish"), strict=True)})
+    target = vllm_holder(hf_config, 1, 0, 0)
+    plan = make_plan(holders, [target])
+    assert engine.call("shapes") == [target.shapes]
+
+    with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
+        engine.call("sample", prompts())
+    bytes_of_model = sum(4 * torch_numel(shape) for shape in target.shapes.values())
+    assert engine.call("refit", plan, transport, 0) == bytes_of_model
+    before = engine.call("greedy", prompts())  # fills the prefix cache with the old weights' keys and values
+    for version in (1, 2):
+        samples = engine.call("sample", prompts())
+        assert all(run.version == version - 1 for sample in samples for run in sample.versions)
+        trained = trainer_log_probs(on_all, samples)
+        for sample in samples:
+            assert max(abs(a - b) for a, b in zip(sample.response_logprobs, trained[sample.id], strict=True)) <= 1e-4
+        on_all("update", samples)
+        engine.call("refit", plan, transport, version)
+    after = engine.call("greedy", prompts())
+    assert after != before, "the updates did not change what the model says"
+
+    exported = tmp_path / "exported"
+    trainers[0].call("export", make_plan(holders, [huggingface_holder(hf_config)]), transport, exported)
+    fresh = remotes("spawn", EngineSide, config, exported, True)
+    assert fresh.call("checksums") == engine.call("checksums")
+    assert fresh.call("greedy", prompts()) == after
+
+
+def trainer_log_probs(on_all, samples) -> dict[str, list[float]]:
+    """The last pipeline stage has them."""
+    return on_all("log_probs", samples)[-1]
+
+
+def torch_numel(shape: tuple[int, ...]) -> int:
+    return shape[0] * (shape[1] if len(shape) == 2 else 1)

@@ -1,0 +1,129 @@
+"""Whole runs on tiny random models: the real Megatron ranks, vLLM engine and Ray, started as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny_model import write_tiny_llama
+
+pytestmark = pytest.mark.slow
+BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+REWARD = Path(__file__).with_name("digits.py")
+METRICS = """step reward/mean reward/std response/length_mean policy/entropy policy/grad_norm mismatch/logprob_abs_mean
+mismatch/logprob_abs_max time/rollout time/train time/refit time/step throughput/tokens_per_second memory/peak_rss_gb
+weights/version""".split()
+
+
+def train(folder: Path, model: Path, *overrides: str) -> Path:
+    """Runs `megarl train` to its end. Returns the run folder."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "base": str(BASE),
+                "run": {"folder": str(folder / "runs"), "name": "tiny"},
+                "model": {"path": str(model), "dtype": "float32"},
+                "actor": {"optimizer": {"lr": 0.01}, "tokens_per_microbatch": 1024},
+                "rollout": {"max_new_tokens": 8, "context_length": 128, "kv_cache_gib": 0.05},
+                "batch": {"prompts_per_step": 8, "samples_per_prompt": 8, "prompts_per_update": 8},
+                "data": {"source": "arithmetic"},
+                "rewards": {"functions": [{"function": f"{REWARD}:digit_share"}]},
+                "cluster": {"object_store_mib": 80},
+            }
+        )
+    )
+    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    logs = "\n".join(f.read_text()[-2000:] for f in (folder / "runs/tiny/logs").glob("*"))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
+    return folder / "runs" / "tiny"
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("learned")
+    model = write_tiny_llama(folder / "model", num_kv_heads=2)
+    return train(folder, model, "run.steps=20", "actor.layout.pp=2")
+
+
+def test_reward_rises(learned):
+    rewards = [step["reward/mean"] for step in metrics_of(learned)]
+    assert len(rewards) == 20
+    assert fmean(rewards[:2]) <= 0.3
+    assert fmean(rewards[-3:]) >= 0.9
+
+
+def test_every_step_has_its_metrics(learned):
+    for number, step in enumerate(metrics_of(learned), start=1):
+        assert set(METRICS) <= set(step)
+        assert step["step"] == step["weights/version"] == number
+        assert step["mismatch/logprob_abs_max"] <= 1e-4
+        assert 0 < step["time/rollout"] + step["time/train"] + step["time/refit"] <= step["time/step"]
+
+
+def test_rollouts_carry_the_version_that_sampled_them(learned):
+    for number, step in enumerate(metrics_of(learned), start=1):
+        [file] = learned.glob(f"rollouts/step_*{number:02}.jsonl")
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(rows) == 64
+        assert {run["version"] for row in rows for run in row["version"]} == {number - 1}
+        assert fmean(row["reward"] for row in rows) == pytest.approx(step["reward/mean"])
+
+
+def test_exported_model_answers_as_the_engine_did(learned):
+    """transformers loads it, and having learned, it says digits."""
+    tokenizer = AutoTokenizer.from_pretrained(learned / "model")
+    model = AutoModelForCausalLM.from_pretrained(learned / "model")
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 1+2?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=False,
+    )
+    torch.manual_seed(0)
+    out = model.generate(ids, max_new_tokens=8, do_sample=True, temperature=1.0, top_k=0)[0, ids.shape[1] :]
+    text = tokenizer.decode(out, skip_special_tokens=True)
+    assert sum(character.isdigit() for character in text) >= 0.5 * len(text) > 0
+
+
+def test_run_folder_is_complete(learned):
+    assert (learned.parent / "latest").resolve() == learned.resolve()
+    assert yaml.safe_load((learned / "config.resolved.yaml").read_text())["run"]["steps"] == 20
+    manifest = json.loads((learned / "manifest.json").read_text())
+    assert manifest["seed"] == 0
+    assert {file.stem for file in (learned / "logs").iterdir()} == {"trainer-0", "trainer-1", "engine-0", "rewards-0"}
+    assert "<svg" in (learned / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (["actor.layout.tp=3", "actor.layout.sequence_parallel=true"], 3),
+        (["actor.layout.dp=2", "batch.prompts_per_update=4", "algorithm.kl.coefficient=0.01"], 2),
+    ],
+    ids=["tp3-sp", "dp2-two-updates-kl"],
+)
+def test_other_layouts_run(tmp_path, overrides, ranks):
+    model = write_tiny_llama(tmp_path / "model", hidden_size=96, num_heads=3, num_kv_heads=3, intermediate_size=96)
+    run = train(tmp_path, model, "run.steps=2", *overrides)
+    steps = metrics_of(run)
+    assert [step["weights/version"] for step in steps] == [1, 2]
+    assert len(list((run / "logs").glob("trainer-*"))) == ranks
+    if "algorithm.kl.coefficient=0.01" in overrides:
+        # The second update of a step sees a policy that has moved away from the one that sampled, and from the start.
+        assert all(step["kl/k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)
+    else:
+        assert all(step["mismatch/logprob_abs_max"] <= 1e-4 for step in steps)
