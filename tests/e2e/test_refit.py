@@ -158,15 +158,15 @@ def config_of(folder: Path) -> Config:
             "rollout.max_new_tokens=12",
             "rollout.context_length=128",
             "rollout.kv_cache_gib=0.05",
-            "rollout.vllm_extra={block_size: 16}",
+            "rollout.vllm_extra={block_size: 32}",
         ],
     )
 
 
 def prompts() -> list[Prompt]:
-    """Some fill several blocks of 16 tokens, which the prefix cache keeps, some less than one."""
+    """Some fill several blocks of 32 tokens, which the prefix cache keeps, some less than one."""
     source = random.Random(0)
-    lengths = [50, 50, 33, 17, 16, 5, 1, 40]
+    lengths = [70, 70, 65, 33, 32, 5, 1, 40]
     return [Prompt(str(i), "", tuple(source.randrange(6, 120) for _ in range(n))) for i, n in enumerate(lengths)]
 
 

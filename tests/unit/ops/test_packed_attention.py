@@ -1,5 +1,7 @@
 """Attention by documents against one mask over the pack, in value and gradient."""
 
+from itertools import chain
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ DOCUMENTS = {
 
 
 def tensors(documents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor(sum(documents, [])), torch.tensor([0, *map(len, documents)]).cumsum(0).int()
+    return torch.tensor(list(chain.from_iterable(documents))), torch.tensor([0, *map(len, documents)]).cumsum(0).int()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
