@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -15,8 +14,6 @@ from typing import Any
 
 PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
-
-logger = logging.getLogger(__name__)
 
 
 def resolve(path: str, cache: Path | None = None) -> Path:
@@ -107,7 +104,7 @@ def _convert(name: str, source: Path, folder: Path) -> None:
         raise ValueError(
             f"model.path: {PACKAGE_PREFIX}{name} needs {' and '.join(missing)}; pip install 'megarl[gguf]'"
         )
-    logger.info("converting %s to %s, once (under a minute)", source, folder)
+    print(f"converting {source} to {folder}, once (under a minute)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         whole = Path(temporary) / folder.name

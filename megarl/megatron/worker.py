@@ -107,6 +107,7 @@ class TrainerWorker:
         source = huggingface_holder(self._hf_config)
         plan = make_plan([source], [self.holder])
         with SafetensorsFolder(self._folder) as transport:
+            transport.check(source)
             execute(plan.for_destination(self.holder.name), self.parameters(), transport, cast=True)
 
     def _collate(

@@ -1,4 +1,4 @@
-"""Llama (SmolLM2 and Mistral too), and Qwen2, which adds biases to queries, keys and values."""
+"""Llama (SmolLM2 too), and Qwen2, which adds biases to queries, keys and values."""
 
 from __future__ import annotations
 

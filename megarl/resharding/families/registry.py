@@ -8,7 +8,7 @@ from typing import Any
 from megarl.resharding.families.family import Family
 from megarl.resharding.families.llama import LLAMA, QWEN2
 
-FAMILIES: Mapping[str, Family] = {"llama": LLAMA, "mistral": LLAMA, "qwen2": QWEN2}
+FAMILIES: Mapping[str, Family] = {"llama": LLAMA, "qwen2": QWEN2}
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

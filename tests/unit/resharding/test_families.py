@@ -40,7 +40,7 @@ def test_the_checkpoint_has_the_published_number_of_parameters():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; known: llama, mistral, qwen2"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; known: llama, qwen2"),
         ({"vocab_size": None}, "vocab_size must be an integer, found None"),
         ({"attention_bias": True}, "attention_bias=True is not supported for llama"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),

@@ -1,0 +1,41 @@
+"""The README's commands that train, on the real pretrained model."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from tests.readme import ROOT, commands
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+def run(arguments: list[str], folder: Path) -> list[dict]:
+    """The metrics of each step of a run that must succeed."""
+    command = [sys.executable, "-m", "megarl.cli", *arguments, f"run.folder={folder}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return [json.loads(line) for line in (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_quickstart_learns_additions(tmp_path):
+    recipe = subprocess.run(
+        ["make", "-n", "quickstart"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()[-1]
+    assert recipe == ".venv/bin/megarl train configs/quickstart.yaml"
+    rewards = [step["reward/mean"] for step in run(["train", "configs/quickstart.yaml"], tmp_path)]
+    assert len(rewards) == 14
+    assert rewards[0] <= 0.3
+    assert fmean(rewards[-3:]) >= 0.85
+
+
+def test_the_readmes_own_run(tmp_path):
+    [command] = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
+    steps = run(shlex.split(command)[1:], tmp_path)
+    assert [step["step"] for step in steps] == [1]

@@ -1,0 +1,63 @@
+"""What the README says can be run. The commands that train are run by tests/e2e/test_quickstart.py."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.readme import ROOT, command_blocks, commands
+
+MEGARL = [sys.executable, "-m", "megarl.cli"]
+LOOKING = [command for command in commands() if command.startswith(".venv/bin/megarl config")]
+
+
+def test_every_command_is_run_somewhere():
+    trains = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
+    assert len(trains) == 1
+    assert set(commands()) == {"make quickstart", "make test", *LOOKING, *trains}
+
+
+def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
+    assert command_blocks()[0] == ["make quickstart", "make test"]
+    assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_commands_that_look_at_a_recipe(command):
+    arguments = shlex.split(command)[1:]
+    done = subprocess.run([*MEGARL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_targets_named_in_the_readme_exist():
+    named = set(re.findall(r"`make ([a-z-]+)`", (ROOT / "README.md").read_text()))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert named <= targets
+
+
+def test_the_tree_names_what_exists():
+    tree = re.search(r"## Where things are\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    for line in tree.splitlines():
+        name = line.split()[0]
+        path = ROOT / ("megarl/" if line.startswith("  ") else "") / name
+        assert path.exists(), f"{name} is in the README's tree, but not in the repository"
+
+
+def test_our_names_in_the_table_of_verl_are_keys_of_the_base_recipe():
+    keys = set(flatten(yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())))
+    table = (ROOT / "README.md").read_text().split("## Coming from verl")[1].split("\n## ")[0]
+    ours = re.findall(r"`((?:actor|algorithm|batch|rollout)\.[a-z_.]+)`", "".join(re.findall(r"\|([^|]*)\|\n", table)))
+    assert len(ours) >= 12
+    for name in ours:
+        assert name in keys or name.startswith("rollout.vllm_extra."), f"{name} is no key of the base recipe"
+
+
+def flatten(tree: dict, prefix: str = ""):
+    for key, value in tree.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
