@@ -22,6 +22,7 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.plan import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.train import ScoredSample, share_out
+from tests.closeness import relative_error
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.tiny_model import write_tiny_llama
@@ -101,16 +102,19 @@ def shares(config: Config, groups: list[list[tuple[Sample, float]]]) -> list[Sha
     return share_out(config, scored, share_prompts=True)
 
 
-def train(store, rank: int, config: Config, folder: Path, updates: list) -> tuple:
-    """On one rank: the updates. Returns loss, gradient norm, and this rank's gradients and weights, as canonical."""
+def train(store, rank: int, config: Config, folder: Path, updates: list, old_pass: bool = False) -> tuple:
+    """On one rank: the updates. Returns what it holds, its last gradients, its weights, its last metrics."""
     worker = TrainerWorker(config, folder, rank, store, threads=1)
     for groups in updates:
         share = shares(config, groups)[worker.data_parallel_rank]
         samples = [item.training_sample(item.sample) for item in share.samples]
         if config.algorithm.kl.coefficient:
             worker.score("reference", samples, share.microbatches)
+        if old_pass:
+            worker.score("old", samples, share.microbatches)
         gradients = capture_gradients(worker)
         metrics = worker.update(samples, share.microbatches)
+        worker.forget_scores()
     weights = {name: p.clone() for name, p in worker.parameters().items()}
     return worker.holder, gradients, weights, metrics
 
@@ -147,7 +151,7 @@ def canonical(folder: Path, ranks: list[tuple], which: int) -> dict[str, torch.T
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str) -> None:
     missing = set(theirs) - set(ours) - {"lm_head.weight"}
     assert not missing, missing
-    worst = {name: float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours}
+    worst = {name: relative_error(ours[name], theirs[name].detach()) for name in ours}
     name = max(worst, key=worst.get)
     assert worst[name] <= TOLERANCE, f"{what} of {name}: {worst[name]:.2e}"
 
@@ -170,3 +174,12 @@ def test_step_equals_plain_torch(folder, layout, kl_coefficient):
     assert reported[0]["policy/grad_norm"].value == pytest.approx(norm, rel=TOLERANCE)
     assert_equal(canonical(folder, ranks, 1), gradients, "gradient")
     assert_equal(canonical(folder, ranks, 2), dict(reference.model.named_parameters()), "weight")
+
+
+def test_leaving_out_the_old_pass_changes_nothing(folder):
+    """With one update per step the old policy is the current one."""
+    config = config_of(folder)
+    updates = [random_groups(0)]
+    [(_, _, without, _)] = run_ranks(1, train, config, folder, updates)
+    [(_, _, with_pass, _)] = run_ranks(1, train, config, folder, updates, True)
+    assert all(torch.equal(without[name], with_pass[name]) for name in without)

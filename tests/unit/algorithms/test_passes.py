@@ -1,0 +1,32 @@
+"""Which passes a run makes, and that it says why."""
+
+from pathlib import Path
+
+import pytest
+
+from megarl.algorithms import passes
+from megarl.config.load import load
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+
+
+def config(*overrides: str):
+    return load(BASE, ["model.path=m", "data.source=arithmetic", "batch.prompts_per_step=8", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "needed", "reason"),
+    [
+        (["batch.prompts_per_update=8"], "old log-probs", False, "one update per step"),
+        (["batch.prompts_per_update=4"], "old log-probs", True, "2 updates per step"),
+        (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient = 0"),
+        (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),
+        (["batch.prompts_per_update=8"], "critic values", False, "group's mean"),
+    ],
+)
+def test_passes(overrides, name, needed, reason):
+    made = config(*overrides)
+    assert passes.needed(made, name) == needed
+    [line] = [line for line in passes.describe(made) if name in line]
+    assert line.startswith("pass made" if needed else "pass left out")
+    assert reason in line

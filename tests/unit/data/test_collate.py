@@ -1,0 +1,77 @@
+"""A microbatch's tensors by hand, with and without a shared prompt."""
+
+import torch
+
+from megarl.batch import GroupStatistics, Prompt, Sample, TrainingSample, VersionRun
+from megarl.data.collate import collate
+
+
+def training_sample(name: str, prompt: str, prompt_ids: list[int], response: list[int], weight: float = 0.5):
+    n = len(response)
+    mask = tuple(i != 1 for i in range(n))  # the second token is masked out
+    sample = Sample(
+        id=name,
+        prompt=Prompt(prompt, "", tuple(prompt_ids)),
+        response_ids=tuple(response),
+        response_logprobs=tuple(-0.1 * token for token in response),
+        response_mask=mask,
+        versions=(VersionRun(3, n),),
+        finish_reason="stop",
+        text="",
+    )
+    return TrainingSample(sample, reward=1.0, group=GroupStatistics(0.25, 0.5, 4), weight=weight)
+
+
+def two_of_one_prompt():
+    return [
+        training_sample("a", "p", [11, 12, 13], [21, 22]),
+        training_sample("b", "p", [11, 12, 13], [31, 32, 33], weight=0.25),
+    ]
+
+
+def test_prompt_of_two_samples_stands_once():
+    batch = collate(two_of_one_prompt(), multiple=1, share_prompts=True)
+    assert batch.tokens.tolist() == [11, 12, 13, 21, 22, 31, 32, 33]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5]
+    assert batch.document_tokens.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
+    assert batch.boundaries.tolist() == [0, 5, 11]
+    assert batch.rows.tolist() == [2, 3, 2, 5, 6]  # the prompt's last token predicts both first tokens
+    assert batch.targets.tolist() == [21, 22, 31, 32, 33]
+    assert batch.row_sample.tolist() == [0, 0, 1, 1, 1]
+    assert batch.mask.tolist() == [True, False, True, False, True]
+    assert batch.weight.tolist() == [0.5, 0.0, 0.25, 0.0, 0.25]
+    torch.testing.assert_close(batch.behaviour, -0.1 * batch.targets)
+
+
+def test_prompt_of_two_samples_stands_twice():
+    batch = collate(two_of_one_prompt(), multiple=1, share_prompts=False)
+    assert batch.tokens.tolist() == [11, 12, 13, 21, 22, 11, 12, 13, 31, 32, 33]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
+    assert batch.document_tokens.tolist() == list(range(11))
+    assert batch.rows.tolist() == [2, 3, 7, 8, 9]
+
+
+def test_prompts_are_told_apart_by_their_id():
+    samples = [training_sample("a", "p", [11], [21]), training_sample("b", "q", [11], [22])]
+    assert collate(samples, multiple=1, share_prompts=True).tokens.tolist() == [11, 21, 11, 22]
+
+
+def test_padding_is_one_document_without_rows():
+    batch = collate(two_of_one_prompt(), multiple=3, share_prompts=True)
+    assert len(batch.tokens) == 9
+    assert batch.boundaries.tolist() == [0, 5, 11, 12]
+    assert batch.document_tokens.tolist()[-1] == 8
+    assert len(batch.rows) == 5
+
+
+def test_an_empty_microbatch_is_padding():
+    batch = collate([], multiple=4, share_prompts=True)
+    assert batch.tokens.tolist() == [0] * 4
+    assert len(batch.rows) == len(batch.reward) == 0
+
+
+def test_scores_follow_their_samples():
+    scores = {"b": torch.tensor([1.0, 2.0, 3.0]), "a": torch.tensor([4.0, 5.0])}
+    batch = collate(two_of_one_prompt(), multiple=1, share_prompts=True, old=scores)
+    assert batch.old.tolist() == [4.0, 5.0, 1.0, 2.0, 3.0]
+    assert batch.reference is None

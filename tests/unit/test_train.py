@@ -1,0 +1,62 @@
+"""The driver's part of a step: joining samples with scores, and sharing them out."""
+
+from pathlib import Path
+
+import pytest
+
+from megarl.batch import SampleInfo, Score
+from megarl.cluster.engine_group import RemoteSample
+from megarl.config.load import load
+from megarl.metrics import values
+from megarl.train import select, share_out
+
+BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+
+
+def config(*overrides: str):
+    required = ["model.path=m", "data.source=arithmetic", "actor.tokens_per_microbatch=64", "rollout.context_length=64"]
+    return load(BASE, [*required, "rollout.max_new_tokens=16", *overrides])
+
+
+def sample(prompt: int, k: int, num_response_tokens: int = 4) -> RemoteSample:
+    n = num_response_tokens
+    return RemoteSample(
+        SampleInfo(f"1.{prompt}.{k}", f"p{prompt}", "default", 10, n, n, "stop", 0), ref=f"{prompt}.{k}"
+    )
+
+
+def score(value: float | None) -> Score:
+    return Score(value, {} if value is None else {"f": value}, None if value is not None else "f raised KeyError: 1")
+
+
+GROUPS = [[sample(0, 0), sample(0, 1)], [sample(1, 0), sample(1, 1)]]
+
+
+def test_a_failed_reward_is_left_out_and_not_a_zero():
+    groups, metrics = select(config("rewards.failure_limit=0.25"), GROUPS, [*map(score, [1.0, None, 1.0, 0.0])])
+    assert [[item.reward for item in group] for group in groups] == [[1.0], [1.0, 0.0]]
+    assert [item.group.size for group in groups for item in group] == [1, 2, 2]
+    assert values(metrics)["reward/mean"] == pytest.approx(2 / 3)
+    assert values(metrics)["reward/failed_share"] == 0.25
+    assert values(metrics)["reward/zero_std_groups"] == 0.5
+
+
+def test_failures_above_the_limit_stop_the_run():
+    with pytest.raises(ValueError, match=r"f raised KeyError: 1 \(1 of 4 samples failed; rewards.failure_limit=0 .*"):
+        select(config(), GROUPS, [*map(score, [1.0, None, 1.0, 0.0])])
+
+
+def test_shares_cover_the_update_once_and_weights_sum_to_one():
+    settings = config("actor.layout.dp=2")
+    lengths = [1, 16, 3, 9, 2, 7, 5, 11]
+    groups = [[sample(i, k, lengths[4 * i + k]) for k in range(4)] for i in range(2)]
+    scored, _ = select(settings, groups, [score(float(i % 3)) for i in range(8)])
+    shares = share_out(settings, [item for group in scored for item in group], share_prompts=True)
+    assert len(shares) == 2
+    assert len({len(share.microbatches) for share in shares}) == 1
+    given = [(item.sample, item.weight) for share in shares for item in share.samples]
+    assert sorted(name for name, _ in given) == sorted(f"{i}.{k}" for i in range(2) for k in range(4))
+    tokens = {f"{i}.{k}": lengths[4 * i + k] for i in range(2) for k in range(4)}
+    assert sum(weight * tokens[name] for name, weight in given) == pytest.approx(1.0)
+    for share in shares:
+        assert sorted(i for members in share.microbatches for i in members) == list(range(len(share.samples)))
