@@ -64,9 +64,12 @@ def train(file: Recipe, overrides: Overrides = None) -> None:
     from megarl.config.load import load
 
     config = load(file, overrides or ())
-    import megarl.train
+    from megarl.cluster.supervisor import supervised
 
-    raise typer.Exit(megarl.train.main(config))
+    with supervised() as scratch:
+        import megarl.train
+
+        raise typer.Exit(megarl.train.main(config, scratch))
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,21 +46,18 @@ class ScoredSample:
 Metrics = dict[str, Metric]
 
 
-def main(config: Config) -> int:
-    """Runs the training. Returns the exit status: 0 only if the last step was reached and the model written."""
-    signal.signal(signal.SIGTERM, _interrupt)
+def main(config: Config, scratch: Path) -> int:
+    """Runs the training, with temporary files in scratch. Returns the exit status: 0 only if the last step was reached
+    and the model written."""
     try:
-        run(config)
-    except KeyboardInterrupt:
-        print("megarl: error: interrupted; the run ends", file=sys.stderr)
-        return 130
+        run(config, scratch)
     except RunFailure as failure:
         print(f"megarl: error: {failure}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(config: Config) -> None:
+def run(config: Config, scratch: Path) -> None:
     model_folder = resolve(config.model.path)
     hf_config = read_config(model_folder)
     check_model(config, hf_config)
@@ -72,7 +68,7 @@ def run(config: Config) -> None:
     cursor = PromptCursor(len(prompts), config.run.seed, config.data.shuffle)
     sinks = (JsonlSink(folder.metrics), ConsoleSink(config.run.steps))
     memory = MemorySampler()
-    with Session(config.cluster, folder.logs) as session:
+    with Session(config.cluster, folder.logs, scratch) as session:
         cast = assemble(session, config, hf_config, model_folder, placement)
         cast.refit(version=0)
         for number in range(1, config.run.steps + 1):
@@ -217,7 +213,3 @@ def _announce(config: Config, folder: RunFolder, model_folder: Path, prompts: Pr
         print(f"an earlier run of this name is now at {folder.moved}")
     print(f"run: {folder.path}\nmodel: {model_folder}\nprompts: {len(prompts)}\nprocesses: {placement}")
     print("\n".join(passes.describe(config)), flush=True)
-
-
-def _interrupt(*_) -> None:
-    raise KeyboardInterrupt

@@ -35,9 +35,10 @@ class RemoteSample:
 class EngineActor:
     """vLLM is imported here, in the actor's own process, after its environment is set."""
 
-    def __init__(self, config: Config, model_folder: Path, process: Process, logs: Path):
+    def __init__(self, config: Config, model_folder: Path, process: Process, logs: Path, scratch: Path):
         log_to(logs / f"{process.name}.log")
-        os.environ.update(environment(config.rollout, process.threads))
+        # The sockets between vLLM's processes would else stay behind.
+        os.environ.update(environment(config.rollout, process.threads), VLLM_RPC_BASE_PATH=str(scratch))
         self._config, self._model_folder, self._process = config, model_folder, process
 
     def start(self) -> None:
@@ -67,9 +68,12 @@ class EngineGroup:
         self._start_timeout_s = config.cluster.start_timeout_s
         gpus = config.rollout.tp if ray.cluster_resources().get("GPU") else 0
         self._actors = {
-            process.name: EngineActor.options(num_gpus=gpus).remote(config, model_folder, process, session.logs)
+            process.name: EngineActor.options(num_gpus=gpus).remote(
+                config, model_folder, process, session.logs, session.scratch
+            )
             for process in processes
         }
+        session.watch(self._actors)
 
     def start(self) -> None:
         calls = {name: actor.start.remote() for name, actor in self._actors.items()}

@@ -17,21 +17,22 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process when its parent ends, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def interrupt_with_parent() -> None:
+    """The kernel sends this process SIGINT when its parent ends, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
 def end_descendants(grace_s: float = 3.0) -> None:
-    """Ends every process that this one started, directly or not; returns when they are gone."""
-    descendants = psutil.Process().children(recursive=True)
-    for process in descendants:
-        _signal(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(descendants, timeout=grace_s)
-    # A process may have started another in between: ask again.
-    for process in [*alive, *psutil.Process().children(recursive=True)]:
-        _signal(process, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=grace_s)
+    """Ends every process that this one started, directly or not; returns when they are gone.
+
+    SIGTERM comes first: some release shared memory then. After grace_s seconds follows SIGKILL.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        # Asked again for the second signal: a process may have started another in between.
+        descendants = psutil.Process().children(recursive=True)
+        for process in descendants:
+            _signal(process, number)
+        psutil.wait_procs(descendants, timeout=grace_s)
 
 
 def _signal(process: psutil.Process, number: int) -> None:

@@ -57,6 +57,7 @@ class RewardWorker:
     def __init__(self, session: Session, config: Rewards, process: Process):
         self._session, self._name = session, process.name
         self._actor = RewardActor.remote(config, process, session.logs)
+        session.watch({self._name: self._actor})
 
     def start(self) -> None:
         self._session.wait({self._name: self._actor.start.remote()}, "reward start")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import shutil
-import tempfile
+import secrets
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from megarl.cluster import processes
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.watchdog import Watchdog
 from megarl.config.schema import Cluster
@@ -21,25 +22,36 @@ from megarl.config.schema import Cluster
 SETTLE_S = 3.0
 """After a first failure, how long the other calls may take to tell their own: the cause is among them."""
 
+CHECK_S = 5.0
+"""How often, during a wait, those are asked for a sign of life that are not waited for."""
+
+PING_S = 1.0
+"""How long they have to answer. One that is alive may take longer, for a dead one Ray answers at once."""
+
+HEALTH_CHECKS = {
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 5,
+    "gcs_rpc_server_reconnect_timeout_s": 10,
+}
+"""Short delays, so that a lost process is noticed within seconds."""
+
 
 class Session:
-    """Starts Ray, waits for remote calls with a deadline and a diagnosis, and leaves no process behind."""
+    """Starts Ray and waits for remote calls with a deadline and a diagnosis. Inside `supervised`, which ends what is
+    left of its processes."""
 
-    def __init__(self, config: Cluster, logs: Path):
-        self.logs = logs.resolve()
+    def __init__(self, config: Cluster, logs: Path, scratch: Path):
+        """scratch: the folder for files that are not needed after the run."""
+        self.logs, self.scratch = logs.resolve(), scratch
         self._config = config
-        self._folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))
-        processes.adopt_orphans()
-        # Short delays, so that a lost process is noticed within seconds. Ray reads them when it starts.
+        self._watched: dict[str, ActorHandle] = {}
+        logging.getLogger("ray").setLevel(logging.ERROR)  # its advice to administrators is not for the console
         os.environ.update(
-            RAY_health_check_period_ms="1000",
-            RAY_health_check_timeout_ms="2000",
-            RAY_health_check_failure_threshold="5",
-            RAY_gcs_rpc_server_reconnect_timeout_s="10",
-            RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
-            RAY_USAGE_STATS_ENABLED="0",
+            RAY_AUTH_TOKEN=secrets.token_hex(32),  # else Ray keeps one in the home folder
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
         )
+        terminate = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local",
             num_cpus=len(os.sched_getaffinity(0)),
@@ -47,9 +59,12 @@ class Session:
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
-            _temp_dir=str(self._folder),
+            _temp_dir=str(scratch),
+            _system_config=HEALTH_CHECKS,
         )
-        self._watchdog = Watchdog(self._folder)
+        # Ray's handler prints a stack and skips all clean-up.
+        signal.signal(signal.SIGTERM, terminate)
+        self._watchdog = Watchdog()
 
     def __enter__(self) -> Session:
         return self
@@ -57,8 +72,10 @@ class Session:
     def __exit__(self, *_) -> None:
         self._watchdog.stop()
         ray.shutdown()
-        processes.end_descendants()
-        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def watch(self, actors: Mapping[str, ActorHandle]) -> None:
+        """From now on the loss of these processes (by name) ends every wait, also one for others."""
+        self._watched |= actors
 
     def wait(self, calls: Mapping[str, ray.ObjectRef], phase: str, timeout_s: float | None = None) -> list[Any]:
         """Results of remote calls (by the name of the process that runs each), in order.
@@ -66,19 +83,38 @@ class Session:
         The first failure ends the wait: a ValueError from a worker is raised as such, anything else is a RunFailure
         that names process and phase. timeout_s: None takes cluster.step_timeout_s.
         """
+        self._watchdog.phase = phase
         deadline = time.monotonic() + (timeout_s or self._config.step_timeout_s)
         names = {ref: name for name, ref in calls.items()}
         pending = list(names)
         while pending:
-            ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                waiting = ", ".join(names[ref] for ref in pending)
-                raise RunFailure(f"{phase}: no answer from {waiting} before the deadline; see {self.logs}")
-            errors = _errors(ready, names)
+            remaining = deadline - time.monotonic()
+            ready, pending = ray.wait(pending, timeout=min(max(remaining, 0.0), CHECK_S))
+            waiting = [names[ref] for ref in pending]
+            errors = _errors(ready, names) if ready else self._lost(set(self._watched).difference(waiting))
             if errors:
-                settled, _ = ray.wait(pending, num_returns=len(pending), timeout=SETTLE_S) if pending else ([], [])
-                raise self._cause({**errors, **_errors(settled, names)}, phase)
+                raise self._cause(self._settled(errors, pending, names), phase)
+            if not ready and remaining <= 0:
+                raise RunFailure(f"{phase}: no answer from {', '.join(waiting)} before the deadline; see {self.logs}")
         return ray.get(list(calls.values()))
+
+    def _lost(self, idle: Collection[str]) -> dict[str, Exception]:
+        """The errors of those processes that died while nothing was asked of them."""
+        pings = {self._watched[name].__ray_ready__.remote(): name for name in idle}
+        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
+        return _errors(answered, pings)
+
+    def _settled(
+        self, errors: dict[str, Exception], pending: Sequence[ray.ObjectRef], names: Mapping[ray.ObjectRef, str]
+    ) -> dict[str, Exception]:
+        """The errors with those that follow them soon. Does not return if Ray itself is lost."""
+        late, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SETTLE_S) if pending else ([], [])
+        errors = errors | _errors(late, names)
+        if any(isinstance(error, RayActorError) for error in errors.values()):
+            # A raylet that ends takes its actors with it, and they end first.
+            time.sleep(1.0)
+            self._watchdog.check()
+        return errors
 
     def _cause(self, errors: Mapping[str, Exception], phase: str) -> Exception:
         """The most telling of several errors: a user's, then a lost process, then what its peers saw of it."""

@@ -41,7 +41,8 @@ def supervised() -> Iterator[Path]:
     except KeyboardInterrupt:
         _end(scratch)
         _say("interrupted; the run ends")
-        sys.exit(130)
+        # Without the interpreter's shutdown: Ray crashes there if the interrupt met it while it was starting.
+        os._exit(130)
     finally:
         _end(scratch)
 

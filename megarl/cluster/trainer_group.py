@@ -129,6 +129,7 @@ class TrainerGroup:
             process.name: TrainerActor.options(num_gpus=gpus).remote(config, model_folder, process, session.logs)
             for process in processes
         }
+        session.watch(self._actors)
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
         self.shares_prompts = False

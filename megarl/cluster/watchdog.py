@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
-from pathlib import Path
+import time
 
 import psutil
-
-from megarl.cluster import processes
 
 POLL_S = 1.0
 FATAL = ("raylet", "gcs_server")
@@ -18,26 +15,36 @@ FATAL = ("raylet", "gcs_server")
 
 class Watchdog:
     """Watches the raylet and the GCS from a thread. Their loss cannot be survived, and leaves calls of the driver
-    hanging in Ray's core; so the thread says what happened, ends all processes of the run and exits."""
+    hanging in Ray's core; so the thread says what happened and exits, and the parent process ends the others."""
 
-    def __init__(self, ray_folder: Path):
-        self._ray_folder = ray_folder
-        self._stopped = threading.Event()
-        self._watched = [p for p in psutil.Process().children(recursive=True) if p.name() in FATAL]
-        assert len(self._watched) == len(FATAL), f"expected {FATAL}, found {[p.name() for p in self._watched]}"
+    def __init__(self) -> None:
+        self.phase = "Ray start"
+        """What the driver is waiting for, to be named with the loss."""
+        self._stopped = False
+        self._lock = threading.Lock()
+        children = psutil.Process().children(recursive=True)
+        self._watched = {process.name(): process for process in children if process.name() in FATAL}
+        assert len(self._watched) == len(FATAL), f"expected {FATAL}, found {list(self._watched)}"
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
+    def check(self) -> None:
+        """Does not return if a process is lost. Called too where an error may be a consequence of that."""
+        with self._lock:
+            for name, process in self._watched.items():
+                if not self._stopped and not _runs(process):
+                    print(f"megarl: error: {self.phase}: Ray's {name} died; the run ends", file=sys.stderr, flush=True)
+                    os._exit(1)
+
     def stop(self) -> None:
-        self._stopped.set()
+        """From now on they may end."""
+        with self._lock:
+            self._stopped = True
 
     def _watch(self) -> None:
-        while not self._stopped.wait(POLL_S):
-            for process in self._watched:
-                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                    self._abort(process.pid)
+        while not self._stopped:
+            self.check()
+            time.sleep(POLL_S)
 
-    def _abort(self, pid: int) -> None:
-        print(f"megarl: error: a process of Ray (pid {pid}) died; the run ends", file=sys.stderr, flush=True)
-        processes.end_descendants()
-        shutil.rmtree(self._ray_folder, ignore_errors=True)
-        os._exit(1)
+
+def _runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +12,18 @@ import pytest
 
 import megarl
 from megarl import cli
+from megarl.cluster import supervisor
 from megarl.config.load import dump, load
 from megarl.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`train` runs in this process, so that it can be watched."""
+    monkeypatch.setattr(supervisor, "supervised", lambda: nullcontext(tmp_path))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -43,11 +51,11 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == f"megarl {megarl.__version__}\n"
 
 
-def test_train_exits_with_the_code_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Config] = []
-    replace(monkeypatch, "train", main=lambda config: seen.append(config) or 7)
+def test_train_exits_with_the_code_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[tuple[Config, Path]] = []
+    replace(monkeypatch, "train", main=lambda config, scratch: seen.append((config, scratch)) or 7)
     assert run(monkeypatch, "train", QUICKSTART, "run.steps=3") == 7
-    assert seen == [load(QUICKSTART, ["run.steps=3"])]
+    assert seen == [(load(QUICKSTART, ["run.steps=3"]), tmp_path)]
 
 
 def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +67,7 @@ def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_value_errors_are_lines_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(config: Config) -> int:
+    def fail(config: Config, scratch: Path) -> int:
         raise ValueError("one thing is wrong\nand another")
 
     replace(monkeypatch, "train", main=fail)
@@ -70,7 +78,7 @@ def test_value_errors_are_lines_without_a_traceback(
 
 
 def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace(monkeypatch, "train", main=lambda config: {}["bug"])
+    replace(monkeypatch, "train", main=lambda config, scratch: {}["bug"])
     monkeypatch.setattr(sys, "argv", ["megarl", "train", QUICKSTART])
     with pytest.raises(KeyError):
         cli.main()

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ RECIPE = ROOT / "configs" / "quickstart.yaml"
 TIMES = ("step", "rollout", "reward", "train", "refit")
 START_TIMEOUT_S = 900
 STEP_TIMEOUT_S = 600
-SETTLE_S = 5.0
+QUIET_PERCENT = 5.0
 
 
 def main() -> None:
@@ -60,6 +61,10 @@ def main() -> None:
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     show(result)
     print(f"result: {arguments.out}")
+    for name, side in (("megarl", megarl), ("TRL", fastest)):
+        if side["cpu_percent_elsewhere"] > QUIET_PERCENT:
+            share = f"{side['cpu_percent_elsewhere']:.0f} %"
+            print(f"warning: {share} of the CPU time during {name}'s side went elsewhere; measure on a quiet machine")
 
 
 def measure_megarl(config: Config, steps: int, work: Path) -> dict[str, Any]:
@@ -87,16 +92,20 @@ def measure_trl(python: Path, steps: int, microbatch: int, work: Path) -> dict[s
 
 
 def run(command: Sequence[str], steps: int, log: Path) -> dict[str, float]:
-    """Runs one side to its end, and says how busy others kept the machine before it, and how long it took in all."""
-    time.sleep(SETTLE_S)
-    busy = psutil.cpu_percent(interval=SETTLE_S)
-    print(f"running (machine {busy:.0f} % busy before): {' '.join(command)}", flush=True)
-    start = time.perf_counter()
+    """Runs one side to its end. Says how long it took in all, and what share of the machine's CPU time went elsewhere
+    meanwhile (to other processes and, on a virtual machine, to its neighbours)."""
+    print(f"running: {' '.join(command)}", flush=True)
+    start, machine_before, own_before = time.perf_counter(), _machine_cpu_seconds(), _children_cpu_seconds()
     status = _exit_status(command, log, START_TIMEOUT_S + steps * STEP_TIMEOUT_S)
     if status != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
         sys.exit(f"{tail}\nstep_vs_trl: error: exit status {status} of {' '.join(command)}")
-    return {"busy_before_percent": busy, "seconds_with_start_and_end": time.perf_counter() - start}
+    seconds = time.perf_counter() - start
+    elsewhere = _machine_cpu_seconds() - machine_before - (_children_cpu_seconds() - own_before)
+    return {
+        "seconds_with_start_and_end": seconds,
+        "cpu_percent_elsewhere": 100 * elsewhere / (seconds * psutil.cpu_count()),
+    }
 
 
 def summary(metrics: Path) -> dict[str, Any]:
@@ -144,6 +153,18 @@ def show(result: Mapping[str, Any]) -> None:
         title = f"median step, TRL with {side['settings']['microbatch']}"
         table.add_row(title, *_compared(megarl["median_seconds"]["step"], side["median_seconds"]["step"]))
     Console().print(table)
+
+
+def _machine_cpu_seconds() -> float:
+    """CPU time that the machine has spent on anything, on all cores together."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # user and nice contain guests
+
+
+def _children_cpu_seconds() -> float:
+    """CPU time of this process's ended children, and of what they have waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _parse(samples_per_step: int) -> argparse.Namespace:

@@ -1,0 +1,175 @@
+"""`megarl train` on a tiny model as a process of its own, and what the operating system says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+from tests.tiny_model import write_tiny_llama
+
+START_S = 120
+"""Until the first steps are done, on a machine with other work."""
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """
+base: {base}
+run: {{name: tiny, steps: 1000000, export: false}}
+model: {{path: {folder}/model, dtype: float32}}
+actor:
+  layout: {{pp: 2}}
+  tokens_per_microbatch: 256
+rollout: {{max_new_tokens: 8, context_length: 64, kv_cache_gib: 0.01}}
+batch: {{prompts_per_step: 4, samples_per_prompt: 4, prompts_per_update: 4}}
+data: {{source: {folder}/prompts.jsonl}}
+rewards:
+  functions: [{{function: "{folder}/reward.py:digit_share"}}]
+cluster: {{object_store_mib: 80}}
+"""
+REWARD = """
+import time
+from pathlib import Path
+
+HOLD = Path(__file__).with_name("hold")
+
+
+def digit_share(prompt, response, answer):
+    while HOLD.exists():
+        time.sleep(0.1)
+    return sum(c.isdigit() for c in response) / max(1, len(response))
+
+
+def broken(prompt, response, answer):
+    raise KeyError("no such key")
+"""
+
+
+def write_recipe(folder: Path) -> Path:
+    """A recipe without end; its model, prompts and rewards lie in `folder`.
+
+    While the file folder/hold exists, the rewards do not answer.
+    """
+    write_tiny_llama(folder / "model")
+    rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(RECIPE.format(base=ROOT / "configs" / "base.yaml", folder=folder))
+    return recipe
+
+
+class Run:
+    """Starts at once, in a session and process group of its own. All processes of a run stay in that session."""
+
+    def __init__(self, recipe: Path, folder: Path, *overrides: str):
+        """folder: where the run's folder goes, and its stdout and stderr."""
+        self.folder = folder / "tiny"
+        self._shared_memory = set(os.listdir("/dev/shm"))
+        self._output, self._errors = folder / "stdout", folder / "stderr"
+        with self._output.open("w") as stdout, self._errors.open("w") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megarl.cli", "train", str(recipe), f"run.folder={folder}", *overrides],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes():
+            process.kill()
+        self._process.wait()
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    @property
+    def errors(self) -> list[str]:
+        """Lines of stderr."""
+        return self._errors.read_text().splitlines()
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that run, reparented ones included."""
+        return [p for p in psutil.process_iter() if _session(p.pid) == self.pid and _runs(p)]
+
+    def find(self, title: str) -> psutil.Process:
+        """A process of the run by the start of its title, such as raylet or ray::TrainerActor, once there is one."""
+        found: list[psutil.Process] = []
+        self.wait_until(lambda: found.extend(p for p in self.processes() if _title(p).startswith(title)) or found)
+        return found[0]
+
+    @property
+    def driver(self) -> psutil.Process:
+        [driver] = psutil.Process(self.pid).children()
+        return driver
+
+    def ports(self) -> set[int]:
+        """TCP ports on which a process of the run listens."""
+        return _listening(c for p in self.processes() for c in p.net_connections("tcp"))
+
+    def scratch(self) -> Path:
+        """The folder of the run's temporary files, as Ray's raylet was told."""
+        [option] = [word for word in self.find("raylet").cmdline() if word.startswith("--temp_dir=")]
+        return Path(option.removeprefix("--temp_dir="))
+
+    def new_shared_memory(self) -> set[str]:
+        return set(os.listdir("/dev/shm")) - self._shared_memory
+
+    def wait_for_step(self, number: int) -> None:
+        metrics = self.folder / "metrics.jsonl"
+        self.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= number)
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + START_S
+        while not condition():
+            assert self._process.poll() is None, f"ended with {self._process.returncode}: {self.errors}"
+            assert time.monotonic() < deadline, f"after {START_S} s: {self.output} {self.errors}"
+            time.sleep(0.1)
+
+    def end(self, seconds: float) -> int:
+        """The exit status, once no process of the run is left."""
+        deadline = time.monotonic() + seconds
+        code = self._process.wait(seconds)
+        while alive := self.processes():
+            assert time.monotonic() < deadline, f"left after {seconds} s: {alive}"
+            time.sleep(0.05)
+        return code
+
+
+def listening_ports() -> set[int]:
+    """Of the whole machine."""
+    return _listening(psutil.net_connections("tcp"))
+
+
+def _listening(connections: Iterable) -> set[int]:
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return (process.cmdline() or [""])[0].rpartition("/")[2]
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

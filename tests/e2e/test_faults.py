@@ -1,0 +1,96 @@
+"""However a run is ended, it says why within seconds, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.run import Run, listening_ports, write_recipe
+
+pytestmark = pytest.mark.slow
+DEADLINE_S = 30
+INTERRUPTED = "interrupted; the run ends"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture
+def hold(recipe: Path):
+    """While the test runs, no reward is given: the first step does not end."""
+    file = recipe.with_name("hold")
+    file.touch()
+    yield
+    file.unlink()
+
+
+def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> None:
+    """After the fault the run ends in time with this exit code, has only this cause on stderr, and leaves nothing."""
+    scratch, ports = run.scratch(), run.ports()
+    assert scratch.exists()
+    assert ports
+    fault()
+    assert run.end(DEADLINE_S) == code
+    assert re.fullmatch(f"megarl: error: {cause}", "\n".join(run.errors)), run.errors
+    assert not scratch.exists()
+    assert not run.new_shared_memory()
+    assert not ports & listening_ports()
+
+
+def test_ctrl_c(recipe: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path) as run:
+        run.wait_for_step(2)
+        # The terminal sends it to every process of the foreground group.
+        check_end(run, lambda: os.killpg(run.pid, signal.SIGINT), 130, INTERRUPTED)
+
+
+def test_sigterm_while_starting(recipe: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path) as run:
+        run.find("ray::TrainerActor")
+        check_end(run, lambda: os.kill(run.pid, signal.SIGTERM), 130, INTERRUPTED)
+
+
+def test_loss_of_a_trainer(recipe: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path) as run:
+        run.wait_for_step(2)
+        check_end(run, run.find("ray::TrainerActor").kill, 1, r"\S.*: trainer-[01] died; see .*/logs/trainer-[01].log")
+
+
+@pytest.mark.usefixtures("hold")
+def test_loss_of_the_engine_while_another_is_waited_for(recipe: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path) as run:
+        run.find("ray::RewardActor.score")
+        check_end(run, run.find("ray::EngineActor").kill, 1, r"rewards: engine-0 died; see .*/logs/engine-0.log")
+
+
+@pytest.mark.usefixtures("hold")
+def test_loss_of_the_reward_worker(recipe: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path) as run:
+        rewards = run.find("ray::RewardActor.score")
+        check_end(run, rewards.kill, 1, r"rewards: rewards-0 died; see .*/logs/rewards-0.log")
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_loss_of_ray(recipe: Path, tmp_path: Path, name: str) -> None:
+    with Run(recipe, tmp_path) as run:
+        run.find("ray::TrainerActor")
+        check_end(run, run.find(name).kill, 1, rf"\S.*: Ray's {name} died; the run ends")
+
+
+def test_loss_of_the_driver(recipe: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path) as run:
+        run.find("ray::TrainerActor")
+        check_end(run, run.driver.kill, 1, r"the driver process \d+ was ended by SIGKILL; the run ends")
+
+
+def test_loss_of_the_drivers_parent(recipe: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path) as run:
+        run.wait_for_step(2)
+        check_end(run, lambda: os.kill(run.pid, signal.SIGKILL), -signal.SIGKILL, INTERRUPTED)
