@@ -60,7 +60,8 @@ class Session:
             log_to_driver=False,
             configure_logging=False,
             _temp_dir=str(scratch),
-            _system_config=HEALTH_CHECKS,
+            # Ray's workers would yield to every other process; here they are the work itself.
+            _system_config=HEALTH_CHECKS | {"worker_niceness": 0},
         )
         # Ray's handler prints a stack and skips all clean-up.
         signal.signal(signal.SIGTERM, terminate)
