@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from megarl.batch import SampleInfo
+from megarl.cluster import segments
 from megarl.cluster.logs import log_to
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -39,7 +40,7 @@ class EngineActor:
         log_to(logs / f"{process.name}.log")
         # The sockets between vLLM's processes would else stay behind.
         os.environ.update(environment(config.rollout, process.threads), VLLM_RPC_BASE_PATH=str(scratch))
-        self._config, self._model_folder, self._process = config, model_folder, process
+        self._config, self._model_folder, self._process, self._scratch = config, model_folder, process, scratch
 
     def start(self) -> None:
         from megarl.rollout.vllm_engine import VllmEngine
@@ -51,6 +52,7 @@ class EngineActor:
             self._process.index,
             self._config.run.seed,
         )
+        segments.note(self._scratch)
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[RemoteSample]:
         samples = self._engine.generate(requests)

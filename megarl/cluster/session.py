@@ -13,9 +13,9 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
-from megarl.cluster.failure import RunFailure
+from megarl.cluster.failure import RunFailure, cause
 from megarl.cluster.watchdog import Watchdog
 from megarl.config.schema import Cluster
 
@@ -85,7 +85,8 @@ class Session:
         that names process and phase. timeout_s: None takes cluster.step_timeout_s.
         """
         self._watchdog.phase = phase
-        deadline = time.monotonic() + (timeout_s or self._config.step_timeout_s)
+        timeout_s = timeout_s or self._config.step_timeout_s
+        deadline = time.monotonic() + timeout_s
         names = {ref: name for name, ref in calls.items()}
         pending = list(names)
         while pending:
@@ -94,9 +95,9 @@ class Session:
             waiting = [names[ref] for ref in pending]
             errors = _errors(ready, names) if ready else self._lost(set(self._watched).difference(waiting))
             if errors:
-                raise self._cause(self._settled(errors, pending, names), phase)
+                raise cause(self._settled(errors, pending, names), phase, self.logs)
             if not ready and remaining <= 0:
-                raise RunFailure(f"{phase}: no answer from {', '.join(waiting)} before the deadline; see {self.logs}")
+                raise RunFailure(f"{phase}: no answer from {', '.join(waiting)} in {timeout_s:g} s; see {self.logs}")
         return ray.get(list(calls.values()))
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:
@@ -108,34 +109,15 @@ class Session:
     def _settled(
         self, errors: dict[str, Exception], pending: Sequence[ray.ObjectRef], names: Mapping[ray.ObjectRef, str]
     ) -> dict[str, Exception]:
-        """The errors with those that follow them soon. Does not return if Ray itself is lost."""
+        """The errors, those that follow soon, and losses not noticed before. Does not return if Ray itself is lost."""
         late, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SETTLE_S) if pending else ([], [])
         errors = errors | _errors(late, names)
+        errors |= self._lost(set(self._watched).difference(errors))
         if any(isinstance(error, RayActorError) for error in errors.values()):
             # A raylet that ends takes its actors with it, and they end first.
             time.sleep(1.0)
             self._watchdog.check()
         return errors
-
-    def _cause(self, errors: Mapping[str, Exception], phase: str) -> Exception:
-        """The most telling of several errors: a user's, then a lost process, then what its peers saw of it."""
-
-        def rank(item: tuple[str, Exception]) -> int:
-            _, error = item
-            if isinstance(_origin(error), ValueError):
-                return 0
-            return 1 if isinstance(error, RayActorError) else 2
-
-        name, error = min(errors.items(), key=rank)
-        origin = _origin(error)
-        if isinstance(origin, ValueError):
-            return ValueError(str(origin))
-        if isinstance(error, RayActorError):
-            return RunFailure(f"{phase}: {name} died; see {self.logs / name}.log")
-        first_line = str(origin).strip().splitlines()[:1]
-        return RunFailure(
-            f"{phase}: {name}: {type(origin).__name__}: {''.join(first_line)}; see {self.logs / name}.log"
-        )
 
 
 def _errors(ready: Sequence[ray.ObjectRef], names: Mapping[ray.ObjectRef, str]) -> dict[str, Exception]:
@@ -143,10 +125,6 @@ def _errors(ready: Sequence[ray.ObjectRef], names: Mapping[ray.ObjectRef, str]) 
     for ref in ready:
         try:
             ray.get(ref, timeout=0)
-        except (RayTaskError, RayActorError, GetTimeoutError) as error:
+        except RayError as error:
             errors[names[ref]] = error
     return errors
-
-
-def _origin(error: Exception) -> BaseException:
-    return error.cause if isinstance(error, RayTaskError) else error

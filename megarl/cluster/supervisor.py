@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.cluster import processes
+from megarl.cluster import processes, segments
 
 DEADLINE_S = 15
 """How long the child may take to end after an interrupt, before it is killed: a call of it may hang."""
@@ -76,7 +76,10 @@ def _interrupt(*_) -> None:
 
 
 def _end(scratch: Path) -> None:
+    """Ends all processes that were started by this one or its lost child, and removes what they leave."""
+    shared_memory = segments.mapped() | segments.noted(scratch)
     processes.end_descendants()
+    segments.remove(shared_memory)
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -47,7 +47,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("actor.layout.dp=32", ["actor.layout.dp=32: an update has 16 samples (4 prompts x 4 samples), fewer than"]),
         (
             "data.source=FOLDER/malformed.jsonl",
-            ["FOLDER/malformed.jsonl:2: column 'prompt' holds int 5, expected text"],
+            ["FOLDER/malformed.jsonl:2: column 'prompt' holds int 5, expected"],
         ),
         ("data.source=FOLDER/incomplete.jsonl", ["FOLDER/incomplete.jsonl:2: no column 'answer'"]),
         ("data.source=FOLDER/long.jsonl", ["FOLDER/long.jsonl:2: the prompt has 63 tokens, and 63 + "]),

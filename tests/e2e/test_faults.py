@@ -54,7 +54,9 @@ def test_ctrl_c(recipe: Path, tmp_path: Path) -> None:
 def test_sigterm_while_starting(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:
         run.find("ray::TrainerActor")
-        check_end(run, lambda: os.kill(run.pid, signal.SIGTERM), 130, INTERRUPTED)
+        # Slurm sends it to every process of a job.
+        cause = r"the driver process \d+ was ended by SIGTERM; the run ends"
+        check_end(run, lambda: os.killpg(run.pid, signal.SIGTERM), 1, cause)
 
 
 def test_loss_of_a_trainer(recipe: Path, tmp_path: Path) -> None:
@@ -65,8 +67,10 @@ def test_loss_of_a_trainer(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hold")
 def test_loss_of_the_engine_while_another_is_waited_for(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    # Two ranks: processes and shared memory that vLLM itself has made.
+    with Run(recipe, tmp_path, "rollout.tp=2") as run:
         run.find("ray::RewardActor.score")
+        assert run.new_shared_memory()
         check_end(run, run.find("ray::EngineActor").kill, 1, r"rewards: engine-0 died; see .*/logs/engine-0.log")
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ QUIET_PERCENT = 5.0
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("step_vs_trl: error: terminated"))
     config = load(RECIPE)
     arguments = _parse(config.batch.prompts_per_step * config.batch.samples_per_prompt)
     resolve(config.model.path)  # a conversion, which only the first run on a machine needs, would count as start-up
@@ -191,14 +193,14 @@ def _parse(samples_per_step: int) -> argparse.Namespace:
 def _exit_status(command: Sequence[str], log: Path, timeout_s: float) -> int:
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PYTHONPATH")}
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, process_group=0
+        )
         try:
             return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        finally:  # also after Ctrl-C, which its own process group keeps from it, SIGTERM and the deadline
             process.terminate()
-            return process.wait()
-        finally:
-            process.wait()  # after Ctrl-C, which it gets too: it may still write into the folder that we remove
+            process.wait()
 
 
 def _step(metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.cluster import processes
+
+PARENT = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+child = "import os, signal, sys, time; {ignore}; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+for name, ignore in (("polite", "0"), ("stubborn", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")):
+    code = child.format(ignore=ignore)
+    # Through a process that ends at once: the one that counts is an orphan.
+    middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}, {str(folder / name)!r}])"
+    subprocess.run([sys.executable, "-c", middle])
+time.sleep(60)
+"""
+DRIVER = """
+import subprocess, sys, time
+from pathlib import Path
+from megarl.cluster import processes
+folder = Path(sys.argv[1])
+processes.adopt_orphans()
+subprocess.Popen([sys.executable, "-c", (folder / "parent.py").read_text(), str(folder)])
+while not all((folder / name).exists() and (folder / name).read_text() for name in ("polite", "stubborn")):
+    time.sleep(0.01)
+start = time.monotonic()
+processes.end_descendants(grace_s=1)
+print(time.monotonic() - start)
+"""
+
+
+def test_all_descendants_end(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    done = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path)], capture_output=True, text=True, check=True)
+    pids = [int((tmp_path / name).read_text()) for name in ("polite", "stubborn")]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert 1 <= float(done.stdout) < 5, "the one that ignores SIGTERM takes the grace time"
+
+
+def test_nothing_to_end_takes_no_time() -> None:
+    start = time.monotonic()
+    processes.end_descendants()
+    assert time.monotonic() - start < 1
+
+
+def test_memory_counts_this_process_and_its_descendants() -> None:
+    code = "import time; block = bytes(range(256)) * 400_000; print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        members = [psutil.Process().memory_full_info(), psutil.Process(child.pid).memory_full_info()]
+        rss, pss = processes.memory_gb()
+        child.kill()
+    assert members[1].rss > 100e6
+    assert rss == pytest.approx(sum(member.rss for member in members) / 1e9, rel=0.02)
+    assert pss == pytest.approx(sum(member.pss for member in members) / 1e9, rel=0.02)
+
+
+def test_memory_of_a_process_that_has_ended_is_none() -> None:
+    alone, _ = processes.memory_gb()
+    child = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays as a zombie
+    rss, _ = processes.memory_gb()
+    os.waitpid(child, 0)
+    assert rss == pytest.approx(alone, rel=0.02)

@@ -1,0 +1,131 @@
+"""The waiting of a session, with a stand-in for Ray whose calls are answered at given times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from megarl.cluster import session as module
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.session import Session
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Answered at a time of the stand-in's clock, with a result or an error."""
+
+    at: float
+    answer: Any = None
+
+
+@dataclass
+class FakeRay:
+    now: float = 0.0
+
+    def wait(self, calls: Sequence[Call], num_returns: int = 1, timeout: float = NEVER) -> tuple[list, list]:
+        assert calls, "Ray refuses to wait for nothing"
+        enough = sorted(call.at for call in calls)[num_returns - 1]
+        self.now = max(self.now, min(enough, self.now + timeout))
+        ready = [call for call in calls if call.at <= self.now][:num_returns]
+        return ready, [call for call in calls if call not in ready]
+
+    def get(self, calls: Call | list[Call], timeout: float | None = None) -> Any:
+        if isinstance(calls, list):
+            return [self.get(call) for call in calls]
+        assert calls.at <= self.now
+        if isinstance(calls.answer, Exception):
+            raise calls.answer
+        return calls.answer
+
+
+@dataclass
+class FakeActor:
+    """Alive until a time of the clock."""
+
+    ray: FakeRay
+    until: float = NEVER
+    __ray_ready__: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.__ray_ready__ = SimpleNamespace(remote=self._ping)
+
+    def _ping(self) -> Call:
+        return Call(self.ray.now, ActorDiedError() if self.ray.now >= self.until else None)
+
+
+class FakeWatchdog:
+    phase = ""
+    checks = 0
+
+    def check(self) -> None:
+        self.checks += 1
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(module, "ray", fake)
+    sleep = lambda seconds: setattr(fake, "now", fake.now + seconds)  # noqa: E731
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=sleep))
+    return fake
+
+
+@pytest.fixture
+def session(ray: FakeRay) -> Session:
+    session = Session.__new__(Session)  # without Ray
+    session.logs = Path("/logs")
+    session._config = SimpleNamespace(step_timeout_s=100)
+    session._watched = {name: FakeActor(ray) for name in ("trainer-0", "trainer-1", "engine-0")}
+    session._watchdog = FakeWatchdog()
+    return session
+
+
+def test_results_come_in_the_order_of_the_calls(session: Session) -> None:
+    calls = {"trainer-0": Call(30, "first"), "trainer-1": Call(2, "second"), "engine-0": Call(10, "third")}
+    assert session.wait(calls, "update") == ["first", "second", "third"]
+    assert session._watchdog.phase == "update"
+
+
+@pytest.mark.parametrize(("timeout_s", "seconds"), [(None, 100), (7, 7)])
+def test_a_deadline_names_those_that_did_not_answer(
+    session: Session, ray: FakeRay, timeout_s: float | None, seconds: int
+) -> None:
+    calls = {"trainer-0": Call(1), "trainer-1": Call(NEVER), "engine-0": Call(NEVER)}
+    message = f"update: no answer from trainer-1, engine-0 in {seconds} s; see /logs"
+    with pytest.raises(RunFailure, match=f"^{message}$"):
+        session.wait(calls, "update", timeout_s)
+    assert ray.now == seconds
+
+
+def test_a_lost_process_is_the_cause_though_its_peers_fail_first(session: Session) -> None:
+    calls = {"trainer-0": Call(3, RayTaskError("f", "", RuntimeError("reset"))), "trainer-1": Call(5, ActorDiedError())}
+    with pytest.raises(RunFailure, match=r"^update: trainer-1 died; see /logs/trainer-1.log$"):
+        session.wait(calls, "update")
+    assert session._watchdog.checks == 1, "the loss of Ray itself would be the cause"
+
+
+def test_a_users_error_is_told_at_once(session: Session, ray: FakeRay) -> None:
+    with pytest.raises(ValueError, match=r"^no such function$"):
+        session.wait({"engine-0": Call(3, RayTaskError("f", "", ValueError("no such function")))}, "reward start")
+    assert ray.now == 3
+
+
+def test_the_loss_of_a_process_that_is_not_waited_for_ends_the_wait(session: Session, ray: FakeRay) -> None:
+    session._watched["engine-0"].until = 20
+    with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
+        session.wait({"trainer-0": Call(NEVER), "trainer-1": Call(4)}, "update")
+    assert 20 <= ray.now < 35
+
+
+def test_its_loss_is_the_cause_of_what_others_miss(session: Session) -> None:
+    session._watched["engine-0"].until = 1
+    with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
+        session.wait({"trainer-0": Call(2, RayTaskError("f", "", KeyError("its sample is gone")))}, "update")
