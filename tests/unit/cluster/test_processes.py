@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -46,20 +45,15 @@ def test_all_descendants_end(tmp_path: Path) -> None:
     assert 1 <= float(done.stdout) < 5, "the one that ignores SIGTERM takes the grace time"
 
 
-def test_nothing_to_end_takes_no_time() -> None:
-    start = time.monotonic()
-    processes.end_descendants()
-    assert time.monotonic() - start < 1
-
-
 def test_memory_counts_this_process_and_its_descendants() -> None:
     code = "import time; block = bytes(range(256)) * 400_000; print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        members = [psutil.Process().memory_full_info(), psutil.Process(child.pid).memory_full_info()]
+        own = psutil.Process()
+        members = [member.memory_full_info() for member in (own, *own.children(recursive=True))]
         rss, pss = processes.memory_gb()
         child.kill()
-    assert members[1].rss > 100e6
+    assert max(member.rss for member in members[1:]) > 100e6
     assert rss == pytest.approx(sum(member.rss for member in members) / 1e9, rel=0.02)
     assert pss == pytest.approx(sum(member.pss for member in members) / 1e9, rel=0.02)
 
