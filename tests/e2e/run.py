@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,10 @@ from tests.tiny_model import write_tiny_llama
 START_S = 120
 """Until the first steps are done, on a machine with other work."""
 
+DEADLINE_S = 30
+"""From a fault to the end of the run."""
+
+SHARED_MEMORY = Path("/dev/shm")
 ROOT = Path(__file__).parents[2]
 RECIPE = """
 base: {base}
@@ -70,7 +75,7 @@ class Run:
     def __init__(self, recipe: Path, folder: Path, *overrides: str):
         """folder: where the run's folder goes, and its stdout and stderr."""
         self.folder = folder / "tiny"
-        self._shared_memory = set(os.listdir("/dev/shm"))
+        self._shared_memory = set(SHARED_MEMORY.iterdir())
         self._output, self._errors = folder / "stdout", folder / "stderr"
         with self._output.open("w") as stdout, self._errors.open("w") as stderr:
             self._process = subprocess.Popen(
@@ -87,6 +92,10 @@ class Run:
         return self
 
     def __exit__(self, *_) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(DEADLINE_S)
         for process in self.processes():
             process.kill()
         self._process.wait()
@@ -122,10 +131,12 @@ class Run:
     def scratch(self) -> Path:
         """The folder of the run's temporary files, as Ray's raylet was told."""
         [option] = [word for word in self.find("raylet").cmdline() if word.startswith("--temp_dir=")]
-        return Path(option.removeprefix("--temp_dir="))
+        return Path(option.removeprefix("--temp_dir=")).parent
 
-    def new_shared_memory(self) -> set[str]:
-        return set(os.listdir("/dev/shm")) - self._shared_memory
+    def left_shared_memory(self) -> set[Path]:
+        """Segments that have come since the start and that no process maps: those of other runs are mapped."""
+        new = set(SHARED_MEMORY.iterdir()) - self._shared_memory
+        return new - {path for process in psutil.process_iter() for path in mapped_shared_memory(process)}
 
     def wait_for_step(self, number: int) -> None:
         metrics = self.folder / "metrics.jsonl"
@@ -138,7 +149,7 @@ class Run:
             assert time.monotonic() < deadline, f"after {START_S} s: {self.output} {self.errors}"
             time.sleep(0.1)
 
-    def end(self, seconds: float) -> int:
+    def end(self, seconds: float = DEADLINE_S) -> int:
         """The exit status, once no process of the run is left."""
         deadline = time.monotonic() + seconds
         code = self._process.wait(seconds)
@@ -146,6 +157,14 @@ class Run:
             assert time.monotonic() < deadline, f"left after {seconds} s: {alive}"
             time.sleep(0.05)
         return code
+
+
+def mapped_shared_memory(process: psutil.Process) -> set[Path]:
+    try:
+        paths = [Path(region.path) for region in process.memory_maps()]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return set()
+    return {path for path in paths if path.parent == SHARED_MEMORY and path.exists()}
 
 
 def listening_ports() -> set[int]:

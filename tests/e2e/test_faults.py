@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.run import Run, listening_ports, write_recipe
+from tests.e2e.run import Run, listening_ports, mapped_shared_memory, write_recipe
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 30
 INTERRUPTED = "interrupted; the run ends"
 
 
@@ -37,10 +36,10 @@ def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> Non
     assert scratch.exists()
     assert ports
     fault()
-    assert run.end(DEADLINE_S) == code
+    assert run.end() == code
     assert re.fullmatch(f"megarl: error: {cause}", "\n".join(run.errors)), run.errors
     assert not scratch.exists()
-    assert not run.new_shared_memory()
+    assert not run.left_shared_memory()
     assert not ports & listening_ports()
 
 
@@ -70,8 +69,9 @@ def test_loss_of_the_engine_while_another_is_waited_for(recipe: Path, tmp_path: 
     # Two ranks: processes and shared memory that vLLM itself has made.
     with Run(recipe, tmp_path, "rollout.tp=2") as run:
         run.find("ray::RewardActor.score")
-        assert run.new_shared_memory()
-        check_end(run, run.find("ray::EngineActor").kill, 1, r"rewards: engine-0 died; see .*/logs/engine-0.log")
+        engine = run.find("ray::EngineActor")
+        assert mapped_shared_memory(engine)
+        check_end(run, engine.kill, 1, r"rewards: engine-0 died; see .*/logs/engine-0.log")
 
 
 @pytest.mark.usefixtures("hold")

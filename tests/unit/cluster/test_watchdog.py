@@ -42,5 +42,5 @@ def test_a_loss_ends_the_process_with_its_phase(name: str, then: str, tmp_path: 
 
 
 def test_after_stop_they_may_end(tmp_path: Path) -> None:
-    body = "watchdog.stop(); ray['raylet'].kill(); watchdog.check(); time.sleep(1.5); print('goes on')"
+    body = "watchdog.stop(); ray['raylet'].kill(); ray['raylet'].wait(); watchdog.check(); print('goes on')"
     assert run(body, tmp_path) == (0, "goes on\n", "")
