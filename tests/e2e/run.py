@@ -131,7 +131,7 @@ class Run:
     def scratch(self) -> Path:
         """The folder of the run's temporary files, as Ray's raylet was told."""
         [option] = [word for word in self.find("raylet").cmdline() if word.startswith("--temp_dir=")]
-        return Path(option.removeprefix("--temp_dir=")).parent
+        return Path(option.removeprefix("--temp_dir="))
 
     def left_shared_memory(self) -> set[Path]:
         """Segments that have come since the start and that no process maps: those of other runs are mapped."""
