@@ -1,0 +1,35 @@
+"""The critic's objective: from values and returns to a loss per token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class ValueLoss(NamedTuple):
+    """Per token [N]: the loss (float32), and where the clip cut the gradient off (bool)."""
+
+    loss: torch.Tensor
+    clipped: torch.Tensor
+
+
+def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None) -> ValueLoss:
+    """ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
+
+    With a clip c: ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), of PPO's published code: a value that has
+    moved further than c from the old one gains nothing by moving on towards the return.
+
+    value, old, returns   float32 [N]; gradients flow into value only
+    """
+    if not value.shape == old.shape == returns.shape:
+        raise ValueError(
+            f"value, old and returns must share one shape [N], got {tuple(value.shape)}, {tuple(old.shape)}, "
+            f"{tuple(returns.shape)}"
+        )
+    loss = (value - returns).square()
+    if clip is None:
+        return ValueLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
+    moved = torch.maximum(torch.minimum(value, old + clip), old - clip)
+    clipped_loss = (moved - returns).square()
+    return ValueLoss(torch.maximum(loss, clipped_loss), (clipped_loss > loss).detach())
