@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -16,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl import device
 from megarl.config.schema import Actor, Layout
+from megarl.megatron.architecture import architecture, rope_theta
 from megarl.megatron.head import replace_output_layer
 from megarl.megatron.layer_spec import PositionRotary, block_spec, uses_transformer_engine
 from megarl.resharding.families.shape import ModelShape
@@ -51,41 +51,15 @@ def build_model(
     return model
 
 
-def rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """The rotary base; newer Hugging Face configs keep it in rope_parameters."""
-    parameters = hf_config.get("rope_parameters") or {}
-    return parameters.get("rope_theta") or hf_config.get("rope_theta", 10000.0)
-
-
 def transformer_config(actor: Actor, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
     """Architecture from the Hugging Face config, parallelism from the layout, the rest from megatron_extra."""
     fields = {
-        **_architecture(hf_config),
+        **architecture(hf_config),
         **_parallelism(actor.layout),
         **_precision(dtype),
         **_kernels(),
     }
     return TransformerConfig(**{**fields, **_checked_extra(actor.megatron_extra, fields)})
-
-
-def _architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    shape = ModelShape.of(hf_config)
-    return dict(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.intermediate,
-        layernorm_epsilon=hf_config["rms_norm_eps"],
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-    )
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:
