@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import gcd
 from typing import Any
 
+from megarl.config.learning_rate import num_updates
 from megarl.config.schema import Config, Layout
 
 FAMILIES = ("llama", "qwen2")
@@ -123,6 +124,56 @@ def clipped_ratio_stays_positive(config: Config) -> str | None:
     )
 
 
+def schedule_lengths_are_whole_updates(config: Config) -> str | None:
+    schedule = config.actor.optimizer.schedule
+    for name, length in (("warmup", schedule.warmup), ("decay", schedule.decay)):
+        if length is not None and length > 1 and length != int(length):
+            return (
+                f"actor.optimizer.schedule.{name}={length:g}: from 1 on this counts updates; give a whole number, or a "
+                "share of the run's updates below 1"
+            )
+    return None
+
+
+def schedule_has_the_keys_of_its_name(config: Config) -> str | None:
+    """decay belongs to wsd, which needs it, and min_lr to those that decay."""
+    schedule = config.actor.optimizer.schedule
+    name, prefix = schedule.name, "actor.optimizer.schedule"
+    if name == "wsd" and schedule.decay is None:
+        return f"{prefix}.name=wsd: it needs the length of its decay; set {prefix}.decay=0.2"
+    if name != "wsd" and schedule.decay is not None:
+        return f"{prefix}.decay={schedule.decay:g}: only wsd has it, and {prefix}.name={name}; set decay=null"
+    if name == "constant" and schedule.min_lr:
+        return f"{prefix}.min_lr={schedule.min_lr:g}: {prefix}.name=constant does not decay to it; set min_lr=0"
+    return None
+
+
+def schedule_ends_below_its_peak(config: Config) -> str | None:
+    optimizer = config.actor.optimizer
+    if optimizer.schedule.min_lr <= optimizer.lr:
+        return None
+    return (
+        f"actor.optimizer.schedule.min_lr={optimizer.schedule.min_lr:g}: the schedule decays to it from "
+        f"actor.optimizer.lr={optimizer.lr:g}; set min_lr to at most {optimizer.lr:g}"
+    )
+
+
+def schedule_fits_the_run(config: Config) -> str | None:
+    """wsd's warm-up and decay do not overlap."""
+    schedule, total = config.actor.optimizer.schedule, config.num_updates
+    if schedule.name != "wsd" or schedule.decay is None:
+        return None
+    warmup, decay = num_updates(schedule.warmup, total), num_updates(schedule.decay, total)
+    if warmup + decay <= total:
+        return None
+    batch = config.batch
+    return (
+        f"actor.optimizer.schedule.warmup={schedule.warmup:g}, decay={schedule.decay:g}: {warmup} + {decay} = "
+        f"{warmup + decay} updates, but the run has {total} ({config.run.steps} steps x {batch.prompts_per_step} / "
+        f"{batch.prompts_per_update} prompts); give both as shares of the run, such as 0.1 and 0.2"
+    )
+
+
 _RULES: tuple[Callable[[Config], str | None], ...] = (
     prompts_per_update_divides_prompts_per_step,
     grpo_compares_samples_of_a_prompt,
@@ -135,6 +186,10 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     microbatch_holds_the_longest_sample,
     every_data_parallel_rank_has_a_sample,
     clipped_ratio_stays_positive,
+    schedule_lengths_are_whole_updates,
+    schedule_has_the_keys_of_its_name,
+    schedule_ends_below_its_peak,
+    schedule_fits_the_run,
 )
 
 

@@ -50,8 +50,16 @@ class Layout(Section):
         return self.tp * self.pp * self.cp * self.dp
 
 
+class Schedule(Section):
+    name: Literal["constant", "linear", "cosine", "wsd"]
+    warmup: NonNegativeFloat
+    decay: PositiveFloat | None
+    min_lr: NonNegativeFloat
+
+
 class Optimizer(Section):
     lr: PositiveFloat
+    schedule: Schedule
     beta1: Annotated[float, Field(ge=0, lt=1)]
     beta2: Annotated[float, Field(ge=0, lt=1)]
     eps: PositiveFloat
@@ -145,3 +153,8 @@ class Config(Section):
     data: Data
     rewards: Rewards
     cluster: Cluster
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.run.steps * self.batch.prompts_per_step // self.batch.prompts_per_update

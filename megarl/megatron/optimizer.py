@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    get_megatron_optimizer,
+)
 
 from megarl import device
 from megarl.config.schema import Optimizer
+
+WITHOUT_DECAY = ParamKey(name="*.bias", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1))
+"""Biases and norms: weight decay would pull them to 0, where a norm lets nothing through."""
 
 
 def build_optimizer(config: Optimizer, model: DistributedDataParallel, dtype: torch.dtype) -> MegatronOptimizer:
@@ -17,7 +26,7 @@ def build_optimizer(config: Optimizer, model: DistributedDataParallel, dtype: to
         OptimizerConfig(
             optimizer="adam",
             lr=config.lr,
-            min_lr=config.lr,
+            min_lr=config.schedule.min_lr,
             adam_beta1=config.beta1,
             adam_beta2=config.beta2,
             adam_eps=config.eps,
@@ -28,10 +37,18 @@ def build_optimizer(config: Optimizer, model: DistributedDataParallel, dtype: to
             use_distributed_optimizer=True,
         ),
         [model],
+        config_overrides={WITHOUT_DECAY: {"wd_mult": 0.0}},
     )
     if not device.on_cuda():
         _use_fused_kernel(optimizer)
     return optimizer
+
+
+def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """Of the next update. Both are set anew for each: a loaded optimizer brings those that it was saved with."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def _use_fused_kernel(optimizer: MegatronOptimizer) -> None:

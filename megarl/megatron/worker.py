@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from megarl import device
 from megarl.batch import TokenBatch, TrainingSample
+from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.data.model_folder import read_config
@@ -19,7 +20,7 @@ from megarl.data.packing import Microbatch
 from megarl.megatron import parallel, step
 from megarl.megatron.layer_spec import uses_transformer_engine
 from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model
-from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.weight_sets import WeightSets
 from megarl.metrics import Metric
 from megarl.resharding.execute import execute
@@ -50,6 +51,8 @@ class TrainerWorker:
         )
         self._load_weights()
         self.optimizer = build_optimizer(config.actor.optimizer, self.model, dtype)
+        self.num_updates = 0
+        """Optimizer steps done; the learning rate follows from it."""
         self._weight_sets = WeightSets(self.model.module)
         if config.algorithm.kl.coefficient:
             self._weight_sets.keep("reference")
@@ -88,7 +91,11 @@ class TrainerWorker:
     def update(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> dict[str, Metric]:
         """One optimizer step. Returns metrics on the ranks that report for their replica, nothing on the others."""
         batches = self._collate(samples, microbatches, with_scores=True)
+        rate = learning_rate(self._config.actor.optimizer, self.num_updates, self._config.num_updates)
+        set_rates(self.optimizer, rate, self._config.actor.optimizer.weight_decay)
         metrics = step.update(self.model, self.optimizer, self._config.algorithm, batches)
+        self.num_updates += 1
+        metrics["optimizer/lr"] = Metric(rate)
         return metrics if parallel.reports_metrics() else {}
 
     def forget_scores(self) -> None:

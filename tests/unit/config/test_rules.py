@@ -72,6 +72,31 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
         (["actor.tokens_per_microbatch=255"], "is never split (255 < 256); set actor.tokens_per_microbatch to at le"),
         (["actor.layout.dp=129"], "actor.layout.dp=129: an update has 128 samples (16 prompts x 8 samples), fewer"),
+        (
+            ["actor.optimizer.schedule.warmup=2.5"],
+            "actor.optimizer.schedule.warmup=2.5: from 1 on this counts updates; give a whole number, or a share",
+        ),
+        (
+            ["actor.optimizer.schedule.name=wsd"],
+            "actor.optimizer.schedule.name=wsd: it needs the length of its decay; set actor.optimizer.schedule.decay=",
+        ),
+        (
+            ["actor.optimizer.schedule={name: cosine, decay: 0.2}"],
+            "actor.optimizer.schedule.decay=0.2: only wsd has it, and actor.optimizer.schedule.name=cosine; set decay=",
+        ),
+        (
+            ["actor.optimizer.schedule.min_lr=1e-7"],
+            "actor.optimizer.schedule.min_lr=1e-07: actor.optimizer.schedule.name=constant does not decay to it; set",
+        ),
+        (
+            ["actor.optimizer.schedule={name: linear, min_lr: 1e-3}"],
+            "actor.optimizer.schedule.min_lr=0.001: the schedule decays to it from actor.optimizer.lr=1e-06; set",
+        ),
+        (
+            ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 6, decay: 0.5}"],
+            "actor.optimizer.schedule.warmup=6, decay=0.5: 6 + 5 = 11 updates, but the run has 10 (10 steps x 16 / 16 "
+            "prompts); give both as shares of the run",
+        ),
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
     ],
 )
@@ -84,6 +109,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
     "overrides",
     [
         ["batch.prompts_per_update=8"],
+        ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 5, decay: 0.5}"],
+        ["actor.optimizer.schedule={name: cosine, warmup: 200, min_lr: 1e-6}"],
         ["batch.samples_per_prompt=2"],
         ["actor.layout.tp=3", "actor.layout.sequence_parallel=true"],
         ["actor.layout.pp=1", "actor.layout.last_stage_layers=null"],
