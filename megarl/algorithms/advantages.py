@@ -29,7 +29,7 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A_t = Σ_l (γλ)^l·δ_{t+l} with δ_t = r_t + γ·V(s_{t+1}) − V(s_t); the return that the critic learns is A_t + V(s_t).
+    """A_t = Σ_l (γλ)^l·δ_{t+l} with δ_t = r_t + γ·V(s_{t+1}) − V(s_t); the critic's target is A_t + V(s_t).
 
     Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16), with TD(λ) returns. A sample's actions
     are its trained tokens: the state after one of them is that before the next, and after the last one worth 0.

@@ -5,7 +5,8 @@ Canonical space is the Hugging Face checkpoint: its tensor names and shapes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from math import prod
 
 Rectangle = tuple[tuple[int, int], ...]
@@ -94,3 +95,10 @@ class Holder:
     name: str
     shapes: dict[str, tuple[int, ...]]
     pieces: tuple[Piece, ...]
+
+    def zeroed(self, canonical: Container[str]) -> Holder:
+        """The same parameters; what they hold of these canonical tensors is to become zero."""
+        pieces = tuple(
+            replace(piece, canonical=None) if piece.canonical in canonical else piece for piece in self.pieces
+        )
+        return replace(self, pieces=pieces)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.resharding.families.classifier import score_head_of
 from megarl.resharding.families.registry import family_of
 from megarl.resharding.families.shape import ModelShape
 
@@ -24,12 +25,15 @@ class Canonical:
             self.family.embedding: (self.model.vocab, self.model.hidden),
             self.family.final_norm: (self.model.hidden,),
         }
-        if not self.model.tied:
+        self.score_head = score_head_of(hf_config)
+        if self.score_head is not None:
+            self.outer_shapes |= self.score_head.shapes(self.model.hidden)
+        elif not self.model.tied:
             self.outer_shapes[self.family.head] = (self.model.vocab, self.model.hidden)
 
     @property
     def head(self) -> str:
-        """The tensor that the output layer's weight is."""
+        """The tensor that a language model's output layer has as its weight."""
         return self.family.embedding if self.model.tied else self.family.head
 
     def layer_prefix(self, layer: int) -> str:

@@ -46,8 +46,11 @@ def megatron_holder(
         builder.add_layer(layer, f"decoder.layers.{local}.", tilings)
     if last:
         builder.add("decoder.final_layernorm.weight", Whole((family.final_norm,)))
+    if last and canonical.score_head is not None:
+        for tensor in canonical.score_head.shapes(model.hidden):
+            builder.add(tensor.replace("score.", "output_layer."), Whole((tensor,)))
     # With tied weights the last stage has a copy of the embedding, unless it is the first stage too.
-    if last and not (model.tied and first):
+    elif last and not (model.tied and first):
         builder.add("output_layer.weight", Padded((canonical.head,), padded=padded))
     return builder.build(f"megatron:{rank}")
 

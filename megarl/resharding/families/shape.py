@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.resharding.families.classifier import score_head_of
 from megarl.resharding.families.registry import family_of
 
 
@@ -47,7 +48,8 @@ class ModelShape:
             head_dim=hf_config.get("head_dim") or hidden // heads,
             intermediate=_number(hf_config, "intermediate_size"),
             vocab=_number(hf_config, "vocab_size"),
-            tied=bool(hf_config.get("tie_word_embeddings", False)),
+            # A classifier's config may say so too, but there is no language head to tie.
+            tied=bool(hf_config.get("tie_word_embeddings", False)) and score_head_of(hf_config) is None,
             qkv_bias="self_attn.q_proj.bias" in family.tensors,
         )
 

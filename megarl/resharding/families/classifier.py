@@ -1,0 +1,53 @@
+"""Classification checkpoints: a decoder with a score head in place of its language head.
+
+These are Hugging Face's ...ForSequenceClassification (one row of scores per sample) and ...ForTokenClassification (one
+per token): reward models, and critics, whose one label is the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+WEIGHT, BIAS = "score.weight", "score.bias"
+"""Canonical names of the head, [labels, hidden] and [labels]; it is replicated over the tensor-parallel ranks."""
+
+_KINDS = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHead:
+    """What the score head of a checkpoint reads (a sample's last token, or each), and its shape."""
+
+    kind: Literal["sequence", "token"]
+    num_labels: int
+    bias: bool
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {WEIGHT: (self.num_labels, hidden)} | ({BIAS: (self.num_labels,)} if self.bias else {})
+
+
+def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
+    """None for a language model."""
+    architecture = next(iter(hf_config.get("architectures") or ()), "")
+    kind = next((kind for suffix, kind in _KINDS.items() if architecture.endswith(suffix)), None)
+    if kind is None:
+        return None
+    # transformers leaves its default of two labels out of config.json, and gives only token classifiers a bias.
+    num_labels = len(hf_config.get("id2label") or (0, 1))
+    bias = kind == "token" and hf_config.get("token_classification_bias", True)
+    return ScoreHead(kind, num_labels, bias)
+
+
+def as_classifier(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the sequence classifier with one label that has this model's decoder."""
+    if score_head_of(hf_config) is not None:
+        return dict(hf_config)
+    architecture = next(iter(hf_config.get("architectures") or ()), "ForCausalLM")
+    return {
+        **hf_config,
+        "architectures": [architecture.replace("ForCausalLM", "ForSequenceClassification")],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
