@@ -126,7 +126,7 @@ def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]]) 
             for shares in updates:
                 cast.trainers.score(scorer, shares)
     metrics = merge([cast.trainers.update(shares) for shares in updates])
-    cast.trainers.forget_scores()
+    cast.trainers.end_step()
     return metrics
 
 

@@ -108,8 +108,8 @@ class TrainerActor:
     def update(self, share: Share) -> dict[str, Metric]:
         return self._worker.update([item.fetch() for item in share.samples], share.microbatches)
 
-    def forget_scores(self) -> None:
-        self._worker.forget_scores()
+    def end_step(self) -> None:
+        self._worker.end_step()
 
     def export(self, plan: Plan, transport: SharedMemory, out: Path) -> None:
         self._worker.export(plan, transport, out)
@@ -177,8 +177,8 @@ class TrainerGroup:
             )
         )
 
-    def forget_scores(self) -> None:
-        calls = {name: actor.forget_scores.remote() for name, actor in self._actors.items()}
+    def end_step(self) -> None:
+        calls = {name: actor.end_step.remote() for name, actor in self._actors.items()}
         self._session.wait(calls, "end of step")
 
     def export(self, plan: Plan, transport: SharedMemory, out: Path) -> None:

@@ -73,6 +73,16 @@ def uneven_stages_need_pipeline(config: Config) -> str | None:
     )
 
 
+def virtual_stages_need_pipeline(config: Config) -> str | None:
+    layout = config.actor.layout
+    if layout.vpp == 1 or layout.pp > 1:
+        return None
+    return (
+        f"actor.layout.vpp={layout.vpp}: virtual stages interleave the layers of several pipeline stages, and "
+        "actor.layout.pp=1 is a single one; set actor.layout.vpp=1 or raise pp"
+    )
+
+
 def context_parallel_is_not_supported(config: Config) -> str | None:
     cp = config.actor.layout.cp
     return None if cp == 1 else _not_supported("cp", cp, "context parallelism")
@@ -180,6 +190,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     top_p_is_one,
     sequence_parallel_needs_tensor_parallel,
     uneven_stages_need_pipeline,
+    virtual_stages_need_pipeline,
     context_parallel_is_not_supported,
     expert_parallel_is_not_supported,
     context_holds_a_prompt_and_a_response,
@@ -237,6 +248,24 @@ def layers_tile_the_stages(config: Config, hf: Mapping[str, Any]) -> str | None:
     if stages > 0:
         problem += f" ({left} / {stages} = {left / stages:.4g})"
     return f"{problem}; {_stage_remedy(layout.pp, num_layers)}"
+
+
+def virtual_stages_tile_each_stage(config: Config, hf: Mapping[str, Any]) -> str | None:
+    """Each pipeline stage's layers divide evenly over its virtual stages."""
+    layout, num_layers = config.actor.layout, hf["num_hidden_layers"]
+    if layers_tile_the_stages(config, hf) is not None:
+        return None
+    given = {name: layers for name, layers in _uneven(layout).items() if layers is not None}
+    others = layout.pp - len(given)
+    sizes = given | ({"the other stages": (num_layers - sum(given.values())) // others} if others else {})
+    broken = [f"{layers} layers ({name})" for name, layers in sizes.items() if layers % layout.vpp]
+    if not broken:
+        return None
+    choices = ", ".join(str(value) for value in _divisors(gcd(*sizes.values())))
+    return (
+        f"actor.layout.vpp={layout.vpp}: {' and '.join(broken)} of a pipeline stage do not divide into {layout.vpp} "
+        f"virtual stages; choose from {choices}"
+    )
 
 
 def engine_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
@@ -299,6 +328,7 @@ _MODEL_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
     kv_heads_divide_by_tp,
     mlp_divides_by_tp,
     layers_tile_the_stages,
+    virtual_stages_tile_each_stage,
     engine_heads_divide_by_tp,
     engine_kv_heads_split_or_repeat,
     engine_mlp_divides_by_tp,

@@ -38,8 +38,10 @@ class Model(Section):
 class Layout(Section):
     tp: PositiveInt
     pp: PositiveInt
+    vpp: PositiveInt
     cp: PositiveInt
     ep: PositiveInt
+    etp: PositiveInt | None
     dp: PositiveInt
     sequence_parallel: bool
     first_stage_layers: PositiveInt | None
@@ -48,6 +50,11 @@ class Layout(Section):
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size of the experts."""
+        return self.tp if self.etp is None else self.etp
 
 
 class Schedule(Section):
@@ -71,6 +78,7 @@ class Actor(Section):
     layout: Layout
     optimizer: Optimizer
     tokens_per_microbatch: PositiveInt
+    overlap_communication: bool
     threads: PositiveInt | None
     megatron_extra: dict[str, Any]
 

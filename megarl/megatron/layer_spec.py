@@ -72,9 +72,9 @@ def uses_transformer_engine() -> bool:
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder's layers on this pipeline stage."""
-    num_layers = get_num_layers_to_build(config)
+def block_spec(config: TransformerConfig, virtual: int | None) -> TransformerBlockSubmodules:
+    """The decoder's layers on this pipeline stage, and on this virtual stage of it if there are any."""
+    num_layers = get_num_layers_to_build(config, vp_stage=virtual)
     if uses_transformer_engine():
         layer = get_gpt_layer_with_transformer_engine_spec()
         from megatron.core.extensions.transformer_engine import TENorm

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl import device
 from megarl.config.schema import Actor, Layout
+from megarl.megatron import parallel
 from megarl.megatron.architecture import architecture, rope_theta
 from megarl.megatron.head import replace_output_layer
 from megarl.megatron.layer_spec import PositionRotary, block_spec, uses_transformer_engine
@@ -26,29 +26,63 @@ VOCABULARY_MULTIPLE = 128
 
 def build_model(
     actor: Actor, hf_config: Mapping[str, Any], dtype: torch.dtype, temperature: float, context_length: int
-) -> DistributedDataParallel:
-    """This rank's shard of the model, with weights still to be loaded, in Megatron's DDP."""
-    shape = ModelShape.of(hf_config)
+) -> list[DistributedDataParallel]:
+    """This rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline stage."""
     config = transformer_config(actor, hf_config, dtype)
-    multiple = VOCABULARY_MULTIPLE * actor.layout.tp
+    chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(actor.layout.vpp)]
+    for chunk in chunks:
+        chunk.to(device.device())
+        replace_output_layer(chunk, temperature, ModelShape.of(hf_config).vocab)
+    overlap = actor.overlap_communication
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+    )
+    # Later chunks wait for nothing in the backward pass that buckets would let start earlier.
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=stage > 0)
+        for stage, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        config.no_sync_func = _only_or_all([chunk.no_sync for chunk in wrapped])
+        config.grad_sync_func = _only_or_all([chunk.start_grad_sync for chunk in wrapped])
+    return wrapped
+
+
+def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
+    """Every parameter of this rank, under the name that its holder gives it."""
+    return {
+        f"chunk{i}.{name}": parameter
+        for i, chunk in enumerate(chunks)
+        for name, parameter in chunk.module.named_parameters()
+    }
+
+
+def build_chunk(config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int) -> GPTModel:
+    """This rank's layers of a virtual stage (0 where a pipeline stage has only one), with Megatron's output layer."""
+    shape = ModelShape.of(hf_config)
+    multiple = VOCABULARY_MULTIPLE * config.tensor_model_parallel_size
+    virtual = stage if config.virtual_pipeline_model_parallel_size else None
     model = GPTModel(
         config,
-        block_spec(config),
+        block_spec(config, virtual),
         vocab_size=-(-shape.vocab // multiple) * multiple,
         max_sequence_length=context_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel.is_first_stage(virtual),
+        post_process=parallel.is_last_stage(virtual),
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
         rotary_base=rope_theta(hf_config),
-    ).to(device.device())
-    replace_output_layer(model, temperature, shape.vocab)
+        vp_stage=virtual,
+    )
     if not uses_transformer_engine():
         model.rotary_pos_emb.__class__ = PositionRotary
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    model = DistributedDataParallel(config, ddp_config, model)
-    config.finalize_model_grads_func = finalize_model_grads
     return model
+
+
+def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
+    """Megatron's schedules take one function per chunk, or where there is a single chunk the function itself."""
+    return functions if len(functions) > 1 else functions[0]
 
 
 def transformer_config(actor: Actor, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
@@ -63,18 +97,25 @@ def transformer_config(actor: Actor, hf_config: Mapping[str, Any], dtype: torch.
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:
+    first = layout.first_stage_layers
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=layout.sequence_parallel,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        num_layers_in_first_pipeline_stage=first,
+        # Of two stages the second follows from the first; Megatron divides by the stages between two given ones.
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers if first is None or layout.pp > 2 else None,
         # Packs differ in length; megatron-core asks for this dispatcher then, of dense models too.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         deallocate_pipeline_outputs=True,
+        # Batched point-to-point communication is silently wrong with virtual stages on a pipeline of two.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
@@ -19,7 +21,9 @@ WITHOUT_DECAY = ParamKey(name="*.bias", predicate=ParamPredicate("one axis", lam
 """Biases and norms: weight decay would pull them to 0, where a norm lets nothing through."""
 
 
-def build_optimizer(config: Optimizer, model: DistributedDataParallel, dtype: torch.dtype) -> MegatronOptimizer:
+def build_optimizer(
+    config: Optimizer, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
+) -> MegatronOptimizer:
     """State in float32, sharded over the data-parallel ranks. Build it after the weights are loaded: under bfloat16
     it takes its float32 main weights from them."""
     optimizer = get_megatron_optimizer(
@@ -35,8 +39,9 @@ def build_optimizer(config: Optimizer, model: DistributedDataParallel, dtype: to
             params_dtype=dtype,
             bf16=dtype is torch.bfloat16,
             use_distributed_optimizer=True,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         ),
-        [model],
+        list(chunks),
         config_overrides={WITHOUT_DECAY: {"wd_mult": 0.0}},
     )
     if not device.on_cuda():

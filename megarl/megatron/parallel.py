@@ -41,8 +41,10 @@ def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -56,10 +58,15 @@ def data_parallel_rank() -> int:
     return parallel_state.get_data_parallel_rank()
 
 
-def is_last_stage() -> bool:
-    return parallel_state.is_pipeline_last_stage()
+def is_first_stage(virtual: int | None) -> bool:
+    """Whether this virtual stage of this rank (None: there are none) is the model's first."""
+    return parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=virtual)
+
+
+def is_last_stage(virtual: int | None) -> bool:
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=virtual is None, vp_stage=virtual)
 
 
 def reports_metrics() -> bool:
-    """True on one rank of each data-parallel replica: the one whose loss and metrics speak for it."""
-    return is_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    """True on one rank of each data-parallel and context-parallel replica: whose loss and metrics speak for it."""
+    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -22,14 +22,14 @@ from megarl.ops.packed_attention import make_buckets
 
 
 def update(
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     algorithm: Algorithm,
     batches: Sequence[TokenBatch],
 ) -> dict[str, Metric]:
     """One optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Metrics are of this rank; those that
     come from the loss exist on the last stage only."""
-    parts = accumulate_gradients(model, algorithm, batches)
+    parts = accumulate_gradients(chunks, algorithm, batches)
     succeeded, grad_norm, _ = optimizer.step()
     if not succeeded:
         raise RuntimeError("the optimizer refused the step: a gradient is infinite or not a number")
@@ -38,8 +38,16 @@ def update(
     return metrics
 
 
+def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """After the last update: with overlapped communication, other ranks' parts of the parameters would only be fetched
+    by the next forward pass of an update."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
 def accumulate_gradients(
-    model: DistributedDataParallel, algorithm: Algorithm, batches: Sequence[TokenBatch]
+    chunks: Sequence[DistributedDataParallel], algorithm: Algorithm, batches: Sequence[TokenBatch]
 ) -> list[Sums]:
     """Leaves the gradient of Σ w·ℓ, reduced over ranks, in the parameters' main_grad."""
     # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks; the product of
@@ -50,32 +58,36 @@ def accumulate_gradients(
         loss, sums = objective(algorithm, batch, scored[0, :, 0], scored[0, :, 1])
         return scale * loss, sums
 
-    model.zero_grad_buffer()
-    model.train()
-    return _run(model, batches, loss_of, forward_only=False)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+        chunk.train()
+    return _run(chunks, batches, loss_of, forward_only=False)
 
 
-def log_probs(model: DistributedDataParallel, batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+def log_probs(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
     """Log-prob of each row of each microbatch, float32 [N]; on the last stage only (elsewhere an empty list)."""
 
     def keep(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return scored.sum(), scored[0, :, 0]
 
-    model.eval()
+    for chunk in chunks:
+        chunk.eval()
     with torch.no_grad():
-        return _run(model, batches, keep, forward_only=True)
+        return _run(chunks, batches, keep, forward_only=True)
 
 
-def _run(model, batches: Sequence[TokenBatch], loss_of: Callable, forward_only: bool) -> list:
+def _run(
+    chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], loss_of: Callable, forward_only: bool
+) -> list:
     """Megatron's schedule for this layout. Returns what loss_of gives beside the loss, per microbatch."""
 
-    def forward_step(iterator: Iterator[TokenBatch], stage_model):
+    def forward_step(iterator: Iterator[TokenBatch], chunk: DistributedDataParallel):
         batch = next(iterator)
-        unwrapped = unwrap_model(stage_model)
+        unwrapped = unwrap_model(chunk)
         if unwrapped.post_process:
             unwrapped.output_layer.request = HeadRequest(batch.rows, batch.targets)
         unwrapped.rotary_pos_emb.positions = batch.positions  # read by PositionRotary
-        output = stage_model(
+        output = chunk(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
             attention_mask=None,
@@ -86,8 +98,8 @@ def _run(model, batches: Sequence[TokenBatch], loss_of: Callable, forward_only: 
     longest = max(len(batch.tokens) for batch in batches)
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[model],
+        data_iterator=[iter(batches) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(batches),
         seq_length=longest,  # packs differ in length; each stage learns the real one from the one before it
         micro_batch_size=1,

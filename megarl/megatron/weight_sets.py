@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -11,8 +11,8 @@ import torch
 class WeightSets:
     """Named copies of this rank's parameters: the reference, older policies."""
 
-    def __init__(self, model: torch.nn.Module):
-        self._parameters = dict(model.named_parameters())
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
+        self._parameters = parameters
         self._sets: dict[str, dict[str, torch.Tensor]] = {}
 
     def keep(self, name: str) -> None:

@@ -19,7 +19,7 @@ from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel, step
 from megarl.megatron.layer_spec import uses_transformer_engine
-from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model
+from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model, named_parameters
 from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.weight_sets import WeightSets
 from megarl.metrics import Metric
@@ -46,14 +46,14 @@ class TrainerWorker:
         dtype = getattr(torch, config.model.dtype)
         device.claim(threads)
         parallel.initialize(config.actor.layout, store, rank, config.run.seed, timeout_s=config.cluster.step_timeout_s)
-        self.model = build_model(
+        self.chunks = build_model(
             config.actor, self._hf_config, dtype, config.rollout.temperature, config.rollout.context_length
         )
         self._load_weights()
-        self.optimizer = build_optimizer(config.actor.optimizer, self.model, dtype)
+        self.optimizer = build_optimizer(config.actor.optimizer, self.chunks, dtype)
         self.num_updates = 0
         """Optimizer steps done; the learning rate follows from it."""
-        self._weight_sets = WeightSets(self.model.module)
+        self._weight_sets = WeightSets(named_parameters(self.chunks))
         if config.algorithm.kl.coefficient:
             self._weight_sets.keep("reference")
 
@@ -71,7 +71,7 @@ class TrainerWorker:
         return parallel.data_parallel_rank()
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in self.model.module.named_parameters()}
+        return {name: parameter.data for name, parameter in named_parameters(self.chunks).items()}
 
     def publish(self) -> dict[str, PublishedParameter]:
         """Moves the live parameters into shared memory, where an engine on this machine reads them from now on."""
@@ -82,7 +82,7 @@ class TrainerWorker:
         batches = self._collate(samples, microbatches, with_scores=False)
         weights = self._weight_sets.swapped_in("reference") if scorer == "reference" else nullcontext()
         with weights:
-            scored = step.log_probs(self.model, batches)
+            scored = step.log_probs(self.chunks, batches)
         for microbatch, log_prob in zip(microbatches, scored, strict=False):
             members = [samples[i] for i in microbatch]
             parts = log_prob.split([len(member.sample.response_ids) for member in members])
@@ -93,13 +93,14 @@ class TrainerWorker:
         batches = self._collate(samples, microbatches, with_scores=True)
         rate = learning_rate(self._config.actor.optimizer, self.num_updates, self._config.num_updates)
         set_rates(self.optimizer, rate, self._config.actor.optimizer.weight_decay)
-        metrics = step.update(self.model, self.optimizer, self._config.algorithm, batches)
+        metrics = step.update(self.chunks, self.optimizer, self._config.algorithm, batches)
         self.num_updates += 1
         metrics["optimizer/lr"] = Metric(rate)
         return metrics if parallel.reports_metrics() else {}
 
-    def forget_scores(self) -> None:
-        """At the end of a step: its samples do not come back."""
+    def end_step(self) -> None:
+        """Its samples do not come back, and whoever reads the parameters now finds them complete."""
+        step.gather_parameters(self.chunks)
         for kept in self._kept.values():
             kept.clear()
 

@@ -16,6 +16,7 @@ from megarl.cluster.trainer_group import Share
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
+from megarl.megatron.model import named_parameters
 from megarl.megatron.worker import TrainerWorker
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
@@ -114,7 +115,7 @@ def train(store, rank: int, config: Config, folder: Path, updates: list, old_pas
             worker.score("old", samples, share.microbatches)
         gradients = capture_gradients(worker)
         metrics = worker.update(samples, share.microbatches)
-        worker.forget_scores()
+        worker.end_step()
     weights = {name: p.clone() for name, p in worker.parameters().items()}
     return worker.holder, gradients, weights, metrics
 
@@ -125,12 +126,12 @@ def capture_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
     inner = worker.optimizer.step
 
     def step_and_copy():
-        for buffer in worker.model.buffers:
+        for buffer in (buffer for chunk in worker.chunks for buffer in chunk.buffers):
             for bucket in buffer.buckets:  # after the reduce-scatter each rank has its own shard of the bucket
                 shards = bucket.grad_data.chunk(dist.get_world_size(buffer.data_parallel_group))
                 mine = shards[dist.get_rank(buffer.data_parallel_group)].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=buffer.data_parallel_group)
-        captured.update((name, p.main_grad.clone()) for name, p in worker.model.module.named_parameters())
+        captured.update((name, p.main_grad.clone()) for name, p in named_parameters(worker.chunks).items())
         worker.optimizer.step = inner
         return inner()
 

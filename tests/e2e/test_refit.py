@@ -124,7 +124,7 @@ class TrainerSide:
         training = [TrainingSample(s, 0.0, GroupStatistics(0.0, 1.0, 1), 0.0) for s in samples]
         self.worker.score("old", training, [tuple(range(len(samples)))])
         kept = {name: values.tolist() for name, values in self.worker._kept["old"].items()}
-        self.worker.forget_scores()
+        self.worker.end_step()
         return kept
 
     def export(self, plan, transport, out):

@@ -40,23 +40,46 @@ def megatron_holder(
     padded = -(-model.vocab // multiple) * multiple
     builder = HolderBuilder(canonical, layout.tp, rank % layout.tp)
     if first:
-        builder.add("embedding.word_embeddings.weight", Padded((family.embedding,), padded=padded))
+        builder.add("chunk0.embedding.word_embeddings.weight", Padded((family.embedding,), padded=padded))
     tilings = _layer_tilings(family, fused_norms)
-    for local, layer in enumerate(stage_layers(model.num_layers, layout)[stage]):
-        builder.add_layer(layer, f"decoder.layers.{local}.", tilings)
+    for virtual in range(layout.vpp):
+        for local, layer in enumerate(chunk_layers(model.num_layers, layout)[virtual][stage]):
+            builder.add_layer(layer, f"chunk{virtual}.decoder.layers.{local}.", tilings)
+    last_chunk = f"chunk{layout.vpp - 1}."
     if last:
-        builder.add("decoder.final_layernorm.weight", Whole((family.final_norm,)))
+        builder.add(f"{last_chunk}decoder.final_layernorm.weight", Whole((family.final_norm,)))
     if last and canonical.score_head is not None:
         for tensor in canonical.score_head.shapes(model.hidden):
-            builder.add(tensor.replace("score.", "output_layer."), Whole((tensor,)))
+            builder.add(tensor.replace("score.", f"{last_chunk}output_layer."), Whole((tensor,)))
     # With tied weights the last stage has a copy of the embedding, unless it is the first stage too.
     elif last and not (model.tied and first):
-        builder.add("output_layer.weight", Padded((canonical.head,), padded=padded))
+        builder.add(f"{last_chunk}output_layer.weight", Padded((canonical.head,), padded=padded))
     return builder.build(f"megatron:{rank}")
 
 
-def stage_layers(num_layers: int, layout: Layout) -> list[range]:
-    """The layers of each pipeline stage. Raises ValueError where they do not divide evenly among the stages."""
+def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
+    """The layers of each virtual stage of each pipeline stage, as [virtual][stage]. A microbatch goes through all
+    pipeline stages once for every virtual stage, so layers are counted in this order.
+
+    Raises ValueError where they do not divide evenly.
+    """
+    chunks: list[list[range]] = []
+    start = 0
+    for virtual in range(layout.vpp):
+        chunks.append([])
+        for stage, count in enumerate(stage_sizes(num_layers, layout)):
+            if count % layout.vpp:
+                raise ValueError(
+                    f"actor.layout.vpp={layout.vpp}: the {count} layers of pipeline stage {stage} do not divide into "
+                    f"{layout.vpp} virtual stages; choose a divisor of {count}"
+                )
+            chunks[virtual].append(range(start, start + count // layout.vpp))
+            start += count // layout.vpp
+    return chunks
+
+
+def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
+    """How many layers each pipeline stage has. Raises ValueError where they do not divide evenly among the stages."""
     first, last = layout.first_stage_layers, layout.last_stage_layers
     fixed = {0: first, layout.pp - 1: last}
     counts = [fixed.get(stage) for stage in range(layout.pp)]
@@ -67,12 +90,7 @@ def stage_layers(num_layers: int, layout: Layout) -> list[range]:
             f"actor.layout.pp={layout.pp}, first_stage_layers={first}, last_stage_layers={last}: "
             f"{left} of {num_layers} layers are left for {stages_left} stages; they must divide evenly"
         )
-    stages, start = [], 0
-    for count in counts:
-        stop = start + (left // stages_left if count is None else count)
-        stages.append(range(start, stop))
-        start = stop
-    return stages
+    return [left // stages_left if count is None else count for count in counts]
 
 
 def _layer_tilings(family: Family, fused_norms: bool) -> Mapping[str, Tiling]:

@@ -26,7 +26,11 @@ from megarl.config.names import VERL, keys, suggest
             "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
             "verl's tensor_model_parallel_size is actor.layout.tp here",
         ),
-        ("actor.quux", "actor has the keys layout, optimizer, tokens_per_microbatch, threads, megatron_extra"),
+        (
+            "actor.quux",
+            "actor has the keys layout, optimizer, tokens_per_microbatch, "
+            "overlap_communication, threads, megatron_extra",
+        ),
         ("run.quux.zyx", "run has the keys name, folder, seed, steps, export"),
         ("quux", "the top level has the keys run, model, actor, rollout, algorithm, batch, data, rewards, cluster"),
     ],

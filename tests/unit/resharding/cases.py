@@ -11,12 +11,24 @@ from hypothesis import strategies as st
 from megarl.config.schema import Layout
 
 
-def layout_of(tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1, first: int | None = None, last: int | None = None):
+def layout_of(
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+    vpp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+) -> Layout:
     return Layout(
         tp=tp,
         pp=pp,
+        vpp=vpp,
         cp=cp,
-        ep=1,
+        ep=ep,
+        etp=etp,
         dp=dp,
         sequence_parallel=False,
         first_stage_layers=first,
@@ -72,7 +84,7 @@ def megatron_shard(
     checkpoint: dict[str, torch.Tensor],
     tp: int,
     tp_rank: int,
-    layers: range,
+    chunks: list[range],
     first: bool,
     last: bool,
     vocab_multiple: int,
@@ -91,9 +103,9 @@ def megatron_shard(
 
     tensors = {}
     if first:
-        tensors["embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
-    for local, i in enumerate(layers):
-        theirs, ours = f"model.layers.{i}.", f"decoder.layers.{local}."
+        tensors["chunk0.embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
+    for chunk, local, i in [(c, local, i) for c, layers in enumerate(chunks) for local, i in enumerate(layers)]:
+        theirs, ours = f"model.layers.{i}.", f"chunk{chunk}.decoder.layers.{local}."
         gate_up = [checkpoint[f"{theirs}mlp.{x}_proj.weight"].chunk(tp)[tp_rank] for x in ("gate", "up")]
         tensors[ours + "input_layernorm.weight"] = checkpoint[theirs + "input_layernorm.weight"]
         tensors[ours + "pre_mlp_layernorm.weight"] = checkpoint[theirs + "post_attention_layernorm.weight"]
@@ -105,11 +117,11 @@ def megatron_shard(
         tensors[ours + "mlp.linear_fc1.weight"] = torch.cat(gate_up)
         tensors[ours + "mlp.linear_fc2.weight"] = checkpoint[theirs + "mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
     if last:
-        tensors["decoder.final_layernorm.weight"] = checkpoint["model.norm.weight"]
+        tensors[f"chunk{len(chunks) - 1}.decoder.final_layernorm.weight"] = checkpoint["model.norm.weight"]
         if not config["tie_word_embeddings"]:
-            tensors["output_layer.weight"] = padded("lm_head.weight")
+            tensors[f"chunk{len(chunks) - 1}.output_layer.weight"] = padded("lm_head.weight")
         elif not first:
-            tensors["output_layer.weight"] = padded("model.embed_tokens.weight")
+            tensors[f"chunk{len(chunks) - 1}.output_layer.weight"] = padded("model.embed_tokens.weight")
     return tensors
 
 
@@ -152,7 +164,8 @@ def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
         kv_heads = lcm(kv_heads, vllm_tp)
     heads = lcm(kv_heads, vllm_tp) * draw(st.sampled_from([1, 3]))
     pp = draw(st.sampled_from([1, 2, 3]))
-    first, middle, last = draw(st.tuples(*[st.integers(1, 2)] * 3))
+    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    first, middle, last = (vpp * count for count in draw(st.tuples(*[st.integers(1, 2)] * 3)))
     ends = dict(first=first, last=last) if pp > 1 else {}
     config = config_of(
         model_type=draw(st.sampled_from(["llama", "qwen2"])),
@@ -165,4 +178,4 @@ def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
         vocab_size=draw(st.integers(1, 100)),
         tie_word_embeddings=draw(st.booleans()),
     )
-    return config, layout_of(tp, pp, dp=draw(st.integers(1, 2)), **ends), vllm_tp
+    return config, layout_of(tp, pp, dp=draw(st.integers(1, 2)), vpp=vpp, **ends), vllm_tp

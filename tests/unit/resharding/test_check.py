@@ -97,7 +97,7 @@ def test_a_shifted_destination_rectangle():
 
 def test_another_tensor_of_the_same_shape():
     i = position("model.layers.0.input_layernorm.weight")
-    refused(changed(i, source_parameter="decoder.layers.1.input_layernorm.weight"), "at the source")
+    refused(changed(i, source_parameter="chunk0.decoder.layers.1.input_layernorm.weight"), "at the source")
 
 
 @pytest.mark.parametrize("name", ["source", "source_parameter"])

@@ -12,7 +12,7 @@ from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
 CONFIG = config_of()
 FOLDER, RANK = huggingface_holder(CONFIG), megatron_holder(CONFIG, layout_of(), 0)
 PLAN = make_plan([FOLDER], [RANK])
-NORM = "decoder.final_layernorm.weight"
+NORM = "chunk0.decoder.final_layernorm.weight"
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_writes_in_place_into_leaves_that_require_gradients(parameters, checkpoi
 
 def test_padding_becomes_zero(parameters, checkpoint):
     run(parameters, checkpoint)
-    assert (parameters["output_layer.weight"][CONFIG["vocab_size"] :] == 0).all()
+    assert (parameters["chunk0.output_layer.weight"][CONFIG["vocab_size"] :] == 0).all()
 
 
 def test_a_cast_must_be_asked_for(parameters, checkpoint):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
-from megarl.resharding.families.megatron import stage_layers
+from megarl.resharding.families.megatron import chunk_layers, stage_sizes
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.piece import num_elements
 from tests.unit.resharding.cases import config_of, layout_of
@@ -63,9 +63,19 @@ def test_configs_that_are_refused(changes, message):
     ],
 )
 def test_stages_take_the_layers_in_order(num_layers, layout, counts):
-    stages = stage_layers(num_layers, layout)
-    assert [len(stage) for stage in stages] == counts
+    assert stage_sizes(num_layers, layout) == counts
+    [stages] = chunk_layers(num_layers, layout)
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+
+
+def test_virtual_stages_interleave():
+    chunks = chunk_layers(12, layout_of(pp=3, vpp=2, first=2, last=6))
+    assert chunks == [[range(0, 1), range(1, 3), range(3, 6)], [range(6, 7), range(7, 9), range(9, 12)]]
+
+
+def test_virtual_stages_that_do_not_divide():
+    with pytest.raises(ValueError, match="the 3 layers of pipeline stage 0 do not divide into 2 virtual stages"):
+        chunk_layers(6, layout_of(pp=2, vpp=2))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +90,7 @@ def test_stages_take_the_layers_in_order(num_layers, layout, counts):
 )
 def test_stages_that_do_not_divide(num_layers, layout, left):
     with pytest.raises(ValueError, match=left):
-        stage_layers(num_layers, layout)
+        stage_sizes(num_layers, layout)
 
 
 def test_transformer_engine_fuses_norms_into_the_linears():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from megarl.resharding.check import check_plan
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
-from megarl.resharding.families.megatron import stage_layers
+from megarl.resharding.families.megatron import chunk_layers
 from megarl.resharding.piece import Holder
 from megarl.resharding.plan import make_plan
 from megarl.resharding.transports.local import LocalMemory
@@ -49,7 +49,7 @@ def test_checkpoint_to_megatron_and_back_and_to_vllm(case):
 
     ranks = [megatron_holder(config, layout, r, vocab_multiple=VOCAB_MULTIPLE) for r in range(layout.world_size)]
     trained = resharded([folder], {folder.name: checkpoint}, ranks)
-    stages = stage_layers(config["num_hidden_layers"], layout)
+    virtual_stages = chunk_layers(config["num_hidden_layers"], layout)
     for rank, holder in enumerate(ranks):
         stage = rank // (layout.tp * layout.dp)
         expected = megatron_shard(
@@ -57,7 +57,7 @@ def test_checkpoint_to_megatron_and_back_and_to_vllm(case):
             checkpoint,
             layout.tp,
             rank % layout.tp,
-            stages[stage],
+            [stages[stage] for stages in virtual_stages],
             stage == 0,
             stage == layout.pp - 1,
             VOCAB_MULTIPLE,
