@@ -17,7 +17,7 @@ def bits(module: torch.nn.Module) -> list[bytes]:
 
 def test_kept_weights_are_in_the_model_inside_and_its_own_afterwards():
     live = model()
-    sets = WeightSets(live)
+    sets = WeightSets(dict(live.named_parameters()))
     sets.keep("reference")
     start = bits(live)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def test_kept_weights_are_in_the_model_inside_and_its_own_afterwards():
 
 def test_own_weights_return_after_an_error():
     live = model()
-    sets = WeightSets(live)
+    sets = WeightSets(dict(live.named_parameters()))
     sets.keep("reference")
     with torch.no_grad():
         live.weight.zero_()
