@@ -6,7 +6,7 @@ without torch. A `TokenBatch` holds torch tensors and exists only where a model 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -140,6 +140,10 @@ class TrainingSample:
     weight: float
 
 
+ROW_FIELDS = ("rows", "targets", "row_sample", "behaviour", "mask", "weight", "old", "reference")
+"""Fields of a TokenBatch with one element per row."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """One microbatch: D documents (a prompt and one response each), packed without padding between them.
@@ -185,12 +189,14 @@ class TokenBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         return TokenBatch(**{name: None if value is None else value.to(device) for name, value in moved.items()})
 
+    def take_rows(self, numbers: torch.Tensor) -> TokenBatch:
+        """The batch with the fields of these rows only (int64 [n])."""
+        kept = {name: getattr(self, name) for name in ROW_FIELDS}
+        return replace(self, **{name: None if value is None else value[numbers] for name, value in kept.items()})
+
     def validate(self) -> None:
         num_tokens, num_rows, num_samples = len(self.tokens), len(self.rows), len(self.reward)
-        for name in ("targets", "row_sample", "behaviour", "mask", "weight"):
-            shape = tuple(getattr(self, name).shape)
-            assert shape == (num_rows,), f"{name} has shape {shape}, expected ({num_rows},)"
-        for name in ("old", "reference"):
+        for name in ROW_FIELDS:
             values = getattr(self, name)
             assert values is None or tuple(values.shape) == (num_rows,), f"{name} has shape {tuple(values.shape)}"
         for name in ("group_mean", "group_std"):

@@ -25,7 +25,7 @@ from megarl.config.rules import check_model
 from megarl.config.schema import Config
 from megarl.data.cursor import PromptCursor
 from megarl.data.model_folder import read_config, resolve
-from megarl.data.packing import Lengths, schedule
+from megarl.data.packing import Lengths, Packing, schedule
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.metrics import Metric, merge, values
 from megarl.rollout.engine import SamplingRequest
@@ -118,7 +118,7 @@ def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]]) 
     """The passes that the algorithm needs, then one optimizer step for every prompts_per_update groups."""
     size = config.batch.prompts_per_update
     updates = [
-        share_out(config, [sample for group in groups[i : i + size] for sample in group], cast.trainers.shares_prompts)
+        share_out(config, [sample for group in groups[i : i + size] for sample in group], cast.trainers.packing)
         for i in range(0, len(groups), size)
     ]
     for scorer in ("old", "reference"):
@@ -130,7 +130,7 @@ def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]]) 
     return metrics
 
 
-def share_out(config: Config, samples: Sequence[ScoredSample], share_prompts: bool) -> list[Share]:
+def share_out(config: Config, samples: Sequence[ScoredSample], packing: Packing) -> list[Share]:
     """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss."""
     infos = [item.sample.info for item in samples]
     weights = sample_weights(config.algorithm.objective.aggregation, [info.num_trained_tokens for info in infos])
@@ -140,9 +140,7 @@ def share_out(config: Config, samples: Sequence[ScoredSample], share_prompts: bo
     ]
     microbatches = schedule(
         [Lengths(info.prompt_id, info.num_prompt_tokens, info.num_response_tokens) for info in infos],
-        config.actor.tokens_per_microbatch,
-        config.actor.layout.dp,
-        share_prompts,
+        packing,
     )
     return [Share.of(assignments, own) for own in microbatches]
 

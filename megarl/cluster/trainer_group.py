@@ -14,7 +14,7 @@ from megarl.cluster.logs import log_to
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
-from megarl.data.packing import Microbatch
+from megarl.data.packing import Microbatch, Packing
 from megarl.metrics import Metric, merge
 from megarl.resharding.piece import Holder
 
@@ -64,7 +64,7 @@ class Started:
 
     data_parallel_rank: int
     holder: Holder
-    shares_prompts: bool
+    packing: Packing
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -97,7 +97,7 @@ class TrainerActor:
             else parallel.join_store(host, port, world_size, self._config.cluster.start_timeout_s)
         )
         self._worker = TrainerWorker(self._config, self._model_folder, rank, store, self._process.threads)
-        return Started(self._worker.data_parallel_rank, self._worker.holder, self._worker.shares_prompts)
+        return Started(self._worker.data_parallel_rank, self._worker.holder, self._worker.packing)
 
     def publish(self) -> dict[str, PublishedParameter]:
         return self._worker.publish()
@@ -132,7 +132,6 @@ class TrainerGroup:
         session.watch(self._actors)
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
-        self.shares_prompts = False
 
     def start(self) -> None:
         first_name, first = next(iter(self._actors.items()))
@@ -146,7 +145,7 @@ class TrainerGroup:
         )
         self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
         self.holders = [rank.holder for rank in started]
-        self.shares_prompts = started[0].shares_prompts
+        self.packing = started[0].packing
 
     def publish(self) -> dict[str, dict[str, PublishedParameter]]:
         """By holder name: where each live parameter lies in shared memory."""

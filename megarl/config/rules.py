@@ -83,11 +83,6 @@ def virtual_stages_need_pipeline(config: Config) -> str | None:
     )
 
 
-def context_parallel_is_not_supported(config: Config) -> str | None:
-    cp = config.actor.layout.cp
-    return None if cp == 1 else _not_supported("cp", cp, "context parallelism")
-
-
 def expert_parallel_is_not_supported(config: Config) -> str | None:
     ep = config.actor.layout.ep
     return None if ep == 1 else _not_supported("ep", ep, "expert parallelism")
@@ -104,12 +99,15 @@ def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
 
 
 def microbatch_holds_the_longest_sample(config: Config) -> str | None:
-    budget, context = config.actor.tokens_per_microbatch, config.rollout.context_length
-    if budget >= context:
+    """The budget is of one rank, and a sample's tokens are shared out over the context-parallel ranks."""
+    budget, cp, context = config.actor.tokens_per_microbatch, config.actor.layout.cp, config.rollout.context_length
+    needed = -(-context // cp)
+    if budget >= needed:
         return None
+    ranks = f" on actor.layout.cp={cp} ranks" if cp > 1 else ""
     return (
-        f"actor.tokens_per_microbatch={budget}: a sample may have rollout.context_length={context} tokens and is never "
-        f"split ({budget} < {context}); set actor.tokens_per_microbatch to at least {context}"
+        f"actor.tokens_per_microbatch={budget}: a sample may have rollout.context_length={context} tokens{ranks} and "
+        f"is never split over microbatches ({budget} < {needed}); set actor.tokens_per_microbatch to at least {needed}"
     )
 
 
@@ -191,7 +189,6 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     sequence_parallel_needs_tensor_parallel,
     uneven_stages_need_pipeline,
     virtual_stages_need_pipeline,
-    context_parallel_is_not_supported,
     expert_parallel_is_not_supported,
     context_holds_a_prompt_and_a_response,
     microbatch_holds_the_longest_sample,

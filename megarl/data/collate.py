@@ -7,26 +7,27 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megarl.batch import TokenBatch, TrainingSample
+from megarl.data.packing import Packing, round_up
+
+PADDING = 0
+"""Any token: nothing that is trained on attends to it."""
 
 
 def collate(
     samples: Sequence[TrainingSample],
-    multiple: int,
-    share_prompts: bool,
+    packing: Packing,
     old: Mapping[str, torch.Tensor] | None = None,
     reference: Mapping[str, torch.Tensor] | None = None,
 ) -> TokenBatch:
     """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
 
     samples          none for an empty microbatch, which consists of padding
-    multiple         what sequence parallelism needs T to divide by
-    share_prompts    samples of one prompt read the same copy of its tokens
     old, reference   sample id -> float32 [R], log-probs per response token
     """
-    pack = _Pack(share_prompts)
+    pack = _Pack(packing)
     for item in samples:
         pack.add(item)
-    pack.pad(multiple)
+    pack.pad()
     mask = torch.tensor([flag for item in samples for flag in item.sample.response_mask], dtype=torch.bool)
     row_sample = _long([i for i, item in enumerate(samples) for _ in item.sample.response_ids])
     weight = _float([item.weight for item in samples])[row_sample]
@@ -54,30 +55,31 @@ def collate(
 class _Pack:
     """Tokens and their positions, and for every document where its tokens stand."""
 
-    def __init__(self, share_prompts: bool):
+    def __init__(self, packing: Packing):
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.documents: list[list[int]] = []
         self.rows: list[int] = []
-        self._share_prompts = share_prompts
+        self._packing = packing
         self._prompts: dict[str, list[int]] = {}
 
     def add(self, item: TrainingSample) -> None:
         prompt = item.sample.prompt
-        standing = self._prompts.get(prompt.id) if self._share_prompts else None
+        standing = self._prompts.get(prompt.id) if self._packing.shares_prompts else None
         if standing is None:
             standing = self._append(prompt.token_ids, 0)
             self._prompts[prompt.id] = standing
         response = self._append(item.sample.response_ids, len(prompt.token_ids))
-        document = standing + response
-        self.documents.append(document)
         # The hidden state of a token predicts the one after it.
+        document = standing + response
         self.rows.extend(document[len(standing) - 1 : -1])
+        missing = self._packing.padded(len(document)) - len(document)
+        self.documents.append(document + self._append((PADDING,) * missing, len(document)))
 
-    def pad(self, multiple: int) -> None:
-        missing = (-len(self.tokens)) % multiple if self.tokens else multiple
-        if missing:
-            self.documents.append(self._append((0,) * missing, 0))
+    def pad(self) -> None:
+        total = round_up(max(len(self.tokens), 1), self._packing.pack_multiple)
+        if missing := total - len(self.tokens):
+            self.documents.append(self._append((PADDING,) * missing, 0))
 
     def _append(self, token_ids: Sequence[int], first_position: int) -> list[int]:
         start = len(self.tokens)

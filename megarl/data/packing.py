@@ -6,16 +6,35 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.planning.token_cost import TokenCost
+
 Microbatch = tuple[int, ...]
 """Indexes of the samples that are packed together; empty for a microbatch that only keeps ranks in step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """Samples that are packed as one: those of one prompt, whose tokens then stand in the pack once."""
+class Packing:
+    """How the ranks of one model want their samples packed.
 
-    samples: tuple[int, ...]
-    num_tokens: int
+    token_budget          most tokens of a microbatch, over the context-parallel ranks of a replica together
+    num_ranks             data-parallel ranks
+    shares_prompts        samples of one prompt that meet in a microbatch compute its tokens once
+    document_multiple     every document is padded to a multiple of this
+    pack_multiple         and every pack to a multiple of this
+    microbatch_multiple   the number of microbatches is a multiple of this
+    cost                  what ranks are balanced by
+    """
+
+    token_budget: int
+    num_ranks: int
+    shares_prompts: bool
+    document_multiple: int
+    pack_multiple: int
+    microbatch_multiple: int
+    cost: TokenCost
+
+    def padded(self, num_tokens: int) -> int:
+        return round_up(num_tokens, self.document_multiple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +45,78 @@ class Lengths:
     prompt_tokens: int
     response_tokens: int
 
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_tokens + self.response_tokens
 
-def bundle(lengths: Sequence[Lengths], most_tokens: int, share_prompts: bool) -> list[Bundle]:
-    """Bundles of at most most_tokens; without share_prompts, one sample each.
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Samples that are packed as one: those of one prompt, whose tokens then stand in the pack once."""
+
+    samples: tuple[int, ...]
+    num_tokens: int
+    cost: float
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def schedule(lengths: Sequence[Lengths], packing: Packing) -> list[list[Microbatch]]:
+    """Microbatches per data-parallel rank, equally many on each: pipeline schedules need that of all ranks.
+
+    Every rank packs its own share, and the shorter lists are filled up with empty microbatches.
+    """
+    bundles = bundle(lengths, packing)
+    shares = balance([item.cost for item in bundles], packing.num_ranks)
+    packed = [pack([bundles[i] for i in share], packing.token_budget) for share in shares]
+    most = round_up(max(len(microbatches) for microbatches in packed), packing.microbatch_multiple)
+    return [microbatches + [()] * (most - len(microbatches)) for microbatches in packed]
+
+
+def bundle(lengths: Sequence[Lengths], packing: Packing) -> list[Bundle]:
+    """Bundles within the token budget; unless prompts are shared, one sample each.
 
     Raises ValueError for a sample that alone has more: a sample is never split over microbatches.
     """
-    bundles: list[Bundle] = []
-    unfinished: dict[str, Bundle] = {}
+    members: list[list[int]] = []
+    unfinished: dict[str, list[int]] = {}
     for index, item in enumerate(lengths):
-        own = Bundle((index,), item.prompt_tokens + item.response_tokens)
-        if own.num_tokens > most_tokens:
-            raise ValueError(
-                f"actor.tokens_per_microbatch={most_tokens}: sample {index} alone has {own.num_tokens} tokens; "
-                f"a sample is never split over microbatches, so raise it to at least {own.num_tokens}"
-            )
-        begun = unfinished.get(item.prompt) if share_prompts else None
-        if begun is not None and begun.num_tokens + item.response_tokens <= most_tokens:
-            own = Bundle((*begun.samples, index), begun.num_tokens + item.response_tokens)
-        elif begun is not None:
-            bundles.append(begun)
-        if share_prompts:
-            unfinished[item.prompt] = own
+        _check_fits(index, item, packing)
+        begun = unfinished.get(item.prompt) if packing.shares_prompts else None
+        if begun is not None and _num_tokens([*begun, index], lengths, packing) <= packing.token_budget:
+            begun.append(index)
         else:
-            bundles.append(own)
-    return bundles + list(unfinished.values())
+            members.append([index])
+            unfinished[item.prompt] = members[-1]
+    return [
+        Bundle(tuple(group), _num_tokens(group, lengths, packing), _cost(group, lengths, packing)) for group in members
+    ]
+
+
+def _check_fits(index: int, item: Lengths, packing: Packing) -> None:
+    if (needed := packing.padded(item.num_tokens)) > packing.token_budget:
+        raise ValueError(
+            f"actor.tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, and sample {index} alone "
+            f"has {needed}; a sample is never split over microbatches, so raise it to at least {needed} (divided by "
+            "the context-parallel ranks)"
+        )
+
+
+def _num_tokens(group: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> int:
+    """Of samples of one prompt, in the pack."""
+    if packing.shares_prompts:
+        return lengths[group[0]].prompt_tokens + sum(lengths[i].response_tokens for i in group)
+    return sum(packing.padded(lengths[i].num_tokens) for i in group)
+
+
+def _cost(group: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> float:
+    return packing.cost.of(
+        _num_tokens(group, lengths, packing),
+        sum(lengths[i].response_tokens for i in group),
+        sum(lengths[i].num_tokens * (lengths[i].num_tokens + 1) // 2 for i in group),
+    )
 
 
 def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:
@@ -76,17 +142,3 @@ def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
         ranks[rank].append(index)
         heapq.heappush(heap, (load + costs[index], rank))
     return [sorted(members) for members in ranks]
-
-
-def schedule(
-    lengths: Sequence[Lengths], token_budget: int, num_ranks: int, share_prompts: bool
-) -> list[list[Microbatch]]:
-    """Microbatches per data-parallel rank, equally many on each: pipeline schedules need that of all ranks.
-
-    Every rank packs its own share, and the shorter lists are filled up with empty microbatches.
-    """
-    bundles = bundle(lengths, token_budget, share_prompts)
-    shares = balance([item.num_tokens for item in bundles], num_ranks)
-    packed = [pack([bundles[i] for i in share], token_budget) for share in shares]
-    most = max(len(microbatches) for microbatches in packed)
-    return [microbatches + [()] * (most - len(microbatches)) for microbatches in packed]

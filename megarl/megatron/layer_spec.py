@@ -11,12 +11,14 @@ import math
 from dataclasses import dataclass
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,7 +36,8 @@ class PackedDocuments(PackedSeqParams):
 class PositionRotary(RotaryEmbedding):
     """Rotary angles of the positions that a pack's tokens have in their documents, which its order does not tell.
 
-    The positions (int64 [T]) are set right before each call of the model.
+    The positions (int64 [T]) are set right before each call of the model, in the order in which Megatron shares out
+    the pack over context-parallel ranks.
     """
 
     positions: torch.Tensor
@@ -52,16 +55,22 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class DocumentAttention(torch.nn.Module):
-    """Causal attention within each document of a pack ("thd": query [T, heads, d] or with a batch axis of one)."""
+    """Causal attention within each document of a pack ("thd": query [T, heads, d] or with a batch axis of one).
+
+    Under context parallelism a rank has the queries of its own tokens and fetches all keys and values.
+    """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
         super().__init__()
+        self.context_group = parallel_state.get_context_parallel_group()
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout
 
     def forward(self, query, key, value, *_, packed_seq_params: PackedDocuments, **__):
         num_tokens = query.shape[0]
         query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))
+        if self.context_group.size() > 1:
+            key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
         out = packed_attention(query, key, value, packed_seq_params.buckets, self.scale, dropout)
         return out.reshape(num_tokens, 1, -1)

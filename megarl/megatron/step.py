@@ -8,17 +8,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
 from megarl.batch import TokenBatch
 from megarl.config.schema import Algorithm
-from megarl.megatron.head import HeadRequest
-from megarl.megatron.layer_spec import PackedDocuments, uses_transformer_engine
+from megarl.megatron.model_input import ModelInput
 from megarl.megatron.objective import Sums, objective, read
 from megarl.metrics import Metric, merge
-from megarl.ops.packed_attention import make_buckets
 
 
 def update(
@@ -54,8 +51,8 @@ def accumulate_gradients(
     # both is undone here and nowhere else: cp / num_microbatches · 1 / (dp · cp) · (num_microbatches · dp) = 1.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
 
-    def loss_of(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        loss, sums = objective(algorithm, batch, scored[0, :, 0], scored[0, :, 1])
+    def loss_of(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        loss, sums = objective(algorithm, item.rows, scored[0, :, 0], scored[0, :, 1])
         return scale * loss, sums
 
     for chunk in chunks:
@@ -67,8 +64,8 @@ def accumulate_gradients(
 def log_probs(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
     """Log-prob of each row of each microbatch, float32 [N]; on the last stage only (elsewhere an empty list)."""
 
-    def keep(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return scored.sum(), scored[0, :, 0]
+    def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return scored.sum(), item.whole(scored[0, :, 0])
 
     for chunk in chunks:
         chunk.eval()
@@ -81,39 +78,28 @@ def _run(
 ) -> list:
     """Megatron's schedule for this layout. Returns what loss_of gives beside the loss, per microbatch."""
 
-    def forward_step(iterator: Iterator[TokenBatch], chunk: DistributedDataParallel):
-        batch = next(iterator)
+    def forward_step(iterator: Iterator[ModelInput], chunk: DistributedDataParallel):
+        item = next(iterator)
         unwrapped = unwrap_model(chunk)
         if unwrapped.post_process:
-            unwrapped.output_layer.request = HeadRequest(batch.rows, batch.targets)
-        unwrapped.rotary_pos_emb.positions = batch.positions  # read by PositionRotary
+            unwrapped.output_layer.request = item.head
+        unwrapped.rotary_pos_emb.positions = item.rotary_positions  # read by PositionRotary
         output = chunk(
-            input_ids=batch.tokens[None],
-            position_ids=batch.positions[None],
+            input_ids=item.tokens,
+            position_ids=item.positions,
             attention_mask=None,
-            packed_seq_params=_packed(batch),
+            packed_seq_params=item.attention,
         )
-        return output, lambda scored: loss_of(batch, scored)
+        return output, lambda scored: loss_of(item, scored)
 
+    inputs = [ModelInput.of(batch) for batch in batches]
     longest = max(len(batch.tokens) for batch in batches)
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in chunks],
+        data_iterator=[iter(inputs) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
         seq_length=longest,  # packs differ in length; each stage learns the real one from the one before it
         micro_batch_size=1,
         forward_only=forward_only,
     )
-
-
-def _packed(batch: TokenBatch) -> PackedSeqParams:
-    """Transformer Engine attends within boundaries; our own attention has its documents in the buckets, and to the
-    rotary embedding, which has the positions, the pack is one sequence."""
-    if uses_transformer_engine():
-        longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
-        return PackedSeqParams("thd", batch.boundaries, batch.boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
-    num_tokens = len(batch.tokens)
-    whole = torch.tensor([0, num_tokens], dtype=torch.int32)
-    buckets = make_buckets(batch.document_tokens, batch.boundaries)
-    return PackedDocuments("thd", whole, whole, max_seqlen_q=num_tokens, max_seqlen_kv=num_tokens, buckets=buckets)

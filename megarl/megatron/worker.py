@@ -16,11 +16,12 @@ from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.data.model_folder import read_config
-from megarl.data.packing import Microbatch
+from megarl.data.packing import Microbatch, Packing
 from megarl.megatron import parallel, step
 from megarl.megatron.layer_spec import uses_transformer_engine
 from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model, named_parameters
 from megarl.megatron.optimizer import build_optimizer, set_rates
+from megarl.megatron.packing import packing_of
 from megarl.megatron.weight_sets import WeightSets
 from megarl.metrics import Metric
 from megarl.resharding.execute import execute
@@ -62,9 +63,9 @@ class TrainerWorker:
         return trainer_holder(self._config, self._hf_config, self._rank)
 
     @property
-    def shares_prompts(self) -> bool:
-        """Whether samples of one prompt that meet in a microbatch compute its tokens once."""
-        return not uses_transformer_engine()
+    def packing(self) -> Packing:
+        actor = self._config.actor
+        return packing_of(actor.layout, actor.tokens_per_microbatch, self._hf_config)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -121,11 +122,9 @@ class TrainerWorker:
     def _collate(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch], with_scores: bool
     ) -> list[TokenBatch]:
-        # Sequence parallelism cuts a pack into tp equal parts.
-        multiple = self._config.actor.layout.tp if self._config.actor.layout.sequence_parallel else 1
         scores = {scorer: kept if with_scores and kept else None for scorer, kept in self._kept.items()}
         return [
-            collate([samples[i] for i in members], multiple, self.shares_prompts, **scores).to(device.device())
+            collate([samples[i] for i in members], self.packing, **scores).to(device.device())
             for members in microbatches
         ]
 

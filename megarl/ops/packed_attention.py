@@ -17,42 +17,92 @@ LENGTH_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Documents of similar length, D of them, the longest of S tokens.
+    """Documents of similar length, D of them, the longest of S tokens, with at most Q queries each.
 
-    gather    int64 [D, S]: position in the pack; where a document is shorter than S, its last token stands again
-    scatter   int64 [n]: positions in the flattened [D · S] whose output is kept
-    tokens    int64 [n]: the position in the pack of each of them
+    keys      int64 [D, S]: where a document's keys and values are; a shorter one's last token stands again
+    queries   int64 [D, Q]: where its queries are; where there are fewer, any stand again
+    visible   bool [D, 1, Q, S]: which keys a query sees; None: Q = S, and each sees those up to its own
+    scatter   int64 [n]: positions in the flattened [D · Q] whose output is kept
+    tokens    int64 [n]: the query that each of them is the output of
     """
 
-    gather: torch.Tensor
+    keys: torch.Tensor
+    queries: torch.Tensor
+    visible: torch.Tensor | None
     scatter: torch.Tensor
     tokens: torch.Tensor
 
 
-def make_buckets(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> tuple[Bucket, ...]:
-    """As in TokenBatch. Computed once a microbatch, for all layers.
+def make_buckets(
+    document_tokens: torch.Tensor,
+    boundaries: torch.Tensor,
+    own: torch.Tensor | None = None,
+    held: torch.Tensor | None = None,
+) -> tuple[Bucket, ...]:
+    """document_tokens, boundaries: as in TokenBatch. Computed once a microbatch, for all layers.
+
+    own    int64 [n]: the places in the pack of the tokens that queries come from (None: all, in order)
+    held   int64 [T]: the place in the pack of each token, in the order of keys and values; given with own
 
     A token that several documents share (a common prompt) has the same output in each of them, as it attends to
     nothing after it; the first document keeps it.
     """
-    groups: dict[int, list[torch.Tensor]] = {}
-    kept = torch.zeros(int(document_tokens.max()) + 1, dtype=torch.bool)
-    for document in document_tokens.cpu().tensor_split(boundaries[1:-1].long().cpu()):
-        groups.setdefault(-(-len(document) // LENGTH_STEP), []).append(document)
-    return tuple(_bucket(documents, kept, document_tokens.device) for _, documents in sorted(groups.items()))
+    device = document_tokens.device
+    num_tokens = int(document_tokens.max()) + 1
+    documents = document_tokens.cpu().tensor_split(boundaries[1:-1].long().cpu())
+    groups: dict[int, list[_Document]] = {}
+    unclaimed = torch.ones(num_tokens, dtype=torch.bool)
+    query_of, key_of = (_inverse(places, num_tokens) for places in (own, held))
+    for places in documents:
+        document = _Document(places, query_of, key_of, unclaimed, everywhere=own is None)
+        unclaimed[places] = False
+        if len(document.positions):
+            groups.setdefault(-(-len(places) // LENGTH_STEP), []).append(document)
+    return tuple(_bucket(members, device, causal=own is None) for _, members in sorted(groups.items()))
 
 
-def _bucket(documents: list[torch.Tensor], kept: torch.Tensor, device: torch.device) -> Bucket:
-    """Marks in `kept` (bool [T]) the tokens whose output this bucket keeps."""
-    longest = max(map(len, documents))
-    gather = torch.stack([F.pad(d, (0, longest - len(d)), value=int(d[-1])) for d in documents])
-    scatter = []
-    for row, document in enumerate(documents):
-        new = (~kept[document]).nonzero()[:, 0]
-        kept[document] = True
-        scatter.append(row * longest + new)
-    places = torch.cat(scatter)
-    return Bucket(gather.to(device), places.to(device), gather.flatten()[places].to(device))
+def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+    """int64 [num_tokens]: the index in `places` of each place in the pack, −1 where it is not among them."""
+    if places is None:
+        return torch.arange(num_tokens)
+    index = torch.full((num_tokens,), -1)
+    index[places.cpu()] = torch.arange(len(places))
+    return index
+
+
+class _Document:
+    """keys [S], and of its queries [q]: where they are, their positions in the document, and whether they are kept."""
+
+    def __init__(self, places, query_of, key_of, unclaimed, everywhere: bool):
+        self.keys = key_of[places]
+        new = unclaimed[places]
+        # Elsewhere only what is kept is computed; where all queries are here, the kernel wants all, to need no mask.
+        chosen = torch.ones_like(new) if everywhere else new & (query_of[places] >= 0)
+        self.positions = chosen.nonzero()[:, 0]
+        self.queries = query_of[places][self.positions]
+        self.kept = new[self.positions]
+
+
+def _bucket(documents: list[_Document], device: torch.device, causal: bool) -> Bucket:
+    keys, queries, positions = (
+        _padded([getattr(document, name) for document in documents]) for name in ("keys", "queries", "positions")
+    )
+    width = queries.shape[1]
+    places = torch.cat([row * width + document.kept.nonzero()[:, 0] for row, document in enumerate(documents)])
+    visible = None if causal else torch.arange(keys.shape[1]) <= positions[:, None, :, None]
+    return Bucket(
+        keys=keys.to(device),
+        queries=queries.to(device),
+        visible=None if visible is None else visible.to(device),
+        scatter=places.to(device),
+        tokens=queries.flatten()[places].to(device),
+    )
+
+
+def _padded(rows: list[torch.Tensor]) -> torch.Tensor:
+    """One [D, longest]; a shorter row's last element stands again."""
+    longest = max(map(len, rows))
+    return torch.stack([F.pad(row, (0, longest - len(row)), value=int(row[-1])) for row in rows])
 
 
 def packed_attention(
@@ -63,12 +113,17 @@ def packed_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """query [T, heads, d], key and value [T, kv heads, d], heads a multiple of kv heads. Returns [T, heads, d]."""
+    """query [n, heads, d], key and value [T, kv heads, d], heads a multiple of kv heads. Returns [n, heads, d]."""
     out = torch.zeros_like(query)
     for bucket in buckets:
-        q, k, v = (x[bucket.gather].transpose(1, 2) for x in (query, key, value))
+        q, k, v = query[bucket.queries], key[bucket.keys], value[bucket.keys]
         attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1]
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            attn_mask=bucket.visible,
+            is_causal=bucket.visible is None,
+            scale=scale,
+            dropout_p=dropout,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         rows = attended.transpose(1, 2).flatten(0, 1)[bucket.scatter]
         out = out.index_copy(0, bucket.tokens, rows)

@@ -16,6 +16,7 @@ from megarl.cluster.trainer_group import Share
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
+from megarl.data.packing import Packing
 from megarl.megatron.model import named_parameters
 from megarl.megatron.worker import TrainerWorker
 from megarl.resharding.execute import execute
@@ -38,6 +39,14 @@ LAYOUTS = {
     "TP3, sequence parallel": ["actor.layout.tp=3", "actor.layout.sequence_parallel=true"],
     "DP2": ["actor.layout.dp=2"],
     "PP2, DP2": ["actor.layout.pp=2", "actor.layout.dp=2"],
+    "PP2, VPP2": ["actor.layout.pp=2", "actor.layout.vpp=2"],
+    "CP2": ["actor.layout.cp=2"],
+    "CP2, TP3, sequence parallel": [
+        "actor.layout.cp=2",
+        "actor.layout.tp=3",
+        "actor.layout.sequence_parallel=true",
+    ],
+    "CP2, PP2, VPP2": ["actor.layout.cp=2", "actor.layout.pp=2", "actor.layout.vpp=2"],
 }
 
 
@@ -95,19 +104,19 @@ def random_groups(seed: int) -> list[list[tuple[Sample, float]]]:
     return groups
 
 
-def shares(config: Config, groups: list[list[tuple[Sample, float]]]) -> list[Share]:
+def shares(config: Config, packing: Packing, groups: list[list[tuple[Sample, float]]]) -> list[Share]:
     scored = []
     for group in groups:
         statistics = group_statistics([reward for _, reward in group], config.algorithm.advantage.std)
         scored += [ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, statistics) for s, reward in group]
-    return share_out(config, scored, share_prompts=True)
+    return share_out(config, scored, packing)
 
 
 def train(store, rank: int, config: Config, folder: Path, updates: list, old_pass: bool = False) -> tuple:
     """On one rank: the updates. Returns what it holds, its last gradients, its weights, its last metrics."""
     worker = TrainerWorker(config, folder, rank, store, threads=1)
     for groups in updates:
-        share = shares(config, groups)[worker.data_parallel_rank]
+        share = shares(config, worker.packing, groups)[worker.data_parallel_rank]
         samples = [item.training_sample(item.sample) for item in share.samples]
         if config.algorithm.kl.coefficient:
             worker.score("reference", samples, share.microbatches)
@@ -169,7 +178,7 @@ def test_step_equals_plain_torch(folder, layout, kl_coefficient):
         loss, gradients, norm = reference.update(groups, kl_coefficient, clip_norm=1.0)
 
     reported = [metrics for *_, metrics in ranks if metrics]
-    assert len(reported) == config.actor.layout.dp
+    assert len(reported) == config.actor.layout.dp * config.actor.layout.cp
     ours = sum(metrics["policy/loss"].value for metrics in reported)
     assert ours == pytest.approx(loss, rel=TOLERANCE, abs=1e-7)
     assert reported[0]["policy/grad_norm"].value == pytest.approx(norm, rel=TOLERANCE)

@@ -9,6 +9,7 @@ from megarl.cluster.engine_group import RemoteSample
 from megarl.config.load import load
 from megarl.metrics import values
 from megarl.train import select, share_out
+from tests.packing import packing
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 
@@ -51,7 +52,7 @@ def test_shares_cover_the_update_once_and_weights_sum_to_one():
     lengths = [1, 16, 3, 9, 2, 7, 5, 11]
     groups = [[sample(i, k, lengths[4 * i + k]) for k in range(4)] for i in range(2)]
     scored, _ = select(settings, groups, [score(float(i % 3)) for i in range(8)])
-    shares = share_out(settings, [item for group in scored for item in group], share_prompts=True)
+    shares = share_out(settings, [item for group in scored for item in group], packing(num_ranks=2))
     assert len(shares) == 2
     assert len({len(share.microbatches) for share in shares}) == 1
     given = [(item.sample, item.weight) for share in shares for item in share.samples]

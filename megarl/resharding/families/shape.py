@@ -30,6 +30,11 @@ class ModelShape:
         return self.heads * self.head_dim
 
     @property
+    def active_intermediate(self) -> int:
+        """Rows of the MLP that a token goes through."""
+        return self.intermediate
+
+    @property
     def key(self) -> int:
         """Rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim

@@ -201,8 +201,8 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_rules_are_checked() -> None:
-    lines = errors(QUICKSTART, "rollout.top_p=0.9", "actor.layout.cp=2")
-    assert [line.split("=")[0] for line in lines] == ["rollout.top_p", "actor.layout.cp"]
+    lines = errors(QUICKSTART, "rollout.top_p=0.9", "actor.layout.ep=2")
+    assert [line.split("=")[0] for line in lines] == ["rollout.top_p", "actor.layout.ep"]
 
 
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)

@@ -64,13 +64,15 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         (["rollout.top_p=0.9"], "rollout.top_p=0.9: the engine would sample from a truncated distribution"),
         (["actor.layout.sequence_parallel=true"], "actor.layout.sequence_parallel=true: it shards over"),
         (["actor.layout.pp=1"], "actor.layout.last_stage_layers given, but actor.layout.pp=1 is a single stage"),
-        (
-            ["actor.layout.cp=2"],
-            "actor.layout.cp=2: context parallelism is not supported by this version; set actor.layout.cp=1",
-        ),
+        (["actor.layout={pp: 1, vpp: 2, last_stage_layers: null}"], "actor.layout.vpp=2: virtual stages interleave"),
         (["actor.layout.ep=2"], "actor.layout.ep=2: expert parallelism is not supported by this version; set"),
         (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
-        (["actor.tokens_per_microbatch=255"], "is never split (255 < 256); set actor.tokens_per_microbatch to at le"),
+        (["actor.tokens_per_microbatch=255"], "(255 < 256); set actor.tokens_per_microbatch to at least 256"),
+        (
+            ["actor.layout.cp=2", "actor.tokens_per_microbatch=127"],
+            "may have rollout.context_length=256 tokens on actor.layout.cp=2 ranks and is never split over microbatches "
+            "(127 < 128); set actor.tokens_per_microbatch to at least 128",
+        ),
         (["actor.layout.dp=129"], "actor.layout.dp=129: an update has 128 samples (16 prompts x 8 samples), fewer"),
         (
             ["actor.optimizer.schedule.warmup=2.5"],

@@ -4,6 +4,7 @@ import torch
 
 from megarl.batch import GroupStatistics, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.collate import collate
+from tests.packing import packing
 
 
 def training_sample(name: str, prompt: str, prompt_ids: list[int], response: list[int], weight: float = 0.5):
@@ -30,7 +31,7 @@ def two_of_one_prompt():
 
 
 def test_prompt_of_two_samples_stands_once():
-    batch = collate(two_of_one_prompt(), multiple=1, share_prompts=True)
+    batch = collate(two_of_one_prompt(), packing(1, True))
     assert batch.tokens.tolist() == [11, 12, 13, 21, 22, 31, 32, 33]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5]
     assert batch.document_tokens.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
@@ -44,7 +45,7 @@ def test_prompt_of_two_samples_stands_once():
 
 
 def test_prompt_of_two_samples_stands_twice():
-    batch = collate(two_of_one_prompt(), multiple=1, share_prompts=False)
+    batch = collate(two_of_one_prompt(), packing(1, False))
     assert batch.tokens.tolist() == [11, 12, 13, 21, 22, 11, 12, 13, 31, 32, 33]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
     assert batch.document_tokens.tolist() == list(range(11))
@@ -53,11 +54,11 @@ def test_prompt_of_two_samples_stands_twice():
 
 def test_prompts_are_told_apart_by_their_id():
     samples = [training_sample("a", "p", [11], [21]), training_sample("b", "q", [11], [22])]
-    assert collate(samples, multiple=1, share_prompts=True).tokens.tolist() == [11, 21, 11, 22]
+    assert collate(samples, packing(1, True)).tokens.tolist() == [11, 21, 11, 22]
 
 
 def test_padding_is_one_document_without_rows():
-    batch = collate(two_of_one_prompt(), multiple=3, share_prompts=True)
+    batch = collate(two_of_one_prompt(), packing(3, True))
     assert len(batch.tokens) == 9
     assert batch.boundaries.tolist() == [0, 5, 11, 12]
     assert batch.document_tokens.tolist()[-1] == 8
@@ -65,13 +66,13 @@ def test_padding_is_one_document_without_rows():
 
 
 def test_an_empty_microbatch_is_padding():
-    batch = collate([], multiple=4, share_prompts=True)
+    batch = collate([], packing(4, True))
     assert batch.tokens.tolist() == [0] * 4
     assert len(batch.rows) == len(batch.reward) == 0
 
 
 def test_scores_follow_their_samples():
     scores = {"b": torch.tensor([1.0, 2.0, 3.0]), "a": torch.tensor([4.0, 5.0])}
-    batch = collate(two_of_one_prompt(), multiple=1, share_prompts=True, old=scores)
+    batch = collate(two_of_one_prompt(), packing(1, True), old=scores)
     assert batch.old.tolist() == [4.0, 5.0, 1.0, 2.0, 3.0]
     assert batch.reference is None

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.packing import Bundle, Lengths, balance, bundle, pack, schedule
+from megarl.planning.token_cost import TokenCost
+from tests.packing import packing
 
 BUDGET = 100
 LENGTHS = st.lists(st.builds(Lengths, st.sampled_from("abcd"), st.just(20), st.integers(1, 80)), max_size=40)
@@ -22,24 +24,37 @@ def cost(lengths, members, share_prompts: bool) -> int:
 
 @given(LENGTHS, st.booleans())
 def test_bundles_keep_every_sample_once_within_the_budget(lengths, share_prompts):
-    bundles = bundle(lengths, BUDGET, share_prompts)
+    bundles = bundle(lengths, packing(shares_prompts=share_prompts))
     assert indexes(b.samples for b in bundles) == list(range(len(lengths)))
     for b in bundles:
         assert len({lengths[i].prompt for i in b.samples}) == 1
         assert b.num_tokens == cost(lengths, b.samples, share_prompts) <= BUDGET
 
 
+def test_documents_count_with_their_padding():
+    [a, b] = bundle([Lengths("a", 3, 4), Lengths("a", 3, 5)], packing(shares_prompts=False, document_multiple=4))
+    assert (a.num_tokens, b.num_tokens) == (8, 8)
+
+
+def test_cost_counts_tokens_scored_tokens_and_pairs():
+    [item] = bundle([Lengths("a", 3, 4), Lengths("a", 3, 1)], packing(cost=TokenCost(attended=0.5, scored=10.0)))
+    pairs = (1 + 2 + 3 + 4 + 5 + 6 + 7) + (1 + 2 + 3 + 4)
+    assert item.cost == 8 + 10.0 * 5 + 0.5 * pairs
+
+
 @given(st.lists(st.integers(1, BUDGET), min_size=1, max_size=60))
 def test_pack_keeps_the_budget_and_wastes_less_than_half(sizes):
-    microbatches = pack([Bundle((i,), size) for i, size in enumerate(sizes)], BUDGET)
+    microbatches = pack([Bundle((i,), size, size) for i, size in enumerate(sizes)], BUDGET)
     assert indexes(microbatches) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in members) <= BUDGET for members in microbatches)
     assert len(microbatches) <= 2 * sum(sizes) / BUDGET + 1  # first fit leaves at most one half empty
 
 
 def test_a_sample_above_the_budget_is_refused():
-    with pytest.raises(ValueError, match=r"tokens_per_microbatch=50: sample 1 alone has 60 .* at least 60"):
-        bundle([Lengths("a", 5, 10), Lengths("b", 20, 40)], 50, True)
+    with pytest.raises(
+        ValueError, match=r"tokens_per_microbatch: .* 50 tokens, and sample 1 alone has 60; .* least 60"
+    ):
+        bundle([Lengths("a", 5, 10), Lengths("b", 20, 40)], packing(token_budget=50))
 
 
 @given(st.lists(st.integers(1, 100), max_size=60), st.integers(1, 8))
@@ -50,9 +65,19 @@ def test_balance_keeps_ranks_within_one_item(costs, num_ranks):
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
-@given(LENGTHS, st.integers(1, 5), st.booleans())
-def test_schedule_gives_every_rank_as_many_microbatches(lengths, num_ranks, share_prompts):
-    ranks = schedule(lengths, BUDGET, num_ranks, share_prompts)
-    assert len({len(microbatches) for microbatches in ranks}) == 1
+@given(LENGTHS, st.integers(1, 5), st.booleans(), st.integers(1, 4))
+def test_schedule_gives_every_rank_as_many_microbatches(lengths, num_ranks, share_prompts, multiple):
+    wanted = packing(shares_prompts=share_prompts, num_ranks=num_ranks, microbatch_multiple=multiple)
+    ranks = schedule(lengths, wanted)
+    assert len(ranks) == num_ranks
+    [count] = {len(microbatches) for microbatches in ranks}
+    assert count % multiple == 0
     assert indexes(members for microbatches in ranks for members in microbatches) == list(range(len(lengths)))
     assert all(cost(lengths, m, share_prompts) <= BUDGET for microbatches in ranks for m in microbatches)
+
+
+def test_a_long_sample_weighs_more_than_short_ones_with_as_many_tokens():
+    lengths = [Lengths("long", 0, 90), *(Lengths(f"{i}", 0, 10) for i in range(9))]
+    quadratic = packing(num_ranks=2, cost=TokenCost(attended=1.0, scored=0.0))
+    [with_long] = [rank for rank in schedule(lengths, quadratic) if (0,) in rank]
+    assert indexes(with_long) == [0]

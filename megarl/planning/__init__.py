@@ -1,0 +1,1 @@
+"""Pure arithmetic on models and layouts."""
