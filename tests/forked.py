@@ -19,14 +19,14 @@ import megarl.megatron.worker  # noqa: F401  imported here, so that no rank impo
 DEADLINE_S = 240
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """function(store, rank, *args) on every rank; returns the results by rank, or raises the first rank's error."""
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """function(store, rank, *args, **kwargs) on every rank; returns the results by rank, or raises the first error."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            context.Process(target=_rank, args=(sender, path, rank, world_size, function, args))
+            context.Process(target=_rank, args=(sender, path, rank, world_size, function, args, kwargs))
             for rank, (_, sender) in enumerate(pipes)
         ]
         for process in ranks:
@@ -47,10 +47,12 @@ def _receive(rank: int, receiver: Connection) -> Any:
     return result
 
 
-def _rank(sender: Connection, path: str, rank: int, world_size: int, function: Callable, args: tuple) -> None:
+def _rank(
+    sender: Connection, path: str, rank: int, world_size: int, function: Callable, args: tuple, kwargs: dict
+) -> None:
     torch.set_num_threads(1)
     try:
-        outcome = (True, function(dist.FileStore(path, world_size), rank, *args))
+        outcome = (True, function(dist.FileStore(path, world_size), rank, *args, **kwargs))
     except BaseException:
         outcome = (False, traceback.format_exc())
     sender.send_bytes(pickle.dumps(outcome))  # a plain pickle: the rank's memory is gone when it is read

@@ -16,7 +16,7 @@ from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.data.model_folder import read_config
-from megarl.data.packing import Microbatch, Packing
+from megarl.data.packing import Microbatch
 from megarl.megatron import parallel, step
 from megarl.megatron.layer_spec import uses_transformer_engine
 from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model, named_parameters
@@ -44,6 +44,7 @@ class TrainerWorker:
         self._config, self._folder, self._rank = config, model_folder, rank
         self._hf_config = read_config(model_folder)
         self._kept: dict[Scorer, dict[str, torch.Tensor]] = {"old": {}, "reference": {}}
+        self.packing = packing_of(config.actor.layout, config.actor.tokens_per_microbatch, self._hf_config)
         dtype = getattr(torch, config.model.dtype)
         device.claim(threads)
         parallel.initialize(config.actor.layout, store, rank, config.run.seed, timeout_s=config.cluster.step_timeout_s)
@@ -61,11 +62,6 @@ class TrainerWorker:
     @property
     def holder(self) -> Holder:
         return trainer_holder(self._config, self._hf_config, self._rank)
-
-    @property
-    def packing(self) -> Packing:
-        actor = self._config.actor
-        return packing_of(actor.layout, actor.tokens_per_microbatch, self._hf_config)
 
     @property
     def data_parallel_rank(self) -> int:

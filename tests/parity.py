@@ -1,0 +1,182 @@
+"""GRPO updates in any layout, and what all ranks then hold as whole tensors under their Hugging Face names."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.groups import group_statistics
+from megarl.batch import Prompt, Sample, SampleInfo, VersionRun
+from megarl.cluster.engine_group import RemoteSample
+from megarl.cluster.trainer_group import Share
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.data.model_folder import read_config
+from megarl.data.packing import Packing
+from megarl.megatron.model import named_parameters
+from megarl.megatron.worker import TrainerWorker
+from megarl.metrics import Metric
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder
+from megarl.resharding.piece import Holder
+from megarl.resharding.plan import make_plan
+from megarl.resharding.transports.local import LocalMemory
+from megarl.train import ScoredSample, share_out
+from tests.closeness import relative_error
+from tests.grpo_reference import GrpoReference
+
+BASE = Path(__file__).parents[1] / "configs" / "base.yaml"
+TOLERANCE = 1e-5
+LR, EPS, TEMPERATURE = 1e-3, 1e-5, 0.8  # a larger eps than usual: near-zero gradients do not amplify noise
+
+Group = list[tuple[Sample, float]]
+"""Samples of one prompt with their rewards."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of the reference, after its updates."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankResult:
+    """What a rank holds after its updates: by parameter, the gradients of the last one and the weights."""
+
+    holder: Holder
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    metrics: dict[str, Metric]
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    return load(
+        BASE,
+        [
+            f"model.path={folder}",
+            "model.dtype=float32",
+            "data.source=arithmetic",
+            f"actor.optimizer.lr={LR}",
+            f"actor.optimizer.eps={EPS}",
+            "actor.tokens_per_microbatch=64",
+            "rollout.max_new_tokens=16",
+            "rollout.context_length=64",
+            f"rollout.temperature={TEMPERATURE}",
+            "batch.prompts_per_step=3",
+            "batch.prompts_per_update=3",
+            "batch.samples_per_prompt=4",
+            *overrides,
+        ],
+    )
+
+
+def random_groups(seed: int) -> list[Group]:
+    """Lengths from 1 to the longest, masks with holes and an empty one."""
+    source = random.Random(seed)
+    groups = []
+    for i in range(3):
+        prompt = Prompt(f"{i}", "", tuple(source.randrange(6, 100) for _ in range(source.choice([1, 5, 23]))))
+        group = []
+        for k in range(4):
+            n = [1, 16, 7, source.randrange(2, 16)][k]
+            mask = tuple(source.random() < 0.8 for _ in range(n)) if k else (True,)
+            mask = (False,) * n if (i, k) == (1, 2) else mask
+            # Not the padding token: transformers gives its embedding no gradient.
+            ids = tuple(source.randrange(1, 100) for _ in range(n))
+            sample = Sample(f"{i}.{k}", prompt, ids, (-1.0,) * n, mask, (VersionRun(0, n),), "stop", "")
+            group.append((sample, source.choice([0.0, 0.5, 1.0]) if k else 1.0 + i))
+        groups.append(group)
+    return groups
+
+
+def shares(config: Config, packing: Packing, groups: list[Group]) -> list[Share]:
+    scored = []
+    for group in groups:
+        statistics = group_statistics([reward for _, reward in group], config.algorithm.advantage.std)
+        scored += [ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, statistics) for s, reward in group]
+    return share_out(config, scored, packing)
+
+
+def train(
+    store, rank: int, config: Config, folder: Path, updates: list[list[Group]], old_pass: bool = False, **packing
+) -> RankResult:
+    """On one rank: the updates. packing: what to pack differently from what the layout asks for."""
+    worker = TrainerWorker(config, folder, rank, store, threads=1)
+    worker.packing = dataclasses.replace(worker.packing, **packing)
+    for groups in updates:
+        share = shares(config, worker.packing, groups)[worker.data_parallel_rank]
+        samples = [item.training_sample(item.sample) for item in share.samples]
+        if config.algorithm.kl.coefficient:
+            worker.score("reference", samples, share.microbatches)
+        if old_pass:
+            worker.score("old", samples, share.microbatches)
+        gradients = capture_gradients(worker)
+        metrics = worker.update(samples, share.microbatches)
+        worker.end_step()
+    weights = {name: p.clone() for name, p in worker.parameters().items()}
+    return RankResult(worker.holder, gradients, weights, metrics)
+
+
+def capture_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
+    """Fills a dictionary with the reduced gradients when the optimizer is about to step."""
+    captured: dict[str, torch.Tensor] = {}
+    inner = worker.optimizer.step
+
+    def step_and_copy():
+        for buffer in (buffer for chunk in worker.chunks for buffer in chunk.buffers):
+            for bucket in buffer.buckets:  # after the reduce-scatter each rank has its own shard of the bucket
+                shards = bucket.grad_data.chunk(dist.get_world_size(buffer.data_parallel_group))
+                mine = shards[dist.get_rank(buffer.data_parallel_group)].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=buffer.data_parallel_group)
+        captured.update((name, p.main_grad.clone()) for name, p in named_parameters(worker.chunks).items())
+        worker.optimizer.step = inner
+        return inner()
+
+    worker.optimizer.step = step_and_copy
+    return captured
+
+
+def canonical(folder: Path, ranks: Sequence[RankResult], what: str) -> dict[str, torch.Tensor]:
+    """Whole "gradients" or "weights" from the shards of all ranks."""
+    target = huggingface_holder(read_config(folder))
+    plan = make_plan([rank.holder for rank in ranks], [target])
+    whole = {name: torch.full(shape, torch.nan) for name, shape in target.shapes.items()}
+    transport = LocalMemory({rank.holder.name: getattr(rank, what) for rank in ranks})
+    execute(plan.for_destination(target.name), whole, transport)
+    return whole
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str) -> None:
+    missing = set(theirs) - set(ours) - {"lm_head.weight"}
+    assert not missing, missing
+    worst = {name: relative_error(ours[name], theirs[name].detach()) for name in ours}
+    name = max(worst, key=worst.get)
+    assert worst[name] <= TOLERANCE, f"{what} of {name}: {worst[name]:.2e}"
+
+
+def assert_same_training(folder: Path, ranks: Sequence[RankResult], reference: Outcome) -> None:
+    """Loss, gradient norm, gradients and weights of the ranks, against one plain process."""
+    reported = [rank.metrics for rank in ranks if rank.metrics]
+    ours = sum(metrics["policy/loss"].value for metrics in reported)
+    assert ours == pytest.approx(reference.loss, rel=TOLERANCE, abs=1e-7)
+    assert reported[0]["policy/grad_norm"].value == pytest.approx(reference.norm, rel=TOLERANCE)
+    assert_equal(canonical(folder, ranks, "gradients"), reference.gradients, "gradient")
+    assert_equal(canonical(folder, ranks, "weights"), reference.weights, "weight")
+
+
+def plain_training(folder: Path, updates: list[list[Group]], kl_coefficient: float) -> Outcome:
+    """The same updates in plain Hugging Face and torch."""
+    reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
+    for groups in updates:
+        loss, gradients, norm = reference.update(groups, kl_coefficient, clip_norm=1.0)
+    return Outcome(loss, norm, gradients, dict(reference.model.named_parameters()))
