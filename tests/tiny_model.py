@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD_ID, EOS_ID = 0, 1
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 def write_tiny_llama(
     folder: Path,
     *,
-    model_type: Literal["llama", "qwen2"] = "llama",
+    model_type: str = "llama",
     vocab_size: int = 128,
     hidden_size: int = 64,
     num_heads: int = 2,
@@ -36,33 +36,37 @@ def write_tiny_llama(
     tied: bool = True,
     seed: int = 0,
 ) -> Path:
-    """Writes float32 weights, config, generation config and tokenizer into `folder` and returns it.
-
-    The head dim is hidden_size / num_heads and must be one that vLLM's CPU attention has (32, 64 …). Every
-    parameter is random, norms and Qwen2's query, key and value biases included, so that no mix-up goes unseen.
-    """
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    }[model_type]
-    config = config_class(
+    """A model of a family whose config.json has Llama's keys. The head dim is hidden_size / num_heads and must be one
+    that vLLM's CPU attention has (32, 64 …)."""
+    return write_tiny_model(
+        folder,
+        model_type,
+        seed,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
         num_hidden_layers=num_layers,
         intermediate_size=intermediate_size,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-        dtype="float32",
     )
-    model = model_class(config)
+
+
+def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json: Any) -> Path:
+    """Writes float32 weights, config, generation config and tokenizer into `folder` and returns it.
+
+    config_json: keys of the family's config.json. Every parameter is random, norms and biases included, so that no
+    mix-up goes unseen.
+    """
+    config = AutoConfig.for_model(
+        model_type, **config_json, bos_token_id=None, eos_token_id=EOS_ID, pad_token_id=PAD_ID, dtype="float32"
+    )
+    model = AutoModelForCausalLM.from_config(config)
     _randomise(model, seed)
     model.save_pretrained(folder)
-    tiny_tokenizer(vocab_size).save_pretrained(folder)
+    tiny_tokenizer(config.vocab_size).save_pretrained(folder)
     return folder
 
 

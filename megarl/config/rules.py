@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from math import gcd
 from typing import Any
 
+from megarl.config.huggingface import attention_window, completed, kv_heads, unsupported
 from megarl.config.learning_rate import num_updates
 from megarl.config.schema import Config, Layout
-
-FAMILIES = ("llama", "qwen2")
-"""The `model_type`s of Hugging Face's config.json that trainer and engine both know."""
 
 
 def check(config: Config) -> None:
@@ -23,9 +21,13 @@ def check(config: Config) -> None:
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Checks the keys against the content of the model's config.json. Raises ValueError with a line per broken rule."""
-    if violation := model_type_is_known(config, hf_config) or model_config_is_complete(config, hf_config):
+    try:
+        model = completed(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{_model(config)}: {error}") from None
+    if violation := model_config_is_complete(config, model):
         raise ValueError(violation)
-    _raise_all(rule(config, hf_config) for rule in _MODEL_RULES)
+    _raise_all(rule(config, model) for rule in _MODEL_RULES)
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
@@ -201,13 +203,6 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
 )
 
 
-def model_type_is_known(config: Config, hf: Mapping[str, Any]) -> str | None:
-    family = hf.get("model_type")
-    if family in FAMILIES:
-        return None
-    return f"{_model(config)}: model_type {family} is not supported; the known ones are {', '.join(FAMILIES)}"
-
-
 def model_config_is_complete(config: Config, hf: Mapping[str, Any]) -> str | None:
     needed = ("intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
     missing = [name for name in needed if name not in hf]
@@ -221,7 +216,7 @@ def attention_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str |
 
 
 def kv_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
-    return _tensor_parallel(config, hf, "KV heads", _kv_heads(hf))
+    return _tensor_parallel(config, hf, "KV heads", kv_heads(hf))
 
 
 def mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
@@ -272,10 +267,10 @@ def engine_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | No
 
 def engine_kv_heads_split_or_repeat(config: Config, hf: Mapping[str, Any]) -> str | None:
     """The engine shards KV heads over its ranks, or repeats each on several where there are more ranks than heads."""
-    tp, kv_heads = config.rollout.tp, _kv_heads(hf)
-    if tp % kv_heads == 0:
+    tp, heads = config.rollout.tp, kv_heads(hf)
+    if tp % heads == 0:
         return None
-    return _does_not_divide("rollout.tp", tp, "KV heads", kv_heads, _engine_sizes(hf))
+    return _does_not_divide("rollout.tp", tp, "KV heads", heads, _engine_sizes(hf))
 
 
 def engine_mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
@@ -293,31 +288,22 @@ def context_fits_the_positions(config: Config, hf: Mapping[str, Any]) -> str | N
     )
 
 
-def rope_is_plain(config: Config, hf: Mapping[str, Any]) -> str | None:
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = hf.get(name) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            return _unsupported_feature(config, f"{name} with rope_type {kind}")
-    return None
-
-
-def activation_is_silu(config: Config, hf: Mapping[str, Any]) -> str | None:
-    activation = hf.get("hidden_act", "silu")
-    return None if activation == "silu" else _unsupported_feature(config, f"hidden_act {activation}")
-
-
-def attention_has_no_window(config: Config, hf: Mapping[str, Any]) -> str | None:
-    window = hf.get("sliding_window")
-    if window is None or not hf.get("use_sliding_window", hf["model_type"] != "qwen2"):
+def attention_is_full(config: Config, hf: Mapping[str, Any]) -> str | None:
+    """A window that is as long as the longest sample hides nothing."""
+    window, context = attention_window(hf), config.rollout.context_length
+    if window is None or context <= window:
         return None
-    return _unsupported_feature(config, f"sliding_window {window}")
+    return (
+        f"rollout.context_length={context}: with sliding_window {window} the model would not see the tokens before, "
+        f"which the trainer's attention does; set rollout.context_length to at most {window}"
+    )
 
 
-def biases_are_those_of_the_family(config: Config, hf: Mapping[str, Any]) -> str | None:
-    names = ("mlp_bias", "attention_bias") if hf["model_type"] == "llama" else ("mlp_bias",)
-    found = [f"{name} true" for name in names if hf.get(name)]
-    return _unsupported_feature(config, " and ".join(found)) if found else None
+def features_are_supported(config: Config, hf: Mapping[str, Any]) -> str | None:
+    found = unsupported(hf)
+    if not found:
+        return None
+    return f"{_model(config)}: {' and '.join(found)} is not supported by this version; choose a model without it"
 
 
 _MODEL_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
@@ -330,10 +316,8 @@ _MODEL_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
     engine_kv_heads_split_or_repeat,
     engine_mlp_divides_by_tp,
     context_fits_the_positions,
-    rope_is_plain,
-    activation_is_silu,
-    attention_has_no_window,
-    biases_are_those_of_the_family,
+    attention_is_full,
+    features_are_supported,
 )
 
 
@@ -352,13 +336,13 @@ def _does_not_divide(key: str, divisor: int, what: str, number: int, legal: Iter
 
 
 def _tensor_parallel(config: Config, hf: Mapping[str, Any], what: str, number: int) -> str | None:
-    legal = _divisors(gcd(hf["num_attention_heads"], _kv_heads(hf), hf["intermediate_size"]))
+    legal = _divisors(gcd(hf["num_attention_heads"], kv_heads(hf), hf["intermediate_size"]))
     return _does_not_divide("actor.layout.tp", config.actor.layout.tp, what, number, legal)
 
 
 def _engine_sizes(hf: Mapping[str, Any]) -> list[int]:
-    sizes, kv_heads = _divisors(gcd(hf["num_attention_heads"], hf["intermediate_size"])), _kv_heads(hf)
-    return [tp for tp in sizes if kv_heads % tp == 0 or tp % kv_heads == 0]
+    sizes, heads = _divisors(gcd(hf["num_attention_heads"], hf["intermediate_size"])), kv_heads(hf)
+    return [tp for tp in sizes if heads % tp == 0 or tp % heads == 0]
 
 
 def _stage_remedy(pp: int, num_layers: int) -> str:
@@ -375,20 +359,12 @@ def _uneven(layout: Layout) -> dict[str, int | None]:
     return {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
 
 
-def _kv_heads(hf: Mapping[str, Any]) -> int:
-    return hf.get("num_key_value_heads") or hf["num_attention_heads"]
-
-
 def _divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
 def _not_supported(key: str, value: int, what: str) -> str:
     return f"actor.layout.{key}={value}: {what} is not supported by this version; set actor.layout.{key}=1"
-
-
-def _unsupported_feature(config: Config, feature: str) -> str:
-    return f"{_model(config)}: {feature} is not supported by this version; choose a model without it"
 
 
 def _model(config: Config) -> str:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from megarl.config.huggingface import completed
 from megarl.resharding.families.shape import ModelShape
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for what the config asks for and is not done here."""
     shape = ModelShape.of(hf_config)
     return dict(
         num_layers=shape.num_layers,
@@ -19,18 +21,14 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.intermediate,
-        layernorm_epsilon=hf_config["rms_norm_eps"],
+        layernorm_epsilon=completed(hf_config)["rms_norm_eps"],
         normalization="RMSNorm",
+        qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
+        # On every linear layer; the layer specification takes them away again where the model has none.
+        add_bias_linear=shape.attention_out_bias or shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
-
-
-def rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """The rotary base; newer Hugging Face configs keep it in rope_parameters."""
-    parameters = hf_config.get("rope_parameters") or {}
-    return parameters.get("rope_theta") or hf_config.get("rope_theta", 10000.0)

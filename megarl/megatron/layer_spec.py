@@ -19,11 +19,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megarl import device
 from megarl.ops.packed_attention import Bucket, packed_attention
+from megarl.resharding.families.shape import ModelShape
 
 
 @dataclass
@@ -81,15 +84,49 @@ def uses_transformer_engine() -> bool:
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config: TransformerConfig, virtual: int | None) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, shape: ModelShape, virtual: int | None) -> TransformerBlockSubmodules:
     """The decoder's layers on this pipeline stage, and on this virtual stage of it if there are any."""
     num_layers = get_num_layers_to_build(config, vp_stage=virtual)
-    if uses_transformer_engine():
-        layer = get_gpt_layer_with_transformer_engine_spec()
-        from megatron.core.extensions.transformer_engine import TENorm
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * num_layers, layer_norm=_norm())
 
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = DocumentAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+def layer_spec(shape: ModelShape) -> ModuleSpec:
+    if uses_transformer_engine():
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+    else:
+        layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+        _use_our_layers(layer.submodules, shape)
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    if not shape.qkv_bias:
+        attention.linear_qkv = without_bias(attention.linear_qkv)
+    if not shape.attention_out_bias:
+        attention.linear_proj = without_bias(attention.linear_proj)
+    if not shape.mlp_bias:
+        mlp.linear_fc1, mlp.linear_fc2 = without_bias(mlp.linear_fc1), without_bias(mlp.linear_fc2)
+    return layer
+
+
+def without_bias(linear: type) -> type:
+    """The same layer, without the bias that TransformerConfig can only give to all linear layers or to none."""
+
+    class WithoutBias(linear):
+        def __init__(self, *args, bias: bool, **kwargs):
+            super().__init__(*args, bias=False, **kwargs)
+
+    return WithoutBias
+
+
+def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
+    attention = layer.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = DocumentAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+
+def _norm() -> type:
+    if not uses_transformer_engine():
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm

@@ -13,11 +13,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl import device
+from megarl.config.huggingface import completed, rope_parameters
 from megarl.config.schema import Actor, Layout
 from megarl.megatron import parallel
-from megarl.megatron.architecture import architecture, rope_theta
+from megarl.megatron.architecture import architecture
 from megarl.megatron.head import replace_output_layer
 from megarl.megatron.layer_spec import PositionRotary, block_spec, uses_transformer_engine
+from megarl.megatron.rope import inverse_frequencies
 from megarl.resharding.families.shape import ModelShape
 
 VOCABULARY_MULTIPLE = 128
@@ -65,16 +67,16 @@ def build_chunk(config: TransformerConfig, hf_config: Mapping[str, Any], stage: 
     virtual = stage if config.virtual_pipeline_model_parallel_size else None
     model = GPTModel(
         config,
-        block_spec(config, virtual),
+        block_spec(config, shape, virtual),
         vocab_size=-(-shape.vocab // multiple) * multiple,
         max_sequence_length=context_length,
         pre_process=parallel.is_first_stage(virtual),
         post_process=parallel.is_last_stage(virtual),
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
-        rotary_base=rope_theta(hf_config),
         vp_stage=virtual,
     )
+    model.rotary_pos_emb.inv_freq = inverse_frequencies(rope_parameters(completed(hf_config)), shape.head_dim)
     if not uses_transformer_engine():
         model.rotary_pos_emb.__class__ = PositionRotary
     return model

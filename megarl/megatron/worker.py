@@ -130,6 +130,6 @@ def trainer_holder(config: Config, hf_config: dict, rank: int) -> Holder:
         hf_config,
         config.actor.layout,
         rank,
-        fused_norms=uses_transformer_engine(),
+        transformer_engine=uses_transformer_engine(),
         vocab_multiple=VOCABULARY_MULTIPLE,
     )

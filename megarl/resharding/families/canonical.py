@@ -5,36 +5,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.resharding.families.attention import attention_parts
 from megarl.resharding.families.classifier import score_head_of
-from megarl.resharding.families.registry import family_of
+from megarl.resharding.families.mlp import mlp_parts
+from megarl.resharding.families.part import Part
 from megarl.resharding.families.shape import ModelShape
 
 Shape = tuple[int, ...]
 
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
 
 class Canonical:
-    """Names and shapes, by place: those outside the layers, and those of any layer (names without its prefix)."""
+    """Names and shapes, by place: those outside the layers, and those of a layer (names without its prefix)."""
 
     def __init__(self, hf_config: Mapping[str, Any]):
         self.model = ModelShape.of(hf_config)
-        self.family = family_of(hf_config)
-        self.layer_shapes: dict[str, Shape] = {
-            name: tuple(getattr(self.model, dim) for dim in dims) for name, dims in self.family.tensors.items()
-        }
         self.outer_shapes: dict[str, Shape] = {
-            self.family.embedding: (self.model.vocab, self.model.hidden),
-            self.family.final_norm: (self.model.hidden,),
+            EMBEDDING: (self.model.vocab, self.model.hidden),
+            FINAL_NORM: (self.model.hidden,),
         }
         self.score_head = score_head_of(hf_config)
         if self.score_head is not None:
             self.outer_shapes |= self.score_head.shapes(self.model.hidden)
         elif not self.model.tied:
-            self.outer_shapes[self.family.head] = (self.model.vocab, self.model.hidden)
+            self.outer_shapes[HEAD] = (self.model.vocab, self.model.hidden)
 
     @property
     def head(self) -> str:
         """The tensor that a language model's output layer has as its weight."""
-        return self.family.embedding if self.model.tied else self.family.head
+        return EMBEDDING if self.model.tied else HEAD
 
     def layer_prefix(self, layer: int) -> str:
-        return self.family.layer.format(layer)
+        return f"model.layers.{layer}."
+
+    def layer_parts(self, layer: int) -> list[Part]:
+        return [*attention_parts(self.model), *mlp_parts(self.model)]
+
+    def layer_shapes(self, layer: int) -> dict[str, Shape]:
+        return {
+            name: tuple(getattr(self.model, dim) for dim in dims)
+            for part in self.layer_parts(layer)
+            for name, dims in part.tensors.items()
+        }

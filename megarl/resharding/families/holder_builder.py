@@ -23,9 +23,9 @@ class HolderBuilder:
 
     def add_layer(self, layer: int, local_prefix: str, tilings: Mapping[str, Tiling]) -> None:
         """layer: its number in the whole model."""
+        shapes, prefix = self._canonical.layer_shapes(layer), self._canonical.layer_prefix(layer)
         for local, tiling in tilings.items():
-            prefix = self._canonical.layer_prefix(layer)
-            self._add(local_prefix + local, tiling, self._canonical.layer_shapes, prefix)
+            self._add(local_prefix + local, tiling, shapes, prefix)
 
     def build(self, name: str) -> Holder:
         return Holder(name, self._shapes, tuple(self._pieces))

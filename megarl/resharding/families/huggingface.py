@@ -15,7 +15,7 @@ def huggingface_holder(hf_config: Mapping[str, Any], name: str = "huggingface") 
     layers = {
         canonical.layer_prefix(layer) + tensor: shape
         for layer in range(canonical.model.num_layers)
-        for tensor, shape in canonical.layer_shapes.items()
+        for tensor, shape in canonical.layer_shapes(layer).items()
     }
     shapes = canonical.outer_shapes | layers
     pieces = tuple(Piece(tensor, whole(shape), tensor, whole(shape)) for tensor, shape in shapes.items())

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megarl.resharding.families.canonical import Canonical
-from megarl.resharding.families.family import Family
+from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, Canonical
 from megarl.resharding.families.holder_builder import HolderBuilder
 from megarl.resharding.families.shape import ModelShape
-from megarl.resharding.families.tiling import Padded, Tiling, Whole
+from megarl.resharding.families.tiling import Padded, Whole
 from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
@@ -20,18 +19,18 @@ def megatron_holder(
     hf_config: Mapping[str, Any],
     layout: Layout,
     rank: int,
-    fused_norms: bool = False,
+    transformer_engine: bool = False,
     vocab_multiple: int = 128,
 ) -> Holder:
     """The parameters of global rank `rank`, named "megatron:{rank}".
 
-    fused_norms     norms are part of the linear layers after them (Transformer Engine's layer spec)
-    vocab_multiple  the vocabulary is padded to a multiple of this times tp
+    transformer_engine  its layer spec, in which norms are part of the linear layers after them
+    vocab_multiple      the vocabulary is padded to a multiple of this times tp
 
     Raises ValueError where the model does not divide by the layout.
     """
     canonical = Canonical(hf_config)
-    family, model = canonical.family, canonical.model
+    model = canonical.model
     _check_tp(model, layout.tp)
     # Rank order: tensor parallel innermost, then context and data parallel, pipeline outermost.
     stage = rank // (layout.tp * layout.cp * layout.dp)
@@ -40,14 +39,15 @@ def megatron_holder(
     padded = -(-model.vocab // multiple) * multiple
     builder = HolderBuilder(canonical, layout.tp, rank % layout.tp)
     if first:
-        builder.add("chunk0.embedding.word_embeddings.weight", Padded((family.embedding,), padded=padded))
-    tilings = _layer_tilings(family, fused_norms)
+        builder.add("chunk0.embedding.word_embeddings.weight", Padded((EMBEDDING,), padded=padded))
     for virtual in range(layout.vpp):
         for local, layer in enumerate(chunk_layers(model.num_layers, layout)[virtual][stage]):
+            parts = [part.megatron_tilings(transformer_engine) for part in canonical.layer_parts(layer)]
+            tilings = {name: tiling for part in parts for name, tiling in part.items()}
             builder.add_layer(layer, f"chunk{virtual}.decoder.layers.{local}.", tilings)
     last_chunk = f"chunk{layout.vpp - 1}."
     if last:
-        builder.add(f"{last_chunk}decoder.final_layernorm.weight", Whole((family.final_norm,)))
+        builder.add(f"{last_chunk}decoder.final_layernorm.weight", Whole((FINAL_NORM,)))
     if last and canonical.score_head is not None:
         for tensor in canonical.score_head.shapes(model.hidden):
             builder.add(tensor.replace("score.", f"{last_chunk}output_layer."), Whole((tensor,)))
@@ -91,11 +91,6 @@ def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
             f"{left} of {num_layers} layers are left for {stages_left} stages; they must divide evenly"
         )
     return [left // stages_left if count is None else count for count in counts]
-
-
-def _layer_tilings(family: Family, fused_norms: bool) -> Mapping[str, Tiling]:
-    names = family.megatron_fused_norms if fused_norms else {}
-    return {names.get(local, local): tiling for local, tiling in family.megatron.items()}
 
 
 def _check_tp(model: ModelShape, tp: int) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.huggingface import completed, kv_heads, unsupported
 from megarl.resharding.families.classifier import score_head_of
-from megarl.resharding.families.registry import family_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,9 @@ class ModelShape:
     vocab: int
     tied: bool
     qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
 
     @property
     def query(self) -> int:
@@ -41,26 +44,40 @@ class ModelShape:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelShape:
-        """From a Hugging Face config.json. Raises ValueError for an unknown family or a missing key."""
-        family = family_of(hf_config)
-        hidden, heads = _number(hf_config, "hidden_size"), _number(hf_config, "num_attention_heads")
+        """From a Hugging Face config.json. Raises ValueError for an unknown family, a missing key, or a feature that
+        is not done here."""
+        model = _checked(hf_config)
+        hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
+        family = model["model_type"]
         return cls(
-            num_layers=_number(hf_config, "num_hidden_layers"),
+            num_layers=_number(model, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
-            # Absent or null: one per query head, and the hidden size divided among the heads.
-            kv_heads=hf_config.get("num_key_value_heads") or heads,
-            head_dim=hf_config.get("head_dim") or hidden // heads,
-            intermediate=_number(hf_config, "intermediate_size"),
-            vocab=_number(hf_config, "vocab_size"),
+            kv_heads=kv_heads(model),
+            head_dim=model["head_dim"] or hidden // heads,
+            intermediate=_number(model, "intermediate_size"),
+            vocab=_number(model, "vocab_size"),
             # A classifier's config may say so too, but there is no language head to tie.
-            tied=bool(hf_config.get("tie_word_embeddings", False)) and score_head_of(hf_config) is None,
-            qkv_bias="self_attn.q_proj.bias" in family.tensors,
+            tied=bool(model["tie_word_embeddings"]) and score_head_of(hf_config) is None,
+            qkv_bias=family == "qwen2" or model["attention_bias"],
+            attention_out_bias=family != "qwen2" and model["attention_bias"],
+            mlp_bias=model["mlp_bias"],
+            qk_norm=family == "qwen3",
         )
 
 
-def _number(hf_config: Mapping[str, Any], key: str) -> int:
-    value = hf_config.get(key)
+def _checked(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        model = completed(hf_config)
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}") from None
+    if features := unsupported(model):
+        raise ValueError(f"config.json: {', '.join(features)}: not supported for {model['model_type']}")
+    return model
+
+
+def _number(model: Mapping[str, Any], key: str) -> int:
+    value = model.get(key)
     if not isinstance(value, int):
         raise ValueError(f"config.json: {key} must be an integer, found {value!r}")
     return value

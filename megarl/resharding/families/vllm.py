@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.resharding.families.canonical import Canonical
+from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, HEAD, Canonical
 from megarl.resharding.families.holder_builder import HolderBuilder
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.tiling import Padded, Whole
@@ -21,16 +21,17 @@ def vllm_holder(hf_config: Mapping[str, Any], tp: int, rank: int, replica: int) 
     Raises ValueError where the model does not divide by tp.
     """
     canonical = Canonical(hf_config)
-    family, model = canonical.family, canonical.model
+    model = canonical.model
     padded = -(-model.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     _check_tp(model, padded, tp)
     builder = HolderBuilder(canonical, tp, rank)
-    builder.add(family.embedding, Padded((family.embedding,), padded=padded))
+    builder.add(EMBEDDING, Padded((EMBEDDING,), padded=padded))
     for layer in range(model.num_layers):
-        builder.add_layer(layer, canonical.layer_prefix(layer), family.vllm)
-    builder.add(family.final_norm, Whole((family.final_norm,)))
+        tilings = {name: tiling for part in canonical.layer_parts(layer) for name, tiling in part.vllm.items()}
+        builder.add_layer(layer, canonical.layer_prefix(layer), tilings)
+    builder.add(FINAL_NORM, Whole((FINAL_NORM,)))
     if not model.tied:
-        builder.add(family.head, Padded((family.head,), padded=padded))
+        builder.add(HEAD, Padded((HEAD,), padded=padded))
     return builder.build(f"vllm:{replica}.{rank}")
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from megarl.config.load import load
-from megarl.config.rules import FAMILIES, check_model
+from megarl.config.rules import check_model
 from megarl.config.schema import Config
-from megarl.resharding.families.registry import FAMILIES as DECLARED
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 RECIPE = (
@@ -210,20 +209,46 @@ def test_layout_that_does_not_fit_the_model(overrides: list[str], messages: list
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type gpt2 is not supported; the known ones are llama, qwen2"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling with rope_type linear is not supported"),
+        ({"model_type": "gpt2"}, "model_type gpt2 is not supported; the known ones are llama, mistral, qwen2, qwen3"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling with rope_type dynamic is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling with rope_type yarn is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters with rope_type llama3 is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2}},
+            "rope_parameters with rope_type llama3 without low_freq_factor, high_freq_factor is not supported",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
-        ({"sliding_window": 4096}, "sliding_window 4096 is not supported"),
-        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True}, "sliding_window 9 is not supported"),
-        ({"mlp_bias": True, "attention_bias": True}, "mlp_bias true and attention_bias true is not supported"),
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias true is not supported"),
+        (
+            {"model_type": "mistral", "mlp_bias": True, "attention_bias": True},
+            "attention_bias true and mlp_bias true is not supported",
+        ),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true is not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method fp8 is not supp"),
     ],
 )
 def test_unsupported_feature_is_named(changed: dict[str, Any], message: str) -> None:
     (line,) = model_errors(SMOLLM2 | changed)
     assert line.startswith("model.path=smollm2: ") and message in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "window"),
+    [
+        ({"sliding_window": 255}, 255),
+        ({"model_type": "mistral"}, 4096),  # transformers' default
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True}, 9),
+    ],
+)
+def test_samples_longer_than_the_attention_window_are_refused(changed: dict[str, Any], window: int) -> None:
+    context = window + 1
+    overrides = (f"rollout.context_length={context}", f"actor.tokens_per_microbatch={context}")
+    (line,) = model_errors(SMOLLM2 | changed, *overrides, "rollout.max_new_tokens=1")
+    assert line.startswith(f"rollout.context_length={context}: with sliding_window {window} the model would not see")
+    overrides = (f"rollout.context_length={window}", f"actor.tokens_per_microbatch={context}")
+    check_model(recipe(*overrides, "rollout.max_new_tokens=1"), SMOLLM2 | changed)
 
 
 def test_incomplete_model_config_is_refused() -> None:
@@ -242,6 +267,10 @@ def test_incomplete_model_config_is_refused() -> None:
         {"model_type": "qwen2", "sliding_window": 4096},
         {"sliding_window": None, "rope_scaling": None},
         {"rope_parameters": None, "rope_theta": 1e4},
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+        {"mlp_bias": True, "attention_bias": True},
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "qwen3", "sliding_window": 9},
     ],
 )
 def test_supported_variants(changed: dict[str, Any]) -> None:
@@ -260,7 +289,3 @@ def test_engine_may_repeat_kv_heads() -> None:
     assert model_errors(wide, "rollout.tp=4") == [
         "rollout.tp=4: 3 KV heads do not divide by 4 (3 / 4 = 0.75); choose from 1, 3, 6, 12"
     ]
-
-
-def test_known_families_are_declared_for_resharding() -> None:
-    assert set(FAMILIES) == set(DECLARED)

@@ -70,13 +70,29 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
         tensors[layer + "post_attention_layernorm.weight"] = random(hidden)
         for name, rows in (("q", query), ("k", key), ("v", key)):
             tensors[layer + f"self_attn.{name}_proj.weight"] = random(rows, hidden)
-            if config["model_type"] == "qwen2":
+            if config["model_type"] == "qwen2" or config.get("attention_bias"):
                 tensors[layer + f"self_attn.{name}_proj.bias"] = random(rows)
+            if config["model_type"] == "qwen3" and name != "v":
+                tensors[layer + f"self_attn.{name}_norm.weight"] = random(config["head_dim"])
         tensors[layer + "self_attn.o_proj.weight"] = random(hidden, query)
-        tensors[layer + "mlp.gate_proj.weight"] = random(inner, hidden)
-        tensors[layer + "mlp.up_proj.weight"] = random(inner, hidden)
-        tensors[layer + "mlp.down_proj.weight"] = random(hidden, inner)
+        if config["model_type"] == "llama" and config.get("attention_bias"):
+            tensors[layer + "self_attn.o_proj.bias"] = random(hidden)
+        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            tensors[layer + f"mlp.{name}_proj.weight"] = random(*shape)
+            if config.get("mlp_bias"):
+                tensors[layer + f"mlp.{name}_proj.bias"] = random(shape[0])
     return tensors
+
+
+RENAMED = (
+    ("input_layernorm.weight", "input_layernorm.weight"),
+    ("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    ("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    ("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    ("self_attention.linear_proj.bias", "self_attn.o_proj.bias"),
+    ("mlp.linear_fc2.bias", "mlp.down_proj.bias"),
+)
+"""Megatron's name in a layer -> Hugging Face's, where each rank has the whole tensor."""
 
 
 def megatron_shard(
@@ -106,15 +122,14 @@ def megatron_shard(
         tensors["chunk0.embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
     for chunk, local, i in [(c, local, i) for c, layers in enumerate(chunks) for local, i in enumerate(layers)]:
         theirs, ours = f"model.layers.{i}.", f"chunk{chunk}.decoder.layers.{local}."
-        gate_up = [checkpoint[f"{theirs}mlp.{x}_proj.weight"].chunk(tp)[tp_rank] for x in ("gate", "up")]
-        tensors[ours + "input_layernorm.weight"] = checkpoint[theirs + "input_layernorm.weight"]
-        tensors[ours + "pre_mlp_layernorm.weight"] = checkpoint[theirs + "post_attention_layernorm.weight"]
-        tensors[ours + "self_attention.linear_qkv.weight"] = qkv(theirs, "weight")
-        if config["model_type"] == "qwen2":
-            tensors[ours + "self_attention.linear_qkv.bias"] = qkv(theirs, "bias")
+        tensors |= {ours + local: checkpoint[theirs + name] for local, name in RENAMED if theirs + name in checkpoint}
+        for kind in [kind for kind in ("weight", "bias") if f"{theirs}self_attn.q_proj.{kind}" in checkpoint]:
+            tensors[f"{ours}self_attention.linear_qkv.{kind}"] = qkv(theirs, kind)
+        for kind in [kind for kind in ("weight", "bias") if f"{theirs}mlp.up_proj.{kind}" in checkpoint]:
+            gate_up = [checkpoint[f"{theirs}mlp.{x}_proj.{kind}"].chunk(tp)[tp_rank] for x in ("gate", "up")]
+            tensors[f"{ours}mlp.linear_fc1.{kind}"] = torch.cat(gate_up)
         attention_out = checkpoint[theirs + "self_attn.o_proj.weight"]
         tensors[ours + "self_attention.linear_proj.weight"] = attention_out.chunk(tp, dim=1)[tp_rank]
-        tensors[ours + "mlp.linear_fc1.weight"] = torch.cat(gate_up)
         tensors[ours + "mlp.linear_fc2.weight"] = checkpoint[theirs + "mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
     if last:
         tensors[f"chunk{len(chunks) - 1}.decoder.final_layernorm.weight"] = checkpoint["model.norm.weight"]
@@ -138,7 +153,7 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
     for name, tensor in checkpoint.items():
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = _padded(tensor, 64).chunk(tp)[rank]
-        elif "norm" in name:
+        elif "norm" in name or "o_proj.bias" in name or "down_proj.bias" in name:
             tensors[name] = tensor
         elif "o_proj" in name or "down_proj" in name:
             tensors[name] = tensor.chunk(tp, dim=1)[rank]
@@ -155,6 +170,16 @@ def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % multiple))
 
 
+DENSE_MODELS = [
+    {"model_type": "llama"},
+    {"model_type": "llama", "attention_bias": True},
+    {"model_type": "llama", "mlp_bias": True},
+    {"model_type": "mistral"},
+    {"model_type": "qwen2"},
+    {"model_type": "qwen3"},
+]
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
     """A model, a Megatron layout and a vLLM tensor-parallel size that it divides by."""
@@ -168,7 +193,7 @@ def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
     first, middle, last = (vpp * count for count in draw(st.tuples(*[st.integers(1, 2)] * 3)))
     ends = dict(first=first, last=last) if pp > 1 else {}
     config = config_of(
-        model_type=draw(st.sampled_from(["llama", "qwen2"])),
+        **draw(st.sampled_from(DENSE_MODELS)),
         hidden_size=draw(st.integers(1, 5)),
         num_hidden_layers=first if pp == 1 else first + (pp - 2) * middle + last,
         num_attention_heads=heads,

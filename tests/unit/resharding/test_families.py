@@ -40,10 +40,10 @@ def test_the_checkpoint_has_the_published_number_of_parameters():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; known: llama, qwen2"),
+        ({"model_type": "gpt2"}, "model_type gpt2 is not supported; the known ones are llama, mistral, qwen2, qwen3"),
         ({"vocab_size": None}, "vocab_size must be an integer, found None"),
-        ({"attention_bias": True}, "attention_bias=True is not supported for llama"),
-        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true: not supported for qwen3"),
+        ({"mlp_bias": True, "model_type": "mistral", "hidden_act": "gelu"}, "mlp_bias true, hidden_act gelu: not sup"),
     ],
 )
 def test_configs_that_are_refused(changes, message):
@@ -94,7 +94,7 @@ def test_stages_that_do_not_divide(num_layers, layout, left):
 
 
 def test_transformer_engine_fuses_norms_into_the_linears():
-    plain, fused = (megatron_holder(config_of(), layout_of(), 0, fused_norms=flag) for flag in (False, True))
+    plain, fused = (megatron_holder(config_of(), layout_of(), 0, transformer_engine=flag) for flag in (False, True))
     renamed = {
         "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
         "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",

@@ -27,6 +27,10 @@ CASES = {
     "1 process, tied": ({"tie_word_embeddings": True}, layout_of()),
     "TP3": ({}, layout_of(tp=3)),
     "TP3, tied, biases": ({"tie_word_embeddings": True, "model_type": "qwen2"}, layout_of(tp=3)),
+    "TP3, norms of queries and keys": ({"model_type": "qwen3"}, layout_of(tp=3)),
+    "TP3, all biases": ({"attention_bias": True, "mlp_bias": True}, layout_of(tp=3)),
+    "TP3, attention biases": ({"attention_bias": True}, layout_of(tp=3)),
+    "TP3, MLP biases": ({"mlp_bias": True}, layout_of(tp=3)),
     "PP2, uneven": ({"num_hidden_layers": 5}, layout_of(pp=2, last=1)),
     "PP2, uneven, tied": ({"num_hidden_layers": 5, "tie_word_embeddings": True}, layout_of(pp=2, first=2)),
     "PP2, VPP2": ({"num_hidden_layers": 8}, layout_of(pp=2, vpp=2)),
@@ -76,7 +80,7 @@ def test_holder_has_the_parameters_of_the_real_model(case):
     config = config_of(**changes)
     for rank in range(layout.world_size):
         holder = megatron_holder(
-            config, layout, rank, fused_norms=uses_transformer_engine(), vocab_multiple=VOCABULARY_MULTIPLE
+            config, layout, rank, transformer_engine=uses_transformer_engine(), vocab_multiple=VOCABULARY_MULTIPLE
         )
         tp_rank, shapes, layers = real_parameters(config, layout, rank)
         assert holder.shapes == shapes, f"rank {rank}"

@@ -1,0 +1,101 @@
+"""What a Hugging Face config.json means: the families that are known, what it leaves out, what it may not ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_ANY = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "num_key_value_heads": None,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": _ANY,
+    "mistral": _ANY | {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": _ANY | {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False},
+    "qwen3": _ANY | {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "use_sliding_window": False},
+}
+"""The known `model_type`s -> what transformers takes for a key that config.json does not have."""
+
+ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Rotary embeddings that are done -> the parameters that they need."""
+
+_BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
+"""Bias switches that a family has here. Qwen2's attention biases are always on, whatever the switch says."""
+
+
+def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """With the keys that config.json left out. Raises ValueError, listing the known families, for any other."""
+    model_type = hf_config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type} is not supported; the known ones are {', '.join(FAMILIES)}")
+    return {**FAMILIES[model_type], **hf_config}
+
+
+def unsupported(model: Mapping[str, Any]) -> list[str]:
+    """What a completed config asks for and is not done here, each by its key and value."""
+    return [*_attention(model), *_rope(model), *_others(model)]
+
+
+def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_type, rope_theta and what the type needs. Before version 5, transformers wrote rope_scaling instead."""
+    given = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    return {
+        "rope_theta": model["rope_theta"],
+        "original_max_position_embeddings": model.get("max_position_embeddings"),
+        "partial_rotary_factor": model["partial_rotary_factor"],
+        **given,
+        "rope_type": given.get("rope_type", given.get("type", "default")),
+    }
+
+
+def attention_window(model: Mapping[str, Any]) -> int | None:
+    """How many tokens a token attends to, itself included; None: all before it."""
+    return model["sliding_window"] if model.get("use_sliding_window", True) else None
+
+
+def kv_heads(model: Mapping[str, Any]) -> int:
+    return model["num_key_value_heads"] or model["num_attention_heads"]
+
+
+def _attention(model: Mapping[str, Any]) -> Iterator[str]:
+    known = _BIASES.get(model["model_type"], ())
+    for key in ("attention_bias", "mlp_bias"):
+        if model[key] and key not in known:
+            yield f"{key} true"
+    if model["attention_dropout"]:
+        yield f"attention_dropout {model['attention_dropout']}"
+
+
+def _rope(model: Mapping[str, Any]) -> Iterator[str]:
+    key = "rope_scaling" if model.get("rope_scaling") else "rope_parameters"
+    rope = rope_parameters(model)
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES:
+        yield f"{key} with rope_type {kind}"
+    elif missing := [name for name in ROPE_TYPES[kind] if name not in rope]:
+        yield f"{key} with rope_type {kind} without {', '.join(missing)}"
+    if rope["partial_rotary_factor"] != 1:
+        yield f"partial_rotary_factor {rope['partial_rotary_factor']}"
+
+
+def _others(model: Mapping[str, Any]) -> Iterator[str]:
+    if model["hidden_act"] != "silu":
+        yield f"hidden_act {model['hidden_act']}"
+    if model["quantization_config"]:
+        yield f"quantization_config with quant_method {model['quantization_config'].get('quant_method')}"

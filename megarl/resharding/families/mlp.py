@@ -1,0 +1,52 @@
+"""The dense gated MLP, and the norm before it."""
+
+from __future__ import annotations
+
+from megarl.resharding.families.part import Part
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.families.tiling import Split, Whole
+
+_GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+_GATE_UP_BIAS = ("mlp.gate_proj.bias", "mlp.up_proj.bias")
+_NORM = Whole(("post_attention_layernorm.weight",))
+
+NORM = Part(
+    tensors={"post_attention_layernorm.weight": ("hidden",)},
+    megatron={"pre_mlp_layernorm.weight": _NORM},
+    transformer_engine={"mlp.linear_fc1.layer_norm_weight": _NORM},
+    vllm={"post_attention_layernorm.weight": _NORM},
+)
+WEIGHTS = Part(
+    tensors={
+        "mlp.gate_proj.weight": ("intermediate", "hidden"),
+        "mlp.up_proj.weight": ("intermediate", "hidden"),
+        "mlp.down_proj.weight": ("hidden", "intermediate"),
+    },
+    megatron={
+        "mlp.linear_fc1.weight": Split(_GATE_UP),
+        "mlp.linear_fc2.weight": Split(("mlp.down_proj.weight",), axis=1),
+    },
+    vllm={
+        "mlp.gate_up_proj.weight": Split(_GATE_UP),
+        "mlp.down_proj.weight": Split(("mlp.down_proj.weight",), axis=1),
+    },
+)
+BIAS = Part(
+    tensors={
+        "mlp.gate_proj.bias": ("intermediate",),
+        "mlp.up_proj.bias": ("intermediate",),
+        "mlp.down_proj.bias": ("hidden",),
+    },
+    megatron={
+        "mlp.linear_fc1.bias": Split(_GATE_UP_BIAS),
+        "mlp.linear_fc2.bias": Whole(("mlp.down_proj.bias",)),
+    },
+    vllm={
+        "mlp.gate_up_proj.bias": Split(_GATE_UP_BIAS),
+        "mlp.down_proj.bias": Whole(("mlp.down_proj.bias",)),
+    },
+)
+
+
+def mlp_parts(model: ModelShape) -> list[Part]:
+    return [NORM, WEIGHTS, *([BIAS] if model.mlp_bias else [])]
