@@ -85,9 +85,28 @@ def virtual_stages_need_pipeline(config: Config) -> str | None:
     )
 
 
-def expert_parallel_is_not_supported(config: Config) -> str | None:
-    ep = config.actor.layout.ep
-    return None if ep == 1 else _not_supported("ep", ep, "expert parallelism")
+def expert_tensor_parallel_needs_expert_parallel(config: Config) -> str | None:
+    """Megatron computes wrong gradients otherwise, without an error."""
+    layout = config.actor.layout
+    if layout.ep > 1 or layout.expert_tp == layout.tp:
+        return None
+    return (
+        f"actor.layout.etp={layout.etp}: without expert parallelism (actor.layout.ep=1) experts are sharded like the "
+        f"other layers (tp={layout.tp}); set actor.layout.etp=null or raise ep"
+    )
+
+
+def experts_tile_a_stage(config: Config) -> str | None:
+    """The ranks of a pipeline stage are tp x cp x dp, and for the experts etp x ep x their own data parallelism."""
+    layout = config.actor.layout
+    ranks, needed = layout.tp * layout.cp * layout.dp, layout.expert_tp * layout.ep
+    if ranks % needed == 0:
+        return None
+    return (
+        f"actor.layout.ep={layout.ep}: a pipeline stage has tp x cp x dp = {layout.tp} x {layout.cp} x {layout.dp} = "
+        f"{ranks} ranks, which do not divide by etp x ep = {layout.expert_tp} x {layout.ep} = {needed}; choose ep from "
+        f"{', '.join(str(n) for n in _divisors(ranks // gcd(ranks, layout.expert_tp)))}"
+    )
 
 
 def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
@@ -191,7 +210,8 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     sequence_parallel_needs_tensor_parallel,
     uneven_stages_need_pipeline,
     virtual_stages_need_pipeline,
-    expert_parallel_is_not_supported,
+    expert_tensor_parallel_needs_expert_parallel,
+    experts_tile_a_stage,
     context_holds_a_prompt_and_a_response,
     microbatch_holds_the_longest_sample,
     every_data_parallel_rank_has_a_sample,
@@ -361,10 +381,6 @@ def _uneven(layout: Layout) -> dict[str, int | None]:
 
 def _divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
-
-
-def _not_supported(key: str, value: int, what: str) -> str:
-    return f"actor.layout.{key}={value}: {what} is not supported by this version; set actor.layout.{key}=1"
 
 
 def _model(config: Config) -> str:

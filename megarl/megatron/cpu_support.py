@@ -37,7 +37,7 @@ def install() -> None:
     global _installed
     if _installed or torch.cuda.is_available():
         return
-    for patch in (device_queries, tensor_moves, random_state, device_literals):
+    for patch in (device_queries, tensor_moves, random_state, device_literals, uneven_collectives):
         patch()
     _installed = True
 
@@ -73,6 +73,32 @@ def device_literals() -> None:
         constants = tuple(_on_cpu(constant) for constant in function.__code__.co_consts)
         assert constants != function.__code__.co_consts, f"{entry} names no CUDA device: drop it from DEVICE_LITERALS"
         function.__code__ = function.__code__.replace(co_consts=constants)
+
+
+def uneven_collectives() -> None:
+    """Sharded experts gather and scatter as many tokens as the router sent to each rank; gloo's ranks all need the
+    same number. Gathering pads to the largest, scattering sums everything and keeps the own part."""
+    from megatron.core.tensor_parallel import mappings
+
+    even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(input_, group, None, use_global_buffer)
+        longest = max(output_split_sizes)
+        padded = input_.new_zeros(longest, *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = even_gather(padded, group).split(longest)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return even_scatter(input_, group, None, use_global_buffer)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
 
 
 def _resolve(entry: str) -> Callable[..., Any]:

@@ -64,7 +64,16 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         (["actor.layout.sequence_parallel=true"], "actor.layout.sequence_parallel=true: it shards over"),
         (["actor.layout.pp=1"], "actor.layout.last_stage_layers given, but actor.layout.pp=1 is a single stage"),
         (["actor.layout={pp: 1, vpp: 2, last_stage_layers: null}"], "actor.layout.vpp=2: virtual stages interleave"),
-        (["actor.layout.ep=2"], "actor.layout.ep=2: expert parallelism is not supported by this version; set"),
+        (
+            ["actor.layout.ep=3", "actor.layout.dp=4"],
+            "actor.layout.ep=3: a pipeline stage has tp x cp x dp = 1 x 1 x 4 = 4 ranks, which do not divide by etp x "
+            "ep = 1 x 3 = 3; choose ep from 1, 2, 4",
+        ),
+        (
+            ["actor.layout={tp: 2, etp: 1}"],
+            "actor.layout.etp=1: without expert parallelism (actor.layout.ep=1) experts are sharded like the other "
+            "layers (tp=2); set actor.layout.etp=null or raise ep",
+        ),
         (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
         (["actor.tokens_per_microbatch=255"], "(255 < 256); set actor.tokens_per_microbatch to at least 256"),
         (
