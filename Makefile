@@ -5,13 +5,14 @@ VENV := .venv
 DONE := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 
-.PHONY: help env quickstart test test-fast lint clean
+.PHONY: help env quickstart test test-fast test-learn lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        everything that needs no GPU: about 15 minutes on 2 cores"
+	@echo "make test        everything but the learning runs and what needs a GPU: under 25 minutes on 2 cores"
 	@echo "make test-fast   the unit tests, under 3 minutes"
+	@echo "make test-learn  the quickstart learns what it should: about 7 minutes"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)
@@ -24,10 +25,13 @@ quickstart: $(DONE)
 	$(VENV)/bin/megarl train configs/quickstart.yaml
 
 test: lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -m "not learn"
 
 test-fast: $(DONE)
 	$(RUN) -m pytest tests/unit -m "not slow"
+
+test-learn: $(DONE)
+	$(RUN) -m pytest -m learn
 
 lint: $(DONE)
 	$(VENV)/bin/ruff check
