@@ -37,7 +37,7 @@ def install() -> None:
     global _installed
     if _installed or torch.cuda.is_available():
         return
-    for patch in (device_queries, tensor_moves, random_state, device_literals, uneven_collectives):
+    for patch in (device_queries, tensor_moves, random_state, device_literals, uneven_collectives, expert_dispatch):
         patch()
     _installed = True
 
@@ -99,6 +99,21 @@ def uneven_collectives() -> None:
         return total.split(input_split_sizes)[group.rank()].contiguous()
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
+
+
+def expert_dispatch() -> None:
+    """The all-to-all dispatcher makes a CUDA stream, and copies on it the sizes that the host needs: here they are on
+    the host, and only the conversion to numpy is left."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def on_host(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if torch.is_tensor(sizes := getattr(self, name)):
+                setattr(self, name, sizes.numpy())
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = on_host
 
 
 def _resolve(entry: str) -> Callable[..., Any]:

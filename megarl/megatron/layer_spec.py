@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +28,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megarl import device
 from megarl.ops.packed_attention import Bucket, packed_attention
 from megarl.resharding.families.shape import ModelShape
+
+# Without Transformer Engine the router's gradient reads a name that only its import binds.
+vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 @dataclass
