@@ -132,15 +132,24 @@ class GroupStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """A sample with what the driver hands out beside it. `weight` is one trained token's share of the update's loss."""
+    """A sample with what is handed out beside it.
+
+    weight   one trained token's share of the update's loss
+    values   float32 [R], the critic's for the state before each response token; None: none was asked, or it is the
+             critic itself that is trained
+    """
 
     sample: Sample
     reward: float
     group: GroupStatistics
     weight: float
+    values: torch.Tensor | None = None
 
 
-ROW_FIELDS = ("rows", "targets", "row_sample", "behaviour", "mask", "weight", "old", "reference")
+ROW_FIELDS = (
+    *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "old", "reference", "values", "advantage"),
+    "returns",
+)
 """Fields of a TokenBatch with one element per row."""
 
 
@@ -167,6 +176,10 @@ class TokenBatch:
     group_std         float32 [S]
     old               float32 [N]    log-prob under the policy at the start of the step; None: it is the current one
     reference         float32 [N]    log-prob under the reference; None: no term reads it
+    values            float32 [N]    the critic's value of the state in which each target was sampled, from the start of
+                                     the step; None: there is no critic
+    advantage         float32 [N]    None: not estimated yet
+    returns           float32 [N]    what the critic learns; None: not estimated yet, or there is no critic
     """
 
     tokens: torch.Tensor
@@ -184,6 +197,9 @@ class TokenBatch:
     group_std: torch.Tensor
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    advantage: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -20,9 +20,9 @@ from megarl.cluster.failure import RunFailure
 from megarl.cluster.memory import MemorySampler
 from megarl.cluster.placement import place
 from megarl.cluster.session import Session
-from megarl.cluster.trainer_group import Assignment, Share
+from megarl.cluster.trainer_group import Assignment, Share, TrainerGroup, Values
 from megarl.config.rules import check_model
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Role
 from megarl.data.cursor import PromptCursor
 from megarl.data.model_folder import read_config, resolve
 from megarl.data.packing import Lengths, Packing, schedule
@@ -61,6 +61,7 @@ def run(config: Config, scratch: Path) -> None:
     model_folder = resolve(config.model.path)
     hf_config = read_config(model_folder)
     check_model(config, hf_config)
+    critic_folder = _critic_folder(config, model_folder)
     prompts = load_prompts(config, model_folder)
     folder = RunFolder.create(config, prompts.data_hash)
     placement = place(config)
@@ -69,7 +70,7 @@ def run(config: Config, scratch: Path) -> None:
     sinks = (JsonlSink(folder.metrics), ConsoleSink(config.run.steps))
     memory = MemorySampler()
     with Session(config.cluster, folder.logs, scratch) as session:
-        cast = assemble(session, config, hf_config, model_folder, placement)
+        cast = assemble(session, config, hf_config, model_folder, critic_folder, placement)
         cast.refit(version=0)
         for number in range(1, config.run.steps + 1):
             chosen = [prompts[i] for i in cursor.take(config.batch.prompts_per_step)]
@@ -79,7 +80,7 @@ def run(config: Config, scratch: Path) -> None:
                 sink.write(number, metrics)
         if config.run.export:
             cast.export(folder.model)
-        cast.trainers.close()
+        cast.close()
     print(f"report: {report.write(folder.path)}")
 
 
@@ -92,7 +93,7 @@ def step(config: Config, cast: Cast, number: int, prompts: Sequence, rollouts: P
         scores = cast.rewards.score([sample for group in groups for sample in group], number, rollouts)
     scored, metrics = select(config, groups, scores)
     with watch.phase("train"):
-        metrics |= train(config, cast, scored)
+        metrics |= train(config, cast, scored, number)
     with watch.phase("refit"):
         cast.refit(version=number)
     return _finish(metrics, watch, groups, number)
@@ -114,28 +115,59 @@ def select(
     return scored, _reward_metrics(scored, scores)
 
 
-def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]]) -> Metrics:
-    """The passes that the algorithm needs, then one optimizer step for every prompts_per_update groups."""
+def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]], number: int) -> Metrics:
+    """One optimizer step of the critic, if there is one, and of the actor for every prompts_per_update groups."""
     size = config.batch.prompts_per_update
-    updates = [
-        share_out(config, [sample for group in groups[i : i + size] for sample in group], cast.trainers.packing)
-        for i in range(0, len(groups), size)
-    ]
+    updates = [[sample for group in groups[i : i + size] for sample in group] for i in range(0, len(groups), size)]
+    metrics: Metrics = {}
+    values: Values = {}
+    if passes.needed(config, "critic values"):
+        metrics, values = train_critic(config, cast.critic, updates)
+        if number <= config.critic.warmup_steps:
+            return metrics
+    return metrics | train_actor(config, cast.trainers, updates, values)
+
+
+def train_critic(
+    config: Config, critic: TrainerGroup, updates: Sequence[Sequence[ScoredSample]]
+) -> tuple[Metrics, Values]:
+    """Returns, beside the metrics, where the values from before its updates are: the actor's baseline."""
+    shares = [share_out(config, update, critic.packing, "critic") for update in updates]
+    values: Values = {}
+    for share in shares:
+        values |= critic.values(share)
+    metrics = merge([critic.update(share) for share in shares])
+    critic.end_step()
+    return metrics, values
+
+
+def train_actor(
+    config: Config, actor: TrainerGroup, updates: Sequence[Sequence[ScoredSample]], values: Values
+) -> Metrics:
+    """The passes that the algorithm needs, then the updates."""
+    shares = [share_out(config, update, actor.packing, "actor", values) for update in updates]
     for scorer in ("old", "reference"):
         if passes.needed(config, f"{scorer} log-probs"):
-            for shares in updates:
-                cast.trainers.score(scorer, shares)
-    metrics = merge([cast.trainers.update(shares) for shares in updates])
-    cast.trainers.end_step()
+            for share in shares:
+                actor.score(scorer, share)
+    metrics = merge([actor.update(share) for share in shares])
+    actor.end_step()
     return metrics
 
 
-def share_out(config: Config, samples: Sequence[ScoredSample], packing: Packing) -> list[Share]:
+def share_out(
+    config: Config,
+    samples: Sequence[ScoredSample],
+    packing: Packing,
+    role: Role = "actor",
+    values: Values | None = None,
+) -> list[Share]:
     """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss."""
+    objective = {"actor": config.algorithm.objective, "critic": config.algorithm.value}[role]
     infos = [item.sample.info for item in samples]
-    weights = sample_weights(config.algorithm.objective.aggregation, [info.num_trained_tokens for info in infos])
+    weights = sample_weights(objective.aggregation, [info.num_trained_tokens for info in infos])
     assignments = [
-        Assignment(item.sample.ref, item.reward, item.group, weight)
+        Assignment(item.sample.ref, item.reward, item.group, weight, (values or {}).get(item.sample.info.id))
         for item, weight in zip(samples, weights, strict=True)
     ]
     microbatches = schedule(
@@ -143,6 +175,14 @@ def share_out(config: Config, samples: Sequence[ScoredSample], packing: Packing)
         packing,
     )
     return [Share.of(assignments, own) for own in microbatches]
+
+
+def _critic_folder(config: Config, model_folder: Path) -> Path:
+    """Where the critic starts from; the actor's model, unless it has a path of its own."""
+    if not config.has_critic or config.critic.path is None:
+        return model_folder
+    folder = resolve(config.critic.path, key="critic.path")
+    return folder
 
 
 def _requests(config: Config, number: int, prompts: Sequence) -> list[list[SamplingRequest]]:

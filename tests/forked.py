@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megarl.megatron.worker  # noqa: F401  imported here, so that no rank imports it again
+import megarl.megatron.actor_worker
+import megarl.megatron.critic_worker  # noqa: F401  imported here, so that no rank imports it again
 
 DEADLINE_S = 240
 

@@ -19,8 +19,8 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Packing
+from megarl.megatron.actor_worker import ActorWorker
 from megarl.megatron.model import named_parameters
-from megarl.megatron.worker import TrainerWorker
 from megarl.metrics import Metric
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
@@ -111,7 +111,7 @@ def train(
     store, rank: int, config: Config, folder: Path, updates: list[list[Group]], old_pass: bool = False, **packing
 ) -> RankResult:
     """On one rank: the updates. packing: what to pack differently from what the layout asks for."""
-    worker = TrainerWorker(config, folder, rank, store, threads=1)
+    worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.packing = dataclasses.replace(worker.packing, **packing)
     for groups in updates:
         share = shares(config, worker.packing, groups)[worker.data_parallel_rank]
@@ -127,7 +127,7 @@ def train(
     return RankResult(worker.holder, gradients, weights, metrics)
 
 
-def capture_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
+def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
     """Fills a dictionary with the reduced gradients when the optimizer is about to step."""
     captured: dict[str, torch.Tensor] = {}
     inner = worker.optimizer.step

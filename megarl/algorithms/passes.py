@@ -32,7 +32,13 @@ def passes(config: Config) -> tuple[Pass, ...]:
             if coefficient > 0
             else "algorithm.kl.coefficient = 0: no term reads them",
         ),
-        Pass("critic values", False, f"{config.algorithm.advantage.estimator} takes the group's mean as its baseline"),
+        Pass(
+            "critic values",
+            config.has_critic,
+            "gae takes them as its baseline"
+            if config.has_critic
+            else f"{config.algorithm.advantage.estimator} takes the group's mean as its baseline",
+        ),
     )
 
 

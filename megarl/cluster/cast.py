@@ -21,6 +21,7 @@ from megarl.resharding.transports.shared_memory import SharedMemory
 @dataclass(frozen=True, slots=True)
 class Cast:
     trainers: TrainerGroup
+    critic: TrainerGroup | None
     engines: EngineGroup
     rewards: RewardWorker
     transport: SharedMemory
@@ -34,16 +35,31 @@ class Cast:
     def export(self, out: Path) -> None:
         self.trainers.export(self.export_plan, self.transport, out)
 
+    def close(self) -> None:
+        for group in (self.trainers, self.critic):
+            if group is not None:
+                group.close()
+
 
 def assemble(
-    session: Session, config: Config, hf_config: Mapping[str, Any], model_folder: Path, placement: Placement
+    session: Session,
+    config: Config,
+    hf_config: Mapping[str, Any],
+    model_folder: Path,
+    critic_folder: Path,
+    placement: Placement,
 ) -> Cast:
-    """Starts all processes, then plans how weights flow between them."""
-    trainers = TrainerGroup(session, config, model_folder, placement.trainers)
+    """Starts all processes, then plans how weights flow between them. The folders: what each model starts from."""
+    trainers = TrainerGroup(session, config, "actor", model_folder, placement.trainers)
+    critic = None
+    if placement.critics:
+        critic = TrainerGroup(session, config, "critic", critic_folder, placement.critics)
     engines = EngineGroup(session, config, model_folder, placement.engines)
     rewards = RewardWorker(session, config.rewards, placement.rewards)
     rewards.start()
     trainers.start()
+    if critic is not None:
+        critic.start()
     engines.start()
     engine_holders = [
         vllm_holder(hf_config, config.rollout.tp, rank, replica)
@@ -52,6 +68,7 @@ def assemble(
     ]
     return Cast(
         trainers=trainers,
+        critic=critic,
         engines=engines,
         rewards=rewards,
         transport=SharedMemory(trainers.publish()),

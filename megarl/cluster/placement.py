@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +23,31 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Trainer and engines share this machine and take turns: each may use all of its cores."""
+    """Trainer, critic and engines share this machine and take turns: each may use all of its cores."""
 
     trainers: tuple[Process, ...]
+    critics: tuple[Process, ...]
     engines: tuple[Process, ...]
     rewards: Process
 
     def describe(self) -> str:
-        groups = (self.trainers, self.engines, (self.rewards,))
-        return ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads" for g in groups)
+        groups = (self.trainers, self.critics, self.engines, (self.rewards,))
+        return ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads" for g in groups if g)
 
 
 def place(config: Config, cores: int | None = None) -> Placement:
     """cores: of this machine (None: those that this process may run on)."""
     cores = cores or len(os.sched_getaffinity(0))
-    ranks = config.actor.layout.world_size
-    trainer_threads = config.actor.threads or max(1, cores // ranks)
     engine_threads = config.rollout.threads or max(1, cores // (config.rollout.replicas * config.rollout.tp))
     return Placement(
-        trainers=tuple(Process("trainer", rank, trainer_threads) for rank in range(ranks)),
+        trainers=_ranks("trainer", config.actor, cores),
+        critics=_ranks("critic", config.critic, cores) if config.has_critic else (),
         engines=tuple(Process("engine", replica, engine_threads) for replica in range(config.rollout.replicas)),
         rewards=Process("rewards", 0, 1),
     )
+
+
+def _ranks(role: str, settings: Trained, cores: int) -> tuple[Process, ...]:
+    ranks = settings.layout.world_size
+    threads = settings.threads or max(1, cores // ranks)
+    return tuple(Process(role, rank, threads) for rank in range(ranks))

@@ -1,43 +1,53 @@
-"""The trainer ranks: one Ray actor each, called together."""
+"""The ranks of a model that the run trains: one Ray actor each, called together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
+from ray.actor import ActorHandle
 
 from megarl.batch import GroupStatistics, Sample, TrainingSample
 from megarl.cluster.logs import log_to
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Role
 from megarl.data.packing import Microbatch, Packing
 from megarl.metrics import Metric, merge
 from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
-    from megarl.megatron.worker import Scorer
+    import torch
+
+    from megarl.megatron.actor_worker import Scorer
+    from megarl.megatron.worker import TrainerWorker
     from megarl.resharding.plan import Plan
     from megarl.resharding.transports.shared_memory import PublishedParameter, SharedMemory
 
 
+Values = dict[str, ray.ObjectRef]
+"""Sample id -> where its critic's values are, one per response token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One sample of an update, as the driver hands it out: where its tokens are, and the scalars beside them."""
+    """One sample of an update, as the driver hands it out: where its tokens and its values are (None: it has none), and
+    the scalars beside them."""
 
     sample: ray.ObjectRef
     reward: float
     group: GroupStatistics
     weight: float
+    values: ray.ObjectRef | None = None
 
     def fetch(self) -> TrainingSample:
-        return self.training_sample(ray.get(self.sample))
+        return self.training_sample(ray.get(self.sample), None if self.values is None else ray.get(self.values))
 
-    def training_sample(self, sample: Sample) -> TrainingSample:
-        return TrainingSample(sample, self.reward, self.group, self.weight)
+    def training_sample(self, sample: Sample, values: torch.Tensor | None = None) -> TrainingSample:
+        return TrainingSample(sample, self.reward, self.group, self.weight, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +81,9 @@ class Started:
 class TrainerActor:
     """Torch and Megatron are imported here, in the actor's own process, never in the driver's."""
 
-    def __init__(self, config: Config, model_folder: Path, process: Process, logs: Path):
+    def __init__(self, config: Config, role: Role, model_folder: Path, process: Process, logs: Path):
         log_to(logs / f"{process.name}.log")
-        self._config, self._model_folder, self._process = config, model_folder, process
+        self._config, self._role, self._model_folder, self._process = config, role, model_folder, process
 
     def open_store(self) -> tuple[str, int]:
         """Rank 0 opens the rendezvous of the process group. Returns host and port."""
@@ -81,22 +91,22 @@ class TrainerActor:
 
         host = ray.util.get_node_ip_address()
         self._store = parallel.open_store(
-            host, self._config.actor.layout.world_size, self._config.cluster.start_timeout_s
+            host, self._config.trained(self._role).layout.world_size, self._config.cluster.start_timeout_s
         )
         return host, self._store.port
 
     def start(self, host: str, port: int) -> Started:
         """Builds the model and loads its weights."""
         from megarl.megatron import parallel
-        from megarl.megatron.worker import TrainerWorker
 
-        rank, world_size = self._process.index, self._config.actor.layout.world_size
+        rank, world_size = self._process.index, self._config.trained(self._role).layout.world_size
         store = (
             self._store
             if rank == 0
             else parallel.join_store(host, port, world_size, self._config.cluster.start_timeout_s)
         )
-        self._worker = TrainerWorker(self._config, self._model_folder, rank, store, self._process.threads)
+        worker = worker_class(self._role)
+        self._worker = worker(self._config, self._model_folder, rank, store, self._process.threads)
         return Started(self._worker.data_parallel_rank, self._worker.holder, self._worker.packing)
 
     def publish(self) -> dict[str, PublishedParameter]:
@@ -104,6 +114,11 @@ class TrainerActor:
 
     def score(self, scorer: Scorer, share: Share) -> None:
         self._worker.score(scorer, [item.fetch() for item in share.samples], share.microbatches)
+
+    def values(self, share: Share) -> Values:
+        """Puts the values of each sample where they can be fetched by reference."""
+        values = self._worker.values([item.fetch() for item in share.samples], share.microbatches)
+        return {sample: ray.put(value) for sample, value in values.items()}
 
     def update(self, share: Share) -> dict[str, Metric]:
         return self._worker.update([item.fetch() for item in share.samples], share.microbatches)
@@ -118,15 +133,22 @@ class TrainerActor:
         self._worker.close()
 
 
-class TrainerGroup:
-    """All ranks of the actor. Every method is one call on every rank and returns when all have answered."""
+def worker_class(role: Role) -> type[TrainerWorker]:
+    from megarl.megatron.actor_worker import ActorWorker
+    from megarl.megatron.critic_worker import CriticWorker
 
-    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
-        self._session = session
+    return {"actor": ActorWorker, "critic": CriticWorker}[role]
+
+
+class TrainerGroup:
+    """All ranks of a role. Every method is one call on every rank and returns when all have answered."""
+
+    def __init__(self, session: Session, config: Config, role: Role, model_folder: Path, processes: Sequence[Process]):
+        self._session, self._role = session, role
         self._start_timeout_s = config.cluster.start_timeout_s
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         self._actors = {
-            process.name: TrainerActor.options(num_gpus=gpus).remote(config, model_folder, process, session.logs)
+            process.name: TrainerActor.options(num_gpus=gpus).remote(config, role, model_folder, process, session.logs)
             for process in processes
         }
         session.watch(self._actors)
@@ -136,11 +158,11 @@ class TrainerGroup:
     def start(self) -> None:
         first_name, first = next(iter(self._actors.items()))
         [(host, port)] = self._session.wait(
-            {first_name: first.open_store.remote()}, "trainer rendezvous", self._start_timeout_s
+            {first_name: first.open_store.remote()}, f"{self._role} rendezvous", self._start_timeout_s
         )
         started = self._session.wait(
             {name: actor.start.remote(host, port) for name, actor in self._actors.items()},
-            "trainer start",
+            f"{self._role} start",
             self._start_timeout_s,
         )
         self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
@@ -156,25 +178,19 @@ class TrainerGroup:
 
     def score(self, scorer: Scorer, shares: Sequence[Share]) -> None:
         """shares: by data-parallel rank."""
-        self._session.wait(
-            {
-                name: actor.score.remote(scorer, shares[rank])
-                for (name, actor), rank in zip(self._actors.items(), self._data_parallel_ranks, strict=True)
-            },
-            f"{scorer} log-probs",
-        )
+        calls = {name: actor.score.remote(scorer, share) for name, actor, share in self._dealt(shares)}
+        self._session.wait(calls, f"{scorer} log-probs")
+
+    def values(self, shares: Sequence[Share]) -> Values:
+        """The critic's, of every sample; shares: by data-parallel rank."""
+        calls = {name: actor.values.remote(share) for name, actor, share in self._dealt(shares)}
+        answers = self._session.wait(calls, "critic values")
+        return {sample: ref for answer in answers for sample, ref in answer.items()}
 
     def update(self, shares: Sequence[Share]) -> Mapping[str, Metric]:
         """One optimizer step; shares: by data-parallel rank. Returns metrics over all ranks."""
-        return merge(
-            self._session.wait(
-                {
-                    name: actor.update.remote(shares[rank])
-                    for (name, actor), rank in zip(self._actors.items(), self._data_parallel_ranks, strict=True)
-                },
-                "update",
-            )
-        )
+        calls = {name: actor.update.remote(share) for name, actor, share in self._dealt(shares)}
+        return merge(self._session.wait(calls, f"{self._role} update"))
 
     def end_step(self) -> None:
         calls = {name: actor.end_step.remote() for name, actor in self._actors.items()}
@@ -187,4 +203,9 @@ class TrainerGroup:
 
     def close(self) -> None:
         """Leaves the process group together, so that no rank sees the others vanish."""
-        self._session.wait({name: actor.close.remote() for name, actor in self._actors.items()}, "trainer end")
+        self._session.wait({name: actor.close.remote() for name, actor in self._actors.items()}, f"{self._role} end")
+
+    def _dealt(self, shares: Sequence[Share]) -> Iterator[tuple[str, ActorHandle, Share]]:
+        """Every rank with the share of its data-parallel rank."""
+        for (name, actor), rank in zip(self._actors.items(), self._data_parallel_ranks, strict=True):
+            yield name, actor, shares[rank]

@@ -16,7 +16,9 @@ VERL = {
     "clip_ratio": "algorithm.objective.clip_low and algorithm.objective.clip_high",
     "clip_ratio_high": "algorithm.objective.clip_high",
     "clip_ratio_low": "algorithm.objective.clip_low",
+    "cliprange_value": "algorithm.value.clip",
     "context_parallel_size": "actor.layout.cp",
+    "critic_warmup": "critic.warmup_steps",
     "default_local_dir": "run.folder",
     "entropy_coeff": "algorithm.objective.entropy_coefficient",
     "experiment_name": "run.name",
@@ -26,6 +28,7 @@ VERL = {
     "kl_loss_coef": "algorithm.kl.coefficient",
     "kl_loss_type": "algorithm.kl.estimator",
     "kl_penalty": "algorithm.kl.estimator",
+    "lam": "algorithm.advantage.gae_lambda",
     "loss_agg_mode": "algorithm.objective.aggregation",
     "max_model_len": "rollout.context_length",
     "max_prompt_length": "rollout.context_length (prompt and response together)",
@@ -65,6 +68,8 @@ def suggest(key: str) -> str:
     known = [name for name in keys() if not key.startswith(name)]
     leaf = key.rpartition(".")[2]
     matches = [name for name in known if name.rpartition(".")[2] == leaf]
+    # Several models have the same keys: within the section that was named, if it is one of them.
+    matches = [name for name in matches if name.startswith(f"{key.partition('.')[0]}.")] or matches
     matches = matches or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     matches = matches or [name for name in known if name.rpartition(".")[2] in _close_leaves(leaf, known)]
     if matches:

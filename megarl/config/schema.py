@@ -12,6 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Role = Literal["actor", "critic"]
+"""Of the models that a run trains."""
+
+Aggregation = Literal["sequence_mean_of_token_means", "sequence_mean_of_token_sums", "token_mean"]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -74,13 +78,24 @@ class Optimizer(Section):
     clip_grad_norm: NonNegativeFloat
 
 
-class Actor(Section):
+class Trained(Section):
+    """A model that the run trains, on ranks of its own."""
+
     layout: Layout
     optimizer: Optimizer
     tokens_per_microbatch: PositiveInt
     overlap_communication: bool
     threads: PositiveInt | None
     megatron_extra: dict[str, Any]
+
+
+class Actor(Trained):
+    pass
+
+
+class Critic(Trained):
+    path: Annotated[str, Field(min_length=1)] | None
+    warmup_steps: NonNegativeInt
 
 
 class Rollout(Section):
@@ -96,7 +111,10 @@ class Rollout(Section):
 
 
 class Advantage(Section):
-    estimator: Literal["grpo"]
+    estimator: Literal["grpo", "gae"]
+    gamma: Annotated[float, Field(ge=0, le=1)]
+    gae_lambda: Annotated[float, Field(ge=0, le=1)]
+    whiten: bool
     std: Literal["sample", "population", "none"]
     std_epsilon: NonNegativeFloat
 
@@ -105,8 +123,13 @@ class Objective(Section):
     name: Literal["clip"]
     clip_low: PositiveFloat
     clip_high: PositiveFloat
-    aggregation: Literal["sequence_mean_of_token_means", "sequence_mean_of_token_sums", "token_mean"]
+    aggregation: Aggregation
     entropy_coefficient: FiniteFloat
+
+
+class Value(Section):
+    clip: PositiveFloat | None
+    aggregation: Aggregation
 
 
 class KL(Section):
@@ -117,6 +140,7 @@ class KL(Section):
 class Algorithm(Section):
     advantage: Advantage
     objective: Objective
+    value: Value
     kl: KL
 
 
@@ -155,12 +179,21 @@ class Config(Section):
     run: Run
     model: Model
     actor: Actor
+    critic: Critic
     rollout: Rollout
     algorithm: Algorithm
     batch: Batch
     data: Data
     rewards: Rewards
     cluster: Cluster
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algorithm.advantage.estimator == "gae"
+
+    def trained(self, role: Role) -> Trained:
+        """The section of a model that the run trains."""
+        return {"actor": self.actor, "critic": self.critic}[role]
 
     @property
     def num_updates(self) -> int:

@@ -18,11 +18,13 @@ def collate(
     packing: Packing,
     old: Mapping[str, torch.Tensor] | None = None,
     reference: Mapping[str, torch.Tensor] | None = None,
+    values: Mapping[str, torch.Tensor] | None = None,
 ) -> TokenBatch:
     """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
 
     samples          none for an empty microbatch, which consists of padding
     old, reference   sample id -> float32 [R], log-probs per response token
+    values           sample id -> float32 [R], the critic's per response token
     """
     pack = _Pack(packing)
     for item in samples:
@@ -47,6 +49,7 @@ def collate(
         group_std=_float([item.group.std for item in samples]),
         old=_by_row(samples, old),
         reference=_by_row(samples, reference),
+        values=_by_row(samples, values),
     )
     batch.validate()
     return batch

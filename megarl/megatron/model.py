@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl import device
 from megarl.config.huggingface import completed, rope_parameters
-from megarl.config.schema import Actor, Layout
+from megarl.config.schema import Layout, Trained
 from megarl.megatron import parallel
 from megarl.megatron.architecture import architecture
 from megarl.megatron.head import replace_output_layer
@@ -27,15 +27,15 @@ VOCABULARY_MULTIPLE = 128
 
 
 def build_model(
-    actor: Actor, hf_config: Mapping[str, Any], dtype: torch.dtype, temperature: float, context_length: int
+    settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype, temperature: float, context_length: int
 ) -> list[DistributedDataParallel]:
     """This rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline stage."""
-    config = transformer_config(actor, hf_config, dtype)
-    chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(actor.layout.vpp)]
+    config = transformer_config(settings, hf_config, dtype)
+    chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
     for chunk in chunks:
+        replace_output_layer(chunk, hf_config, temperature)
         chunk.to(device.device())
-        replace_output_layer(chunk, temperature, ModelShape.of(hf_config).vocab)
-    overlap = actor.overlap_communication
+    overlap = settings.overlap_communication
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap
     )
@@ -87,15 +87,15 @@ def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
     return functions if len(functions) > 1 else functions[0]
 
 
-def transformer_config(actor: Actor, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
     """Architecture from the Hugging Face config, parallelism from the layout, the rest from megatron_extra."""
     fields = {
         **architecture(hf_config),
-        **_parallelism(actor.layout),
+        **_parallelism(settings.layout),
         **_precision(dtype),
         **_kernels(),
     }
-    return TransformerConfig(**{**fields, **_checked_extra(actor.megatron_extra, fields)})
+    return TransformerConfig(**{**fields, **_checked_extra(settings.megatron_extra, fields)})
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:

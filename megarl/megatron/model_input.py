@@ -51,8 +51,8 @@ class ModelInput:
         )
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """float32 [N'] of every context-parallel rank's rows -> [N] in the order of the batch, on all of them."""
-        everybody = values.new_zeros(self.num_rows)
+        """[N', …] of every context-parallel rank's rows -> [N, …] in the order of the batch, on all of them."""
+        everybody = values.new_zeros(self.num_rows, *values.shape[1:])
         everybody[self.row_numbers] = values
         return sum_over_ranks(everybody)
 

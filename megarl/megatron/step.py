@@ -1,4 +1,4 @@
-"""Forward-backward over the microbatches of one update, and forward-only passes for log-probs."""
+"""Forward-backward over the microbatches of one update, and forward-only passes, of any model and objective."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
 from megarl.batch import TokenBatch
-from megarl.config.schema import Algorithm
 from megarl.megatron.model_input import ModelInput
-from megarl.megatron.objective import Sums, objective, read
+from megarl.megatron.objective import Objective
+from megarl.megatron.sums import Sums, read
 from megarl.metrics import Metric, merge
 
 
 def update(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
-    algorithm: Algorithm,
+    objective: Objective,
     batches: Sequence[TokenBatch],
-) -> dict[str, Metric]:
-    """One optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Metrics are of this rank; those that
-    come from the loss exist on the last stage only."""
-    parts = accumulate_gradients(chunks, algorithm, batches)
+) -> tuple[dict[str, Metric], float]:
+    """One optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Returns the objective's metrics on this
+    rank (none before the last stage), and the norm of the gradient before clipping."""
+    parts = accumulate_gradients(chunks, objective, batches)
     succeeded, grad_norm, _ = optimizer.step()
     if not succeeded:
         raise RuntimeError("the optimizer refused the step: a gradient is infinite or not a number")
-    metrics = merge(read(sums) for sums in parts)
-    metrics["policy/grad_norm"] = Metric(float(grad_norm))
-    return metrics
+    return merge(read(sums) for sums in parts), float(grad_norm)
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -44,7 +42,7 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def accumulate_gradients(
-    chunks: Sequence[DistributedDataParallel], algorithm: Algorithm, batches: Sequence[TokenBatch]
+    chunks: Sequence[DistributedDataParallel], objective: Objective, batches: Sequence[TokenBatch]
 ) -> list[Sums]:
     """Leaves the gradient of Σ w·ℓ, reduced over ranks, in the parameters' main_grad."""
     # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks; the product of
@@ -52,7 +50,7 @@ def accumulate_gradients(
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
 
     def loss_of(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        loss, sums = objective(algorithm, item.rows, scored[0, :, 0], scored[0, :, 1])
+        loss, sums = objective(item.rows, scored[0])
         return scale * loss, sums
 
     for chunk in chunks:
@@ -61,11 +59,12 @@ def accumulate_gradients(
     return _run(chunks, batches, loss_of, forward_only=False)
 
 
-def log_probs(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-    """Log-prob of each row of each microbatch, float32 [N]; on the last stage only (elsewhere an empty list)."""
+def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+    """What the head gives for the rows of each microbatch, float32 [N, columns]: log-prob and entropy, or scores; on
+    the last stage only (elsewhere an empty list)."""
 
     def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return scored.sum(), item.whole(scored[0, :, 0])
+        return scored.sum(), item.whole(scored[0])
 
     for chunk in chunks:
         chunk.eval()

@@ -52,4 +52,4 @@ def test_decay_and_schedule_equal_plain_torch(folder, layout):
     updates = [random_groups(seed) for seed in range(3)]
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates)
     assert_equal(canonical(folder, ranks, "weights"), reference_weights(folder, config, updates), "weight")
-    assert ranks[0].metrics["optimizer/lr"].value == pytest.approx(1e-4 + 9e-4 * 0.5, rel=TOLERANCE)
+    assert ranks[0].metrics["policy/lr"].value == pytest.approx(1e-4 + 9e-4 * 0.5, rel=TOLERANCE)

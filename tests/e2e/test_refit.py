@@ -15,7 +15,7 @@ from megarl.batch import GroupStatistics, Prompt, TrainingSample
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
-from megarl.megatron.worker import TrainerWorker
+from megarl.megatron.actor_worker import ActorWorker
 from megarl.resharding.families import huggingface_holder, vllm_holder
 from megarl.resharding.plan import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
@@ -107,7 +107,7 @@ class EngineSide:
 class TrainerSide:
     def __init__(self, config: Config, folder: Path, store: Path, rank: int):
         world_size = config.actor.layout.world_size
-        self.worker = TrainerWorker(config, folder, rank, dist.FileStore(str(store), world_size), threads=1)
+        self.worker = ActorWorker(config, folder, rank, dist.FileStore(str(store), world_size), threads=1)
 
     def holder(self):
         return self.worker.holder

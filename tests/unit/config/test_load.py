@@ -139,7 +139,7 @@ def test_errors_of_a_file_name_its_line_and_come_one_per_line(write: Write) -> N
         f"{path}:4: run.name=7: expected text, found an integer; write '7'",
         f"{path}:3: run.steps=ten: expected an integer, found text",
         f"{path}:7: rollout.functoin: unknown key; did you mean rewards.functions.function?",
-        f"{path}:5: lr: unknown key; did you mean actor.optimizer.lr?",
+        f"{path}:5: lr: unknown key; did you mean actor.optimizer.lr or critic.optimizer.lr?",
     ]
 
 
@@ -174,7 +174,7 @@ def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
     remedy = "start the file with `base: base.yaml`, which has a default for every other key"
     assert errors(path) == [
         f"{path}:1: missing key run.steps; {remedy}",
-        f"{path}: missing keys model, actor, rollout, algorithm, batch, data, rewards, cluster; {remedy}",
+        f"{path}: missing keys model, actor, critic, rollout, algorithm, batch, data, rewards, cluster; {remedy}",
     ]
 
 

@@ -11,9 +11,9 @@ from megarl.config.names import VERL, keys, suggest
         ("run.step", "did you mean run.steps?"),
         ("rollout.temprature", "did you mean rollout.temperature?"),
         ("actor.optimiser.lr", "did you mean actor.optimizer.lr?"),
-        ("lr", "did you mean actor.optimizer.lr?"),
+        ("lr", "did you mean actor.optimizer.lr or critic.optimizer.lr?"),
         ("actor.lr", "did you mean actor.optimizer.lr?"),
-        ("tp", "did you mean actor.layout.tp or rollout.tp?"),
+        ("tp", "did you mean actor.layout.tp or critic.layout.tp or rollout.tp?"),
         ("rewards.functions.fn", "did you mean rewards.functions.function?"),
         ("rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
         ("actor_rollout_ref.rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
@@ -32,7 +32,11 @@ from megarl.config.names import VERL, keys, suggest
             "overlap_communication, threads, megatron_extra",
         ),
         ("run.quux.zyx", "run has the keys name, folder, seed, steps, export"),
-        ("quux", "the top level has the keys run, model, actor, rollout, algorithm, batch, data, rewards, cluster"),
+        ("critic.tp", "did you mean critic.layout.tp?"),
+        (
+            "quux",
+            "the top level has the keys run, model, actor, critic, rollout, algorithm, batch, data, rewards, cluster",
+        ),
     ],
 )
 def test_suggestion(key: str, suggestion: str) -> None:

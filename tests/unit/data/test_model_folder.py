@@ -94,7 +94,7 @@ def test_a_package_is_converted_once_under_a_key_of_versions(distribution, tmp_p
     distribution("one", "one/a.gguf")
     converted = []
 
-    def convert(source, folder):
+    def convert(key, source, folder):
         converted.append(source)
         folder.mkdir()
         (folder / "config.json").write_text("{}")
@@ -112,7 +112,7 @@ def test_of_two_processes_that_convert_the_first_to_finish_wins(distribution, tm
     cache = tmp_path / "cache"
     target = cache / f"one-1.2-transformers-{version('transformers')}"
 
-    def convert(source, folder):
+    def convert(key, source, folder):
         for path, owner in ((folder, "late"), (target, "early")):
             path.mkdir()
             (path / "config.json").write_text(json.dumps(owner))

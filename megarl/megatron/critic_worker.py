@@ -1,0 +1,41 @@
+"""One rank of the critic: a trunk of its own with a value head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed import Store
+
+from megarl.batch import TokenBatch, TrainingSample
+from megarl.config.schema import Config
+from megarl.data.model_folder import read_config
+from megarl.data.packing import Microbatch
+from megarl.megatron import parallel
+from megarl.megatron.objective import value_objective
+from megarl.megatron.sums import Sums
+from megarl.megatron.worker import TrainerWorker
+from megarl.resharding.families.classifier import as_classifier
+
+
+class CriticWorker(TrainerWorker):
+    metrics = "value"
+
+    def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
+        """model_folder: of a classifier with one label, or of a language model, whose value head then starts at 0."""
+        hf_config = as_classifier(read_config(model_folder))
+        super().__init__(config, config.critic, hf_config, model_folder, rank, store, threads)
+
+    def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        return value_objective(self._config.algorithm.value, batch, scored)
+
+    def values(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
+        """Forward-only pass: sample id -> value of the state before each response token, float32 [R] on the host.
+
+        They stay here, too, for the update of the same samples. Ranks that do not report for their replica return
+        nothing.
+        """
+        values = self._forward(samples, microbatches)
+        self._keep("values", values)
+        return {name: value.cpu() for name, value in values.items()} if parallel.reports_metrics() else {}
