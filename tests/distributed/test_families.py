@@ -7,22 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from megarl.batch import Sample
+from megarl.config.schema import Config
 from megarl.megatron.worker import TrainerWorker
-from tests.distributed.test_grpo_parity import (
-    assert_equal,
-    canonical,
-    capture_gradients,
-    config_of,
-    random_groups,
-    shares,
-)
 from tests.forked import run_ranks
-from tests.grpo_reference import GrpoReference
+from tests.parity import Group, assert_same_training, config_of, plain_training, random_groups, shares, train
 from tests.tiny_model import write_tiny_model
 
 LOGITS_TOLERANCE = 1e-5
-TEMPERATURE = 0.8
+GROUPS = random_groups(0)
 
 DENSE = dict(
     vocab_size=128,
@@ -56,53 +51,51 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def update(store, rank: int, config, folder: Path, groups: list) -> tuple:
-    """On one rank, an update: its holder, gradients, weights; and by sample id the logits before it."""
+def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
+    """In one process, by sample id: the logits [R, vocabulary] for its response."""
     worker = TrainerWorker(config, folder, rank, store, threads=1)
+    captured = capture_logits(worker)
     [share] = shares(config, worker.packing, groups)
     samples = [item.training_sample(item.sample) for item in share.samples]
-    logits = capture_logits(worker)
     worker.score("old", samples, share.microbatches)
     order = [samples[i].sample for members in share.microbatches for i in members]
-    parts = torch.cat(logits).split([len(sample.response_ids) for sample in order])
-    gradients = capture_gradients(worker)
-    worker.update(samples, share.microbatches)
-    weights = {name: p.clone() for name, p in worker.parameters().items()}
-    return worker.holder, gradients, weights, {s.id: part for s, part in zip(order, parts, strict=True)}
+    parts = torch.cat(captured).split([len(sample.response_ids) for sample in order])
+    return {sample.id: part for sample, part in zip(order, parts, strict=True)}
 
 
 def capture_logits(worker: TrainerWorker) -> list[torch.Tensor]:
-    """Fills a list, on every call of the model without gradients, with the logits [N, vocabulary] of the rows."""
+    """Fills a list, on every call of the model, with the logits [N, vocabulary] of its rows."""
     captured: list[torch.Tensor] = []
 
     def compute(head, inputs, keywords):
-        if not torch.is_grad_enabled():
-            hidden, weight = inputs[0], keywords.get("weight")
-            weight = head.weight if weight is None else weight
-            captured.append(hidden[:, 0][head.request.rows] @ weight[: head.vocab_size].T)
+        hidden, weight = inputs[0], keywords.get("weight")
+        weight = head.weight if weight is None else weight
+        captured.append(hidden[:, 0][head.request.rows] @ weight[: head.vocab_size].T)
 
     worker.chunks[0].module.output_layer.register_forward_pre_hook(compute, with_kwargs=True)
     return captured
 
 
 @torch.no_grad()
-def transformers_logits(model: torch.nn.Module, sample) -> torch.Tensor:
+def transformers_logits(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
     ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
     return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_transformers(name, tmp_path):
-    model_type, changes = MODELS[name]
-    folder = write_tiny_model(tmp_path / "model", model_type, **DENSE | changes)
-    config = config_of(folder)
-    groups = random_groups(0)
-    [rank] = run_ranks(1, update, config, folder, groups)
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory) -> Path:
+    model_type, changes = MODELS[request.param]
+    return write_tiny_model(tmp_path_factory.mktemp("model"), model_type, **DENSE | changes)
 
-    reference = GrpoReference(folder, lr=1e-3, eps=1e-5, temperature=TEMPERATURE)
-    for sample in [sample for group in groups for sample, _ in group]:
-        theirs = transformers_logits(reference.model, sample)
-        assert (rank[3][sample.id] - theirs).abs().max() <= LOGITS_TOLERANCE, sample.id
-    _, gradients, _ = reference.update(groups, 0.0, clip_norm=1.0)
-    assert_equal(canonical(folder, [rank], 1), gradients, "gradient")
-    assert_equal(canonical(folder, [rank], 2), dict(reference.model.named_parameters()), "weight")
+
+def test_logits_equal_those_of_transformers(folder):
+    [ours] = run_ranks(1, logits, config_of(folder), folder, GROUPS)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for sample in [sample for group in GROUPS for sample, _ in group]:
+        difference = (ours[sample.id] - transformers_logits(model, sample)).abs().max()
+        assert difference <= LOGITS_TOLERANCE, f"{sample.id}: {difference:.1e}"
+
+
+def test_training_equals_that_of_transformers(folder):
+    ranks = run_ranks(1, train, config_of(folder), folder, [GROUPS])
+    assert_same_training(folder, ranks, plain_training(folder, [GROUPS], kl_coefficient=0.0))
