@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.batch import Sample
 from megarl.config.schema import Config
-from megarl.megatron.worker import TrainerWorker
+from megarl.megatron.actor_worker import ActorWorker
 from tests.forked import run_ranks
 from tests.parity import Group, assert_same_training, config_of, plain_training, random_groups, shares, train
 from tests.tiny_model import write_tiny_model
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
     """In one process, by sample id: the logits [R, vocabulary] for its response."""
-    worker = TrainerWorker(config, folder, rank, store, threads=1)
+    worker = ActorWorker(config, folder, rank, store, threads=1)
     captured = capture_logits(worker)
     [share] = shares(config, worker.packing, groups)
     samples = [item.training_sample(item.sample) for item in share.samples]
@@ -63,7 +63,7 @@ def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) 
     return {sample.id: part for sample, part in zip(order, parts, strict=True)}
 
 
-def capture_logits(worker: TrainerWorker) -> list[torch.Tensor]:
+def capture_logits(worker: ActorWorker) -> list[torch.Tensor]:
     """Fills a list, on every call of the model, with the logits [N, vocabulary] of its rows."""
     captured: list[torch.Tensor] = []
 
