@@ -81,11 +81,11 @@ def config_of(folder: Path, *overrides: str) -> Config:
 
 
 def random_groups(seed: int) -> list[Group]:
-    """Lengths from 1 to the longest, masks with holes and an empty one."""
+    """Lengths from 1 to the longest (48 + 16), masks with holes and an empty one."""
     source = random.Random(seed)
     groups = []
     for i in range(3):
-        prompt = Prompt(f"{i}", "", tuple(source.randrange(6, 100) for _ in range(source.choice([1, 5, 23]))))
+        prompt = Prompt(f"{i}", "", tuple(source.randrange(6, 100) for _ in range(source.choice([1, 5, 48]))))
         group = []
         for k in range(4):
             n = [1, 16, 7, source.randrange(2, 16)][k]

@@ -39,7 +39,7 @@ def build_model(
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap
     )
-    # Later chunks wait for nothing in the backward pass that buckets would let start earlier.
+    # What later chunks communicate overlaps with the computation of other chunks anyway.
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(chunks)
