@@ -115,11 +115,14 @@ def test_run_folder_is_complete(learned):
     [
         (["actor.layout.tp=3", "actor.layout.sequence_parallel=true"], 3),
         (["actor.layout.dp=2", "batch.prompts_per_update=4", "algorithm.kl.coefficient=0.01"], 2),
+        (["actor.layout.cp=2", "actor.layout.pp=2", "actor.layout.vpp=2"], 4),
     ],
-    ids=["tp3-sp", "dp2-two-updates-kl"],
+    ids=["tp3-sp", "dp2-two-updates-kl", "cp2-pp2-vpp2"],
 )
 def test_other_layouts_run(tmp_path, overrides, ranks):
-    model = write_tiny_llama(tmp_path / "model", hidden_size=96, num_heads=3, num_kv_heads=3, intermediate_size=96)
+    model = write_tiny_llama(
+        tmp_path / "model", hidden_size=96, num_heads=3, num_kv_heads=3, intermediate_size=96, num_layers=4
+    )
     run = train(tmp_path, model, "run.steps=2", *overrides)
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2]
