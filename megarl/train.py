@@ -19,17 +19,17 @@ from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.memory import MemorySampler
 from megarl.cluster.placement import place
+from megarl.cluster.saver import Saver, checkpoint_bytes
 from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import Assignment, Share, TrainerGroup, Values
 from megarl.config.rules import check_model
 from megarl.config.schema import Config, Role
-from megarl.data.cursor import PromptCursor
 from megarl.data.model_folder import read_config, resolve
 from megarl.data.packing import Lengths, Packing, schedule
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.metrics import Metric, merge, values
+from megarl.resume import Start, start
 from megarl.rollout.engine import SamplingRequest
-from megarl.run_folder import RunFolder
 from megarl.sinks import ConsoleSink, JsonlSink
 from megarl.stopwatch import Stopwatch
 
@@ -63,21 +63,27 @@ def run(config: Config, scratch: Path) -> None:
     check_model(config, hf_config)
     critic_folder = _critic_folder(config, model_folder)
     prompts = load_prompts(config, model_folder)
-    folder = RunFolder.create(config, prompts.data_hash)
+    begin = start(config, prompts)
+    folder, state = begin.folder, begin.state
+    num_bytes = checkpoint_bytes(config, [model_folder, critic_folder][: 1 + config.has_critic])
+    saver = Saver(folder.checkpoints, config, num_bytes, prompts.data_hash)
     placement = place(config)
-    _announce(config, folder, model_folder, prompts, placement.describe())
-    cursor = PromptCursor(len(prompts), config.run.seed, config.data.shuffle)
+    _announce(config, begin, model_folder, prompts, placement.describe())
     sinks = (JsonlSink(folder.metrics), ConsoleSink(config.run.steps))
     memory = MemorySampler()
     with Session(config.cluster, folder.logs, scratch) as session:
-        cast = assemble(session, config, hf_config, model_folder, critic_folder, placement)
-        cast.refit(version=0)
-        for number in range(1, config.run.steps + 1):
-            chosen = [prompts[i] for i in cursor.take(config.batch.prompts_per_step)]
-            metrics = step(config, cast, number, chosen, folder.rollouts(number))
+        cast = assemble(session, config, hf_config, model_folder, critic_folder, placement, begin.checkpoint)
+        cast.refit(version=state.step)
+        while state.step < config.run.steps:
+            chosen = [prompts[i] for i in state.cursor.take(config.batch.prompts_per_step)]
+            state.step += 1
+            metrics = step(config, cast, state.step, chosen, folder.rollouts(state.step))
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
+            metrics |= saver.save(cast.trained, state.step, state.dump())
             for sink in sinks:
-                sink.write(number, metrics)
+                sink.write(state.step, metrics)
+            saver.commit()  # after the step's metrics: a run that goes on from here has them
+        saver.finish()
         if config.run.export:
             cast.export(folder.model)
         cast.close()
@@ -246,8 +252,9 @@ def _finish(
     }
 
 
-def _announce(config: Config, folder: RunFolder, model_folder: Path, prompts: PromptSet, placement: str) -> None:
-    if folder.moved is not None:
-        print(f"an earlier run of this name is now at {folder.moved}")
-    print(f"run: {folder.path}\nmodel: {model_folder}\nprompts: {len(prompts)}\nprocesses: {placement}")
+def _announce(config: Config, begin: Start, model_folder: Path, prompts: PromptSet, placement: str) -> None:
+    if begin.folder.moved is not None:
+        print(f"an earlier run of this name is now at {begin.folder.moved}")
+    print(f"run: {begin.folder.path}, {begin.describe()}")
+    print(f"model: {model_folder}\nprompts: {len(prompts)}\nprocesses: {placement}")
     print("\n".join(passes.describe(config)), flush=True)

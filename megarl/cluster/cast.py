@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoints import Checkpoint
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.placement import Placement
 from megarl.cluster.reward_worker import RewardWorker
@@ -35,10 +36,14 @@ class Cast:
     def export(self, out: Path) -> None:
         self.trainers.export(self.export_plan, self.transport, out)
 
+    @property
+    def trained(self) -> list[TrainerGroup]:
+        """Those whose weights the run changes."""
+        return [group for group in (self.trainers, self.critic) if group is not None]
+
     def close(self) -> None:
-        for group in (self.trainers, self.critic):
-            if group is not None:
-                group.close()
+        for group in self.trained:
+            group.close()
 
 
 def assemble(
@@ -48,8 +53,10 @@ def assemble(
     model_folder: Path,
     critic_folder: Path,
     placement: Placement,
+    checkpoint: Checkpoint | None,
 ) -> Cast:
-    """Starts all processes, then plans how weights flow between them. The folders: what each model starts from."""
+    """Starts all processes, then plans how weights flow between them. The folders: what each model starts from, before
+    what it has in the checkpoint, if there is one, is loaded."""
     trainers = TrainerGroup(session, config, "actor", model_folder, placement.trainers)
     critic = None
     if placement.critics:
@@ -57,9 +64,11 @@ def assemble(
     engines = EngineGroup(session, config, model_folder, placement.engines)
     rewards = RewardWorker(session, config.rewards, placement.rewards)
     rewards.start()
-    trainers.start()
-    if critic is not None:
-        critic.start()
+    for group in (trainers, critic):
+        if group is not None:
+            group.start()
+            if checkpoint is not None:
+                group.load_checkpoint(checkpoint)
     engines.start()
     engine_holders = [
         vllm_holder(hf_config, config.rollout.tp, rank, replica)

@@ -11,6 +11,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.batch import GroupStatistics, Sample, TrainingSample
+from megarl.checkpoints import Checkpoint, FileRecord
 from megarl.cluster.logs import log_to
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -129,6 +130,21 @@ class TrainerActor:
     def export(self, plan: Plan, transport: SharedMemory, out: Path) -> None:
         self._worker.export(plan, transport, out)
 
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self._worker.check_checkpoint(checkpoint, self._role)
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self._worker.load_checkpoint(checkpoint, self._role)
+
+    def save_checkpoint(self, checkpoint: Path) -> None:
+        self._worker.save_checkpoint(checkpoint, self._role)
+
+    def checkpoint_written(self) -> bool:
+        return self._worker.checkpoint_written()
+
+    def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
+        return self._worker.finish_checkpoint(checkpoint)
+
     def close(self) -> None:
         self._worker.close()
 
@@ -169,6 +185,13 @@ class TrainerGroup:
         self.holders = [rank.holder for rank in started]
         self.packing = started[0].packing
 
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Raises ValueError that names a damaged file, before any rank reads more than its checksum."""
+        checks = {name: actor.check_checkpoint.remote(checkpoint) for name, actor in self._actors.items()}
+        self._session.wait(checks, f"{self._role}: checksums of the checkpoint")
+        calls = {name: actor.load_checkpoint.remote(checkpoint) for name, actor in self._actors.items()}
+        self._session.wait(calls, f"{self._role}: loading the checkpoint")
+
     def publish(self) -> dict[str, dict[str, PublishedParameter]]:
         """By holder name: where each live parameter lies in shared memory."""
         published = self._session.wait(
@@ -200,6 +223,23 @@ class TrainerGroup:
         """The first rank writes the whole model, a few tensors at a time."""
         name, actor = next(iter(self._actors.items()))
         self._session.wait({name: actor.export.remote(plan, transport, out)}, "export")
+
+    def save_checkpoint(self, checkpoint: Path) -> None:
+        """Returns when all ranks have copied what they will write, into a folder of the role in this one."""
+        (checkpoint / self._role).mkdir()
+        calls = {name: actor.save_checkpoint.remote(checkpoint) for name, actor in self._actors.items()}
+        self._session.wait(calls, f"{self._role}: copy for the checkpoint")
+
+    def checkpoint_written(self) -> bool:
+        """Whether all ranks have written their files, or failed to."""
+        calls = {name: actor.checkpoint_written.remote() for name, actor in self._actors.items()}
+        return all(self._session.wait(calls, f"{self._role}: state of the checkpoint"))
+
+    def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
+        """The files of all ranks, once they are on the disk."""
+        calls = {name: actor.finish_checkpoint.remote(checkpoint) for name, actor in self._actors.items()}
+        answers = self._session.wait(calls, f"{self._role}: writing the checkpoint")
+        return [record for records in answers for record in records]
 
     def close(self) -> None:
         """Leaves the process group together, so that no rank sees the others vanish."""

@@ -169,6 +169,12 @@ class Rewards(Section):
     failure_limit: Annotated[float, Field(ge=0, le=1)]
 
 
+class Checkpoint(Section):
+    every_steps: PositiveInt | None
+    keep: PositiveInt
+    background: bool
+
+
 class Cluster(Section):
     start_timeout_s: PositiveFloat
     step_timeout_s: PositiveFloat
@@ -176,6 +182,7 @@ class Cluster(Section):
 
 
 class Config(Section):
+    resume: Annotated[str, Field(min_length=1)]
     run: Run
     model: Model
     actor: Actor
@@ -185,6 +192,7 @@ class Config(Section):
     batch: Batch
     data: Data
     rewards: Rewards
+    checkpoint: Checkpoint
     cluster: Cluster
 
     @property

@@ -27,6 +27,7 @@ DEVICE_LITERALS = (
     "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
     "optimizer.distrib_optimizer:DistributedOptimizer.__init__",
     "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
+    "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange",
 )
 
 _installed = False

@@ -11,6 +11,8 @@ from megarl import device
 from megarl.config.schema import Layout
 from megarl.megatron import cpu_support
 
+_host_group: dist.ProcessGroup | None = None
+
 
 def open_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
     """The rendezvous of a new process group, on a free port that the operating system chooses."""
@@ -47,9 +49,19 @@ def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_
         expert_tensor_parallel_size=layout.expert_tp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    global _host_group
+    _host_group = dist.new_group(backend=device.HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
+
+
+def host_group() -> dist.ProcessGroup:
+    """All ranks, over host memory. For a thread beside training: the other groups are training's alone."""
+    assert _host_group is not None, "before initialize"
+    return _host_group
 
 
 def destroy() -> None:
+    global _host_group
+    _host_group = None
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

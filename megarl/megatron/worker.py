@@ -12,12 +12,13 @@ from torch.distributed import Store
 
 from megarl import device
 from megarl.batch import TokenBatch, TrainingSample
+from megarl.checkpoints import Checkpoint, FileRecord
 from megarl.config.learning_rate import learning_rate
-from megarl.config.schema import Config, Trained
+from megarl.config.schema import Config, Role, Trained
 from megarl.data.collate import collate
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
-from megarl.megatron import parallel, step
+from megarl.megatron import parallel, sharded_checkpoint, step
 from megarl.megatron.advantage import with_advantages
 from megarl.megatron.layer_spec import uses_transformer_engine
 from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model, named_parameters
@@ -116,6 +117,30 @@ class TrainerWorker(ABC):
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
         """Writes the model, read from all ranks by the transport, as a Hugging Face folder."""
         write_folder(plan, transport, self._hf_config, self._folder, out)
+
+    def check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
+        """This rank's share of the role's files. Raises ValueError that names a damaged one."""
+        files = [record for record in checkpoint.files if record.path.startswith(f"{role}/")]
+        checkpoint.verify(files[self._rank :: self._settings.layout.world_size])
+
+    def load_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
+        """Weights, optimizer, counts and random states, in place. A reference stays: it is the model that the run
+        started from, as its folder has it."""
+        same_layout = checkpoint.state["config"][role]["layout"] == self._settings.layout.model_dump()
+        counters = sharded_checkpoint.load(self.chunks, self.optimizer, checkpoint.path / role, same_layout)
+        self.num_updates = counters["num_updates"]
+
+    def save_checkpoint(self, checkpoint: Path, role: Role) -> None:
+        """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on."""
+        counters = {"num_updates": self.num_updates}
+        self._saving = sharded_checkpoint.save(self.chunks, self.optimizer, counters, checkpoint / role)
+
+    def checkpoint_written(self) -> bool:
+        return self._saving.written
+
+    def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
+        """This rank's files, once they are on the disk."""
+        return self._saving.finish(checkpoint)
 
     def close(self) -> None:
         parallel.destroy()

@@ -61,7 +61,12 @@ def test_sigterm_while_starting(recipe: Path, tmp_path: Path) -> None:
 def test_loss_of_a_trainer(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:
         run.wait_for_step(2)
-        check_end(run, run.find("ray::TrainerActor").kill, 1, r"\S.*: trainer-[01] died; see .*/logs/trainer-[01].log")
+        check_end(
+            run,
+            run.find("ray::TrainerActor").kill,
+            1,
+            r"\S.*: trainer-[01] died; see .*/logs/attempt_1/trainer-[01].log",
+        )
 
 
 @pytest.mark.usefixtures("hold")
@@ -71,14 +76,14 @@ def test_loss_of_the_engine_while_another_is_waited_for(recipe: Path, tmp_path: 
         run.find("ray::RewardActor.score")
         engine = run.find("ray::EngineActor")
         assert mapped_shared_memory(engine)
-        check_end(run, engine.kill, 1, r"rewards: engine-0 died; see .*/logs/engine-0.log")
+        check_end(run, engine.kill, 1, r"rewards: engine-0 died; see .*/logs/attempt_1/engine-0.log")
 
 
 @pytest.mark.usefixtures("hold")
 def test_loss_of_the_reward_worker(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:
         rewards = run.find("ray::RewardActor.score")
-        check_end(run, rewards.kill, 1, r"rewards: rewards-0 died; see .*/logs/rewards-0.log")
+        check_end(run, rewards.kill, 1, r"rewards: rewards-0 died; see .*/logs/attempt_1/rewards-0.log")
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])

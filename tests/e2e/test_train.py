@@ -45,7 +45,7 @@ def train(folder: Path, model: Path, *overrides: str) -> Path:
     )
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    logs = "\n".join(f.read_text()[-2000:] for f in (folder / "runs/tiny/logs").glob("*"))
+    logs = "\n".join(f.read_text()[-2000:] for f in (folder / "runs/tiny/logs/attempt_1").glob("*"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
     return folder / "runs" / "tiny"
 
@@ -106,7 +106,12 @@ def test_run_folder_is_complete(learned):
     assert yaml.safe_load((learned / "config.resolved.yaml").read_text())["run"]["steps"] == 20
     manifest = json.loads((learned / "manifest.json").read_text())
     assert manifest["seed"] == 0
-    assert {file.stem for file in (learned / "logs").iterdir()} == {"trainer-0", "trainer-1", "engine-0", "rewards-0"}
+    assert {file.stem for file in (learned / "logs/attempt_1").iterdir()} == {
+        "trainer-0",
+        "trainer-1",
+        "engine-0",
+        "rewards-0",
+    }
     assert "<svg" in (learned / "report.html").read_text()
 
 
@@ -126,7 +131,7 @@ def test_other_layouts_run(tmp_path, overrides, ranks):
     run = train(tmp_path, model, "run.steps=2", *overrides)
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2]
-    assert len(list((run / "logs").glob("trainer-*"))) == ranks
+    assert len(list((run / "logs/attempt_1").glob("trainer-*"))) == ranks
     if "algorithm.kl.coefficient=0.01" in overrides:
         # The second update of a step sees a policy that has moved away from the one that sampled, and from the start.
         assert all(step["kl/k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)

@@ -20,11 +20,11 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megarl").rglob("
 TENSOR_RESHARDING = ("resharding.execute", "resharding.folder", "resharding.transports")
 
 LAYERS = (
-    ("batch", "metrics", "sinks", "stopwatch", "run_folder", "device", "config"),
+    ("batch", "metrics", "sinks", "stopwatch", "run_folder", "checkpoints", "device", "config"),
     ("algorithms", "ops", "data", "rewards", "environments", "resharding", "planning"),
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),
-    ("cli", "train", "finetune", "report"),
+    ("cli", "train", "resume", "finetune", "report"),
 )
 """From the bottom up. A module may import its own layer and those below; the longest name that fits it counts."""
 

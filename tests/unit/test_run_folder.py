@@ -57,6 +57,39 @@ def test_earlier_runs_of_the_name_are_kept(config):
     assert (root / "latest").resolve() == root / "first"
 
 
+def test_a_run_that_goes_on_keeps_what_it_had_by_then(config):
+    folder = RunFolder.create(config)
+    (folder.logs / "trainer-0.log").write_text("first")
+    lines = [json.dumps({"step": step, "reward/mean": step / 10}) + "\n" for step in (1, 2, 3)]
+    folder.metrics.write_text("".join(lines) + '{"step": 4, "rew')  # killed while it wrote
+    for step in (1, 2, 3, 4):
+        folder.rollouts(step).write_text(str(step))
+    folder.model.mkdir()
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 500})})
+
+    again = RunFolder.reopen(longer, step=2)
+    assert (again.path, again.attempt, again.moved) == (folder.path, 2, None)
+    assert again.metrics.read_text() == "".join(lines[:2])
+    assert list(again.rollout_files()) == [1, 2]
+    assert not again.model.exists()
+    assert yaml.safe_load(again.config.read_text())["run"]["steps"] == 500
+    manifest = json.loads(again.manifest.read_text())
+    assert (manifest["attempt"], manifest["resumed_after_step"]) == (2, 2)
+
+    assert sorted(file.name for file in folder.logs.iterdir()) == [
+        "config.resolved.yaml",
+        "manifest.json",
+        "trainer-0.log",
+    ]
+    assert yaml.safe_load((folder.logs / "config.resolved.yaml").read_text())["run"]["steps"] == config.run.steps
+    assert RunFolder.reopen(longer, step=2).logs == folder.path / "logs" / "attempt_3"
+
+
+def test_a_run_that_goes_on_at_once_has_no_metrics(config):
+    RunFolder.create(config)
+    assert RunFolder.reopen(config, step=0).metrics.read_text() == ""
+
+
 def test_latest_follows_the_newest_run(config):
     RunFolder.create(config)
     other = config.model_copy(update={"run": config.run.model_copy(update={"name": "second"})})

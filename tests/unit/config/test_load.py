@@ -173,8 +173,9 @@ def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
     path.write_text("run: {name: a, folder: b, seed: 0, export: true}\n")
     remedy = "start the file with `base: base.yaml`, which has a default for every other key"
     assert errors(path) == [
+        f"{path}: missing keys resume, model, actor, critic, rollout, algorithm, batch, data, rewards, checkpoint, "
+        f"cluster; {remedy}",
         f"{path}:1: missing key run.steps; {remedy}",
-        f"{path}: missing keys model, actor, critic, rollout, algorithm, batch, data, rewards, cluster; {remedy}",
     ]
 
 

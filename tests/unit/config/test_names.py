@@ -35,7 +35,8 @@ from megarl.config.names import VERL, keys, suggest
         ("critic.tp", "did you mean critic.layout.tp?"),
         (
             "quux",
-            "the top level has the keys run, model, actor, critic, rollout, algorithm, batch, data, rewards, cluster",
+            "the top level has the keys resume, run, model, actor, critic, rollout, algorithm, batch, data, rewards, "
+            "checkpoint, cluster",
         ),
     ],
 )

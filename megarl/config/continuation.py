@@ -1,0 +1,62 @@
+"""What a run may change when it goes on from a checkpoint, and what would make it another run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+from megarl.config.document import show
+from megarl.config.schema import Config
+
+FREE = (
+    "resume",
+    "run.name",
+    "run.folder",
+    "run.steps",
+    "run.export",
+    "*.layout.*",
+    "*.tokens_per_microbatch",
+    "*.threads",
+    "rollout.replicas",
+    "rollout.tp",
+    "rollout.kv_cache_gib",
+    "rollout.vllm_extra*",
+    "rewards.failure_limit",
+    "checkpoint.*",
+    "cluster.*",
+)
+"""Keys that decide where and how long the run computes, not what: patterns of dotted names."""
+
+
+def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
+    """Checks a configuration against the one that was saved at `step` in `checkpoint`, a name for the message.
+
+    Raises ValueError with a line for each key that makes another run of it.
+    """
+    old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump()))
+    problems = [
+        f"{key}={_show(new, key)}: {checkpoint} is of a run with {_show(old, key)}; set it back, or start another run "
+        "with resume=never and a new run.name"
+        for key in [*new, *(key for key in old if key not in new)]
+        if not any(fnmatch(key, pattern) for pattern in FREE) and _show(old, key) != _show(new, key)
+    ]
+    if config.run.steps < step:
+        problems.append(
+            f"run.steps={config.run.steps}: {checkpoint} has {step} steps done; set run.steps to at least {step}"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that is not a mapping, or an empty one."""
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _show(leaves: Mapping[str, Any], key: str) -> str:
+    return show(leaves[key]) if key in leaves else "no such key"

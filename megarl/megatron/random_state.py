@@ -1,0 +1,28 @@
+"""The states of all random number generators of a trainer rank."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megarl import device
+
+
+def capture() -> dict[str, Any]:
+    """Python's, torch's, the device's, and those that Megatron keeps for tensor-parallel regions."""
+    return {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "device": device.random_state(),
+        "regions": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    device.set_random_state(states["device"])
+    get_cuda_rng_tracker().set_states(states["regions"])

@@ -1,0 +1,80 @@
+"""Where a run begins: anew, or at a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoints import Checkpoint, Checkpoints
+from megarl.config.continuation import check_continues
+from megarl.config.schema import Config
+from megarl.data.cursor import PromptCursor
+from megarl.data.prompts import PromptSet
+from megarl.run_folder import RunFolder
+
+
+@dataclass
+class RunState:
+    """What the driver needs to go on after `step` steps. The weights of that moment have version `step`."""
+
+    step: int
+    cursor: PromptCursor
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"step": self.step, "weights_version": self.step, "cursor": self.cursor.state()}
+
+    @classmethod
+    def restore(cls, saved: Mapping[str, Any]) -> RunState:
+        return cls(saved["step"], PromptCursor.restore(saved["cursor"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    folder: RunFolder
+    state: RunState
+    checkpoint: Checkpoint | None
+
+    def describe(self) -> str:
+        if self.checkpoint is None:
+            return "starts at the first step"
+        return f"goes on after step {self.state.step}, from {self.checkpoint.path}"
+
+
+def start(config: Config, prompts: PromptSet) -> Start:
+    """Opens the run's folder as the key `resume` says. Raises ValueError, with the folder untouched, for a checkpoint
+    that is missing, damaged, or of another run."""
+    path = _checkpoint_path(config)
+    if path is None:
+        folder = RunFolder.create(config, prompts.data_hash)
+        return Start(folder, RunState(0, PromptCursor(len(prompts), config.run.seed, config.data.shuffle)), None)
+    checkpoint = Checkpoint.open(path)
+    check_continues(config, checkpoint.state["config"], checkpoint.step, str(path))
+    if (saved := checkpoint.state["data_hash"]) != prompts.data_hash:
+        raise ValueError(
+            f"data.source={config.data.source}: its prompts have changed since {path} was saved (hash "
+            f"{prompts.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with resume=never"
+        )
+    checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
+    if path.parent == checkpoints.path:
+        # In this order: killed in between, the run is one that was killed before it went on.
+        checkpoints.go_back_to(checkpoint.step)
+        folder = RunFolder.reopen(config, checkpoint.step, prompts.data_hash)
+    else:
+        folder = RunFolder.create(config, prompts.data_hash)
+    return Start(folder, RunState.restore(checkpoint.state["run"]), checkpoint)
+
+
+def _checkpoint_path(config: Config) -> Path | None:
+    if config.resume == "never":
+        return None
+    if config.resume == "auto":
+        return Checkpoints(RunFolder.of(config).checkpoints).latest()
+    path = Path(config.resume).expanduser().absolute()
+    if not path.is_dir():
+        raise ValueError(
+            f"resume={config.resume}: there is no such folder; give never, auto or the folder of a checkpoint"
+        )
+    return path

@@ -1,0 +1,80 @@
+"""Which changes of a configuration make another run of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.continuation import check_continues
+from megarl.config.load import load
+from megarl.config.schema import Config
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+
+
+def config(*overrides: str) -> Config:
+    return load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
+
+
+def violations(*overrides: str, step: int = 10, saved: dict | None = None) -> list[str]:
+    try:
+        check_continues(config(*overrides), config().model_dump() if saved is None else saved, step, "ck")
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["run.steps=500", "run.export=false", "run.name=other", "run.folder=/elsewhere", "resume=auto"],
+        ["actor.layout.pp=2", "actor.layout.dp=4", "actor.threads=3", "actor.tokens_per_microbatch=8192"],
+        ["rollout.tp=2", "rollout.replicas=2", "rollout.kv_cache_gib=3.5", "rollout.vllm_extra.block_size=32"],
+        ["checkpoint.every_steps=null", "checkpoint.keep=9", "cluster.step_timeout_s=7", "rewards.failure_limit=0.1"],
+    ],
+)
+def test_where_and_how_long_may_change(overrides: list[str]) -> None:
+    assert violations(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "now", "then"),
+    [
+        ("run.seed=1", "run.seed=1", "0"),
+        ("actor.optimizer.lr=1e-5", "actor.optimizer.lr=1.0e-05", "1.0e-06"),
+        ("algorithm.kl.coefficient=0.1", "algorithm.kl.coefficient=0.1", "0.0"),
+        ("batch.samples_per_prompt=4", "batch.samples_per_prompt=4", "8"),
+        ("model.path=other", "model.path=other", "m"),
+        ("rollout.temperature=0.5", "rollout.temperature=0.5", "1.0"),
+        (
+            "rewards.functions=[{function: numeric_match}]",
+            "rewards.functions=[{function: numeric_match, weight: 1.0}]",
+            "[{function: exact_match, weight: 1.0}]",
+        ),
+        ("actor.megatron_extra.attention_dropout=0.1", "actor.megatron_extra.attention_dropout=0.1", "no such key"),
+    ],
+)
+def test_what_is_computed_may_not(override: str, now: str, then: str) -> None:
+    line = f"{now}: ck is of a run with {then}; set it back, or start another run with resume=never and a new run.name"
+    assert line in violations(override)
+
+
+def test_every_changed_key_has_a_line() -> None:
+    assert len(violations("run.seed=1", "rollout.temperature=0.5", "run.steps=500")) == 2
+
+
+def test_fewer_steps_than_are_done_are_refused() -> None:
+    assert violations("run.steps=10") == []
+    assert violations("run.steps=9") == ["run.steps=9: ck has 10 steps done; set run.steps to at least 10"]
+
+
+def test_a_key_of_another_version_is_named() -> None:
+    saved = config().model_dump()
+    saved["algorithm"]["spare"] = 3
+    del saved["batch"]["prompts_per_step"]
+    assert [line.partition(":")[0] for line in violations(saved=saved)] == [
+        "batch.prompts_per_step=64",
+        "algorithm.spare=no such key",
+    ]
