@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megarl.batch import Prompt, Sample, SampleInfo, VersionRun
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.trainer_group import Share
 from megarl.config.load import load
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Role
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Packing
 from megarl.megatron.actor_worker import ActorWorker
@@ -99,12 +100,19 @@ def random_groups(seed: int) -> list[Group]:
     return groups
 
 
-def shares(config: Config, packing: Packing, groups: list[Group]) -> list[Share]:
+def shares(
+    config: Config,
+    packing: Packing,
+    groups: list[Group],
+    role: Role = "actor",
+    values: dict[str, torch.Tensor] | None = None,
+) -> list[Share]:
+    """References are what they refer to."""
     scored = []
     for group in groups:
         statistics = group_statistics([reward for _, reward in group], config.algorithm.advantage.std)
         scored += [ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, statistics) for s, reward in group]
-    return share_out(config, scored, packing)
+    return share_out(config, scored, packing, role, values)
 
 
 def train(
@@ -148,7 +156,11 @@ def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
 
 def canonical(folder: Path, ranks: Sequence[RankResult], what: str) -> dict[str, torch.Tensor]:
     """Whole "gradients" or "weights" from the shards of all ranks."""
-    target = huggingface_holder(read_config(folder))
+    return whole_tensors(read_config(folder), ranks, what)
+
+
+def whole_tensors(hf_config: Mapping[str, Any], ranks: Sequence[RankResult], what: str) -> dict[str, torch.Tensor]:
+    target = huggingface_holder(hf_config)
     plan = make_plan([rank.holder for rank in ranks], [target])
     whole = {name: torch.full(shape, torch.nan) for name, shape in target.shapes.items()}
     transport = LocalMemory({rank.holder.name: getattr(rank, what) for rank in ranks})

@@ -33,9 +33,8 @@ class CriticWorker(TrainerWorker):
     def values(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
         """Forward-only pass: sample id -> value of the state before each response token, float32 [R] on the host.
 
-        They stay here, too, for the update of the same samples. Ranks that do not report for their replica return
-        nothing.
+        They stay here, too, for the update of the same samples. One rank of each data-parallel replica returns them.
         """
         values = self._forward(samples, microbatches)
         self._keep("values", values)
-        return {name: value.cpu() for name, value in values.items()} if parallel.reports_metrics() else {}
+        return {name: value.cpu() for name, value in values.items()} if parallel.returns_results() else {}

@@ -82,3 +82,8 @@ def is_last_stage(virtual: int | None) -> bool:
 def reports_metrics() -> bool:
     """True on one rank of each data-parallel and context-parallel replica: whose loss and metrics speak for it."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def returns_results() -> bool:
+    """True on one rank of each data-parallel replica: what it has of all of the replica's rows speaks for it."""
+    return reports_metrics() and parallel_state.get_context_parallel_rank() == 0

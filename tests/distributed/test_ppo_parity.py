@@ -1,0 +1,172 @@
+"""PPO with a critic through Megatron, each model in a layout of its own, against plain Hugging Face and torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from megarl.batch import Sample
+from megarl.config.schema import Config
+from megarl.data.model_folder import read_config
+from megarl.megatron.actor_worker import ActorWorker
+from megarl.megatron.critic_worker import CriticWorker
+from megarl.resharding.families.classifier import as_classifier
+from tests.forked import run_ranks
+from tests.parity import (
+    EPS,
+    LR,
+    TEMPERATURE,
+    TOLERANCE,
+    Group,
+    RankResult,
+    assert_equal,
+    config_of,
+    random_groups,
+    shares,
+    whole_tensors,
+)
+from tests.ppo_reference import PpoReference, PpoSettings
+from tests.tiny_model import write_tiny_llama
+
+Values = list[dict[str, torch.Tensor]]
+"""Of each step: sample id -> values."""
+
+LAYOUTS = {
+    "1 process each": ("{}", "{}"),
+    "actor PP2, critic TP3 SP": ("{pp: 2}", "{tp: 3, sequence_parallel: true}"),
+    "actor TP3 SP, critic PP2": ("{tp: 3, sequence_parallel: true}", "{pp: 2}"),
+    "actor DP2, critic TP3": ("{dp: 2}", "{tp: 3}"),
+    "actor 1 process, critic DP2": ("{}", "{dp: 2}"),
+    "actor CP2, critic PP2 VPP2": ("{cp: 2}", "{pp: 2, vpp: 2}"),
+    "actor DP2, critic CP2": ("{dp: 2}", "{cp: 2}"),
+}
+PLAIN = PpoSettings(1.0, 0.95, None, False, LR, EPS, TEMPERATURE)
+EVERYTHING = PpoSettings(0.9, 0.8, 0.1, True, LR, EPS, TEMPERATURE)
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory) -> Path:
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("actor"),
+        num_heads=3,
+        num_kv_heads=3,
+        hidden_size=96,
+        num_layers=4,
+        intermediate_size=96,
+    )
+
+
+@pytest.fixture(scope="module")
+def critic(actor, tmp_path_factory) -> Path:
+    """A classifier with other weights than the actor's, its head included."""
+    folder = tmp_path_factory.mktemp("critic")
+    model = AutoModelForSequenceClassification.from_pretrained(actor, num_labels=1)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def ppo_config(actor: Path, critic: Path | None, layouts: tuple[str, str], settings: PpoSettings) -> Config:
+    return config_of(
+        actor,
+        "algorithm.advantage.estimator=gae",
+        f"algorithm.advantage.gamma={settings.gamma}",
+        f"algorithm.advantage.gae_lambda={settings.gae_lambda}",
+        f"algorithm.advantage.whiten={str(settings.whiten).lower()}",
+        f"algorithm.value.clip={'null' if settings.value_clip is None else settings.value_clip}",
+        f"actor.layout={layouts[0]}",
+        f"critic.layout={layouts[1]}",
+        f"critic.path={critic or 'null'}",
+        f"critic.optimizer.lr={settings.lr}",
+        f"critic.optimizer.eps={settings.eps}",
+        "critic.tokens_per_microbatch=80",
+    )
+
+
+def train_critic(store, rank: int, config: Config, folder: Path, steps: list[list[list[Group]]]):
+    """On one rank: of every step the values, then the updates. Returns what it holds and the values that it reports."""
+    worker = CriticWorker(config, folder, rank, store, threads=1)
+    values: Values = []
+    for updates in steps:
+        own = [shares(config, worker.packing, groups, "critic")[worker.data_parallel_rank] for groups in updates]
+        own = [([item.training_sample(item.sample) for item in share.samples], share.microbatches) for share in own]
+        values.append({name: value for share in own for name, value in worker.values(*share).items()})
+        metrics = [worker.update(*share) for share in own][-1]
+        worker.end_step()
+    return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics), values
+
+
+def train_actor(store, rank: int, config: Config, folder: Path, steps: list[list[list[Group]]], values: Values):
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    for updates, of_step in zip(steps, values, strict=True):
+        own = [
+            shares(config, worker.packing, groups, "actor", of_step)[worker.data_parallel_rank] for groups in updates
+        ]
+        own = [
+            ([item.training_sample(item.sample, item.values) for item in share.samples], share.microbatches)
+            for share in own
+        ]
+        if len(updates) > 1:
+            for share in own:
+                worker.score("old", *share)
+        metrics = [worker.update(*share) for share in own][-1]
+        worker.end_step()
+    return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)
+
+
+def run_both(config: Config, actor: Path, critic: Path, steps) -> tuple[list[RankResult], list[RankResult]]:
+    results = run_ranks(config.critic.layout.world_size, train_critic, config, critic, steps)
+    values: Values = [{} for _ in steps]
+    for _, of_rank in results:
+        for known, own in zip(values, of_rank, strict=True):
+            assert not known.keys() & own.keys(), "two ranks give the values of one sample"
+            known |= own
+    actors = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, values)
+    return actors, [rank for rank, _ in results]
+
+
+def assert_same_weights(ranks: list[RankResult], hf_config: dict, model: torch.nn.Module, what: str) -> None:
+    assert_equal(whole_tensors(hf_config, ranks, "weights"), dict(model.named_parameters()), f"{what}'s weight")
+
+
+def check(config: Config, actor: Path, critic: Path, settings: PpoSettings, steps) -> None:
+    actors, critics = run_both(config, actor, critic, steps)
+    reference = PpoReference(actor, critic, settings)
+    for updates in steps:
+        policy_loss, value_loss = reference.step(updates)
+    reported = [rank.metrics for rank in actors if rank.metrics]
+    assert sum(m["policy/loss"].value for m in reported) == pytest.approx(policy_loss, rel=TOLERANCE, abs=1e-6)
+    reported = [rank.metrics for rank in critics if rank.metrics]
+    assert sum(m["value/loss"].value for m in reported) == pytest.approx(value_loss, rel=TOLERANCE, abs=1e-6)
+    assert_same_weights(actors, read_config(actor), reference.actor, "actor")
+    assert_same_weights(critics, as_classifier(read_config(critic)), reference.critic, "critic")
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_two_steps_equal_plain_torch(actor, critic, layouts):
+    config = ppo_config(actor, critic, LAYOUTS[layouts], EVERYTHING)
+    check(config, actor, critic, EVERYTHING, [[random_groups(0)], [random_groups(1)]])
+
+
+@pytest.mark.parametrize("settings", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+def test_two_updates_of_one_step_share_their_values(actor, critic, settings):
+    """The second update sees a policy and a critic that have moved from those that gave the values."""
+    config = ppo_config(actor, critic, ("{pp: 2}", "{dp: 2}"), settings)
+    second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(1)]
+    check(config, actor, critic, settings, [[random_groups(0), second]])
+
+
+def test_a_critic_from_the_actors_model_starts_at_zero(actor):
+    config = ppo_config(actor, None, ("{}", "{tp: 3}"), PLAIN)
+    check(config, actor, actor, PLAIN, [[random_groups(0)], [random_groups(1)]])
+
+
+def renamed(sample: Sample) -> Sample:
+    return replace(sample, id=f"second {sample.id}", prompt=replace(sample.prompt, id=f"second {sample.prompt.id}"))

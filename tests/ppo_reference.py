@@ -1,0 +1,106 @@
+"""PPO with a critic in plain Hugging Face and torch: one sample at a time, no packing, no parallelism. From the papers:
+GAE (arXiv 1506.02438, eq. 16), PPO (arXiv 1707.06347, eq. 7 and 9) and the value clip of PPO's published code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from megarl.batch import Sample
+
+Update = Sequence[Sequence[tuple[Sample, float]]]
+"""Groups of samples with their rewards."""
+
+
+@dataclass(frozen=True)
+class PpoSettings:
+    gamma: float
+    gae_lambda: float
+    value_clip: float | None
+    whiten: bool
+    lr: float
+    eps: float
+    temperature: float
+
+
+class PpoReference:
+    def __init__(self, actor: Path, critic: Path, settings: PpoSettings):
+        """critic: a language model's folder gives a value head of zeros."""
+        plain = dict(dtype=torch.float32, attn_implementation="eager")
+        self.settings = settings
+        self.actor = AutoModelForCausalLM.from_pretrained(actor, **plain)
+        self.critic = AutoModelForSequenceClassification.from_pretrained(critic, num_labels=1, **plain)
+        if actor == critic:
+            torch.nn.init.zeros_(self.critic.score.weight)
+        self.optimizers = {
+            model: torch.optim.AdamW(model.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
+            for model in (self.actor, self.critic)
+        }
+
+    def step(self, updates: Sequence[Update]) -> tuple[float, float]:
+        """Values and old log-probs of all samples first, then the updates. Returns the last losses: policy, value."""
+        samples = [item for update in updates for group in update for item in group]
+        with torch.no_grad():
+            old = {sample.id: self.log_probs(sample) for sample, _ in samples}
+            values = {sample.id: self.values(sample) for sample, _ in samples}
+        for update in updates:
+            members = [item for group in update for item in group]
+            estimates = {sample.id: self.estimate(sample, reward, values[sample.id]) for sample, reward in members}
+            advantages = self.advantages({name: advantage for name, (advantage, _) in estimates.items()})
+            policy = torch.stack([self.policy_loss(s, old[s.id], advantages[s.id]) for s, _ in members]).mean()
+            errors = [self.value_losses(s, values[s.id], estimates[s.id][1]) for s, _ in members]
+            value = torch.cat(errors).mean()
+            for model, loss in ((self.actor, policy), (self.critic, value)):
+                self.optimizers[model].zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                self.optimizers[model].step()
+        return float(policy.detach()), float(value.detach())
+
+    def log_probs(self, sample: Sample) -> torch.Tensor:
+        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        first = len(sample.prompt.token_ids) - 1
+        logits = self.actor(ids).logits[0] / self.settings.temperature
+        return torch.log_softmax(logits, -1)[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
+
+    def values(self, sample: Sample) -> torch.Tensor:
+        """Of the state before each response token."""
+        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        hidden = self.critic.model(ids).last_hidden_state[0]
+        return self.critic.score(hidden)[len(sample.prompt.token_ids) - 1 : -1, 0]
+
+    def estimate(self, sample: Sample, reward: float, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Advantages and returns of the trained tokens, from the last to the first; the reward comes with the last."""
+        values = values[torch.tensor(sample.response_mask)].tolist()
+        advantages, following, later = [], 0.0, 0.0
+        for t in reversed(range(len(values))):
+            delta = (reward if t == len(values) - 1 else 0.0) + self.settings.gamma * following - values[t]
+            later = delta + self.settings.gamma * self.settings.gae_lambda * later
+            following = values[t]
+            advantages.insert(0, later)
+        return torch.tensor(advantages), torch.tensor(advantages) + torch.tensor(values)
+
+    def advantages(self, by_sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not self.settings.whiten:
+            return by_sample
+        every = torch.cat(list(by_sample.values()))
+        return {name: (own - every.mean()) / (every.std() + 1e-6) for name, own in by_sample.items()}
+
+    def policy_loss(self, sample: Sample, old: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        """Mean over the sample's trained tokens."""
+        mask = torch.tensor(sample.response_mask)
+        ratio = (self.log_probs(sample) - old)[mask].exp()
+        if not mask.any():
+            return ratio.sum()
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+    def value_losses(self, sample: Sample, old: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+        """Of every trained token."""
+        mask, clip = torch.tensor(sample.response_mask), self.settings.value_clip
+        value, old = self.values(sample)[mask], old[mask]
+        plain = (value - returns) ** 2
+        return plain if clip is None else torch.maximum(plain, (old + (value - old).clamp(-clip, clip) - returns) ** 2)
