@@ -26,6 +26,11 @@ def backend() -> str:
     return "nccl" if on_cuda() else "gloo"
 
 
+def capability() -> tuple[int, int]:
+    """The device's CUDA compute capability, (0, 0) on CPU."""
+    return torch.cuda.get_device_capability(device()) if on_cuda() else (0, 0)
+
+
 def claim(threads: int | None) -> None:
     """Makes the device the process's current one; on CPU, sets the number of threads of its operators."""
     if on_cuda():
@@ -47,3 +52,14 @@ def random_state() -> torch.Tensor | None:
 def set_random_state(state: torch.Tensor | None) -> None:
     if state is not None:
         torch.cuda.set_rng_state(state)
+
+
+def release_cache() -> None:
+    """Gives memory that torch keeps for reuse back to the device, where other processes may take it."""
+    if on_cuda():
+        torch.cuda.empty_cache()
+
+
+def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory that the device copies to and from at full speed: page-locked where there is a device of its own."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=on_cuda())

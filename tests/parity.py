@@ -146,7 +146,8 @@ def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
                 shards = bucket.grad_data.chunk(dist.get_world_size(buffer.data_parallel_group))
                 mine = shards[dist.get_rank(buffer.data_parallel_group)].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=buffer.data_parallel_group)
-        captured.update((name, p.main_grad.clone()) for name, p in named_parameters(worker.chunks).items())
+        trained = {name: p for name, p in named_parameters(worker.chunks).items() if p.requires_grad}
+        captured.update((name, p.main_grad.clone()) for name, p in trained.items())
         worker.optimizer.step = inner
         return inner()
 

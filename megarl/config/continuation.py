@@ -17,6 +17,7 @@ FREE = (
     "run.export",
     "*.layout.*",
     "*.tokens_per_microbatch",
+    "*.recompute",
     "*.threads",
     "rollout.replicas",
     "rollout.tp",

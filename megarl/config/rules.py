@@ -11,12 +11,13 @@ from typing import Any
 
 from megarl.config.huggingface import attention_window, completed, kv_heads, unsupported
 from megarl.config.learning_rate import num_updates
-from megarl.config.schema import Config, Layout
+from megarl.config.schema import Config, Layout, Trained
 
 
 def check(config: Config) -> None:
     """Checks the keys against each other. Raises ValueError with one line per broken rule."""
-    _raise_all(rule(config) for rule in _RULES)
+    of_sections = [rule(config, trained) for trained in (config.actor, config.critic) for rule in _TRAINED_RULES]
+    _raise_all([rule(config) for rule in _RULES] + of_sections)
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
@@ -153,21 +154,32 @@ def clipped_ratio_stays_positive(config: Config) -> str | None:
     )
 
 
-def schedule_lengths_are_whole_updates(config: Config) -> str | None:
-    schedule = config.actor.optimizer.schedule
+def fp8_needs_bfloat16(config: Config, trained: Trained) -> str | None:
+    dtype = config.model.dtype
+    if trained.fp8 is None or dtype == "bfloat16":
+        return None
+    key = f"{trained.section}.fp8"
+    return (
+        f"{key}={trained.fp8}: its matrix products are between parameters and activations in bfloat16, and "
+        f"model.dtype={dtype}; set model.dtype=bfloat16 or {key}=null"
+    )
+
+
+def schedule_lengths_are_whole_updates(config: Config, trained: Trained) -> str | None:
+    schedule = trained.optimizer.schedule
     for name, length in (("warmup", schedule.warmup), ("decay", schedule.decay)):
         if length is not None and length > 1 and length != int(length):
             return (
-                f"actor.optimizer.schedule.{name}={length:g}: from 1 on this counts updates; give a whole number, or a "
-                "share of the run's updates below 1"
+                f"{trained.section}.optimizer.schedule.{name}={length:g}: from 1 on this counts updates; give a whole "
+                "number, or a share of the run's updates below 1"
             )
     return None
 
 
-def schedule_has_the_keys_of_its_name(config: Config) -> str | None:
+def schedule_has_the_keys_of_its_name(config: Config, trained: Trained) -> str | None:
     """decay belongs to wsd, which needs it, and min_lr to those that decay."""
-    schedule = config.actor.optimizer.schedule
-    name, prefix = schedule.name, "actor.optimizer.schedule"
+    schedule = trained.optimizer.schedule
+    name, prefix = schedule.name, f"{trained.section}.optimizer.schedule"
     if name == "wsd" and schedule.decay is None:
         return f"{prefix}.name=wsd: it needs the length of its decay; set {prefix}.decay=0.2"
     if name != "wsd" and schedule.decay is not None:
@@ -177,19 +189,19 @@ def schedule_has_the_keys_of_its_name(config: Config) -> str | None:
     return None
 
 
-def schedule_ends_below_its_peak(config: Config) -> str | None:
-    optimizer = config.actor.optimizer
+def schedule_ends_below_its_peak(config: Config, trained: Trained) -> str | None:
+    optimizer, prefix = trained.optimizer, f"{trained.section}.optimizer"
     if optimizer.schedule.min_lr <= optimizer.lr:
         return None
     return (
-        f"actor.optimizer.schedule.min_lr={optimizer.schedule.min_lr:g}: the schedule decays to it from "
-        f"actor.optimizer.lr={optimizer.lr:g}; set min_lr to at most {optimizer.lr:g}"
+        f"{prefix}.schedule.min_lr={optimizer.schedule.min_lr:g}: the schedule decays to it from "
+        f"{prefix}.lr={optimizer.lr:g}; set min_lr to at most {optimizer.lr:g}"
     )
 
 
-def schedule_fits_the_run(config: Config) -> str | None:
+def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
     """wsd's warm-up and decay do not overlap."""
-    schedule, total = config.actor.optimizer.schedule, config.num_updates
+    schedule, total = trained.optimizer.schedule, config.num_updates
     if schedule.name != "wsd" or schedule.decay is None:
         return None
     warmup, decay = num_updates(schedule.warmup, total), num_updates(schedule.decay, total)
@@ -197,11 +209,21 @@ def schedule_fits_the_run(config: Config) -> str | None:
         return None
     batch = config.batch
     return (
-        f"actor.optimizer.schedule.warmup={schedule.warmup:g}, decay={schedule.decay:g}: {warmup} + {decay} = "
-        f"{warmup + decay} updates, but the run has {total} ({config.run.steps} steps x {batch.prompts_per_step} / "
-        f"{batch.prompts_per_update} prompts); give both as shares of the run, such as 0.1 and 0.2"
+        f"{trained.section}.optimizer.schedule.warmup={schedule.warmup:g}, decay={schedule.decay:g}: "
+        f"{warmup} + {decay} = {warmup + decay} updates, but the run has {total} ({config.run.steps} steps x "
+        f"{batch.prompts_per_step} / {batch.prompts_per_update} prompts); give both as shares of the run, such as 0.1 "
+        "and 0.2"
     )
 
+
+_TRAINED_RULES: tuple[Callable[[Config, Trained], str | None], ...] = (
+    fp8_needs_bfloat16,
+    schedule_lengths_are_whole_updates,
+    schedule_has_the_keys_of_its_name,
+    schedule_ends_below_its_peak,
+    schedule_fits_the_run,
+)
+"""Those that each section of a trained model keeps."""
 
 _RULES: tuple[Callable[[Config], str | None], ...] = (
     prompts_per_update_divides_prompts_per_step,
@@ -216,10 +238,6 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     microbatch_holds_the_longest_sample,
     every_data_parallel_rank_has_a_sample,
     clipped_ratio_stays_positive,
-    schedule_lengths_are_whole_updates,
-    schedule_has_the_keys_of_its_name,
-    schedule_ends_below_its_peak,
-    schedule_fits_the_run,
 )
 
 

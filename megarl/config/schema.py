@@ -5,7 +5,7 @@ There are no defaults here: their one home is configs/base.yaml, beside the comm
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -75,25 +75,40 @@ class Optimizer(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)]
     eps: PositiveFloat
     weight_decay: NonNegativeFloat
+    no_weight_decay: list[Annotated[str, Field(min_length=1)]]
     clip_grad_norm: NonNegativeFloat
+
+
+class MegatronExtra(Section):
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    ddp: dict[str, Any]
 
 
 class Trained(Section):
     """A model that the run trains, on ranks of its own."""
 
+    section: ClassVar[str]
+    """Its name in the config."""
+
     layout: Layout
     optimizer: Optimizer
     tokens_per_microbatch: PositiveInt
     overlap_communication: bool
+    recompute: Literal["none", "selective", "full"]
+    fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None
+    frozen: list[Annotated[str, Field(min_length=1)]]
     threads: PositiveInt | None
-    megatron_extra: dict[str, Any]
+    megatron_extra: MegatronExtra
 
 
 class Actor(Trained):
-    pass
+    section = "actor"
 
 
 class Critic(Trained):
+    section = "critic"
+
     path: Annotated[str, Field(min_length=1)] | None
     warmup_steps: NonNegativeInt
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,35 +15,54 @@ from megarl.config.huggingface import completed, rope_parameters
 from megarl.config.schema import Layout, Trained
 from megarl.megatron import parallel
 from megarl.megatron.architecture import architecture
+from megarl.megatron.extra import checked
 from megarl.megatron.head import replace_output_layer
 from megarl.megatron.layer_spec import PositionRotary, block_spec, uses_transformer_engine
+from megarl.megatron.precision import precision
 from megarl.megatron.rope import inverse_frequencies
 from megarl.resharding.families.shape import ModelShape
 
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this times tp, as Megatron does."""
 
+MODEL_DEFAULTS = ("calculate_per_token_loss", "fp16", "mtp_num_layers", "overlap_moe_expert_parallel_comm")
+DDP_DEFAULTS = ("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp")
+"""Fields of Megatron's TransformerConfig and DistributedDataParallelConfig that loss, head and weights rely on."""
+
+RECOMPUTE = {"none": None, "selective": "selective", "full": "full"}
+
 
 def build_model(
-    settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype, temperature: float, context_length: int
+    settings: Trained,
+    hf_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    temperature: float,
+    context_length: int,
+    frozen: Collection[str] = (),
 ) -> list[DistributedDataParallel]:
-    """This rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline stage."""
+    """This rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline stage.
+
+    frozen: parameters that are not trained, by the names of `named_parameters`. DDP must not know them as trained: it
+    waits for a gradient of each parameter that it has.
+    """
     config = transformer_config(settings, hf_config, dtype)
     chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
     for chunk in chunks:
         replace_output_layer(chunk, hf_config, temperature)
         chunk.to(device.device())
-    overlap = settings.overlap_communication
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap
-    )
+    for name, parameter in _named(chunks).items():
+        parameter.requires_grad_(name not in frozen)
+    if settings.recompute != "none" and chunks[0].pre_process:
+        # Recomputed layers are only differentiated if their input is, which that of a frozen embedding is not.
+        chunks[0].embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
+    ddp_config = data_parallel_config(settings)
     # What later chunks communicate overlaps with the computation of other chunks anyway.
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = finalize_model_grads
-    if overlap:
+    if settings.overlap_communication:
         config.no_sync_func = _only_or_all([chunk.no_sync for chunk in wrapped])
         config.grad_sync_func = _only_or_all([chunk.start_grad_sync for chunk in wrapped])
     return wrapped
@@ -53,11 +70,7 @@ def build_model(
 
 def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
     """Every parameter of this rank, under the name that its holder gives it."""
-    return {
-        f"chunk{i}.{name}": parameter
-        for i, chunk in enumerate(chunks)
-        for name, parameter in chunk.module.named_parameters()
-    }
+    return _named([chunk.module for chunk in chunks])
 
 
 def build_chunk(config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int) -> GPTModel:
@@ -82,6 +95,10 @@ def build_chunk(config: TransformerConfig, hf_config: Mapping[str, Any], stage: 
     return model
 
 
+def _named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    return {f"chunk{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+
+
 def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
     """Megatron's schedules take one function per chunk, or where there is a single chunk the function itself."""
     return functions if len(functions) > 1 else functions[0]
@@ -89,13 +106,31 @@ def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
 
 def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
     """Architecture from the Hugging Face config, parallelism from the layout, the rest from megatron_extra."""
-    fields = {
-        **architecture(hf_config),
-        **_parallelism(settings.layout),
-        **_precision(dtype),
-        **_kernels(),
+    section = settings.section
+    groups = {
+        "the model's config.json": architecture(hf_config),
+        f"{section}.layout": _parallelism(settings.layout),
+        f"model.dtype and {section}.fp8": precision(dtype, settings),
+        f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),
     }
-    return TransformerConfig(**{**fields, **_checked_extra(settings.megatron_extra, fields)})
+    ours = dict.fromkeys(MODEL_DEFAULTS) | {name: home for home, fields in groups.items() for name in fields}
+    extra = checked(f"{section}.megatron_extra.model", settings.megatron_extra.model, TransformerConfig, ours)
+    fields = {name: value for group in groups.values() for name, value in group.items()}
+    return TransformerConfig(**{**fields, **_kernels(), **_recomputed_layers(settings), **extra})
+
+
+def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
+    """Gradients are accumulated and reduced in float32, also those of bfloat16 parameters."""
+    key, overlap = f"{settings.section}.overlap_communication", settings.overlap_communication
+    overlapped = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    fixed = dict(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    extra = checked(
+        f"{settings.section}.megatron_extra.ddp",
+        settings.megatron_extra.ddp,
+        DistributedDataParallelConfig,
+        dict.fromkeys((*DDP_DEFAULTS, *fixed)) | dict.fromkeys(overlapped, key),
+    )
+    return DistributedDataParallelConfig(**fixed, **overlapped, **extra)
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:
@@ -121,13 +156,9 @@ def _parallelism(layout: Layout) -> dict[str, Any]:
     )
 
 
-def _precision(dtype: torch.dtype) -> dict[str, Any]:
-    return dict(
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        attention_softmax_in_fp32=True,
-    )
+def _recomputed_layers(settings: Trained) -> dict[str, Any]:
+    """Each layer by itself, of which its input is kept; megatron_extra may choose fewer layers or larger units."""
+    return dict(recompute_method="uniform", recompute_num_layers=1) if settings.recompute == "full" else {}
 
 
 def _kernels() -> dict[str, Any]:
@@ -143,20 +174,3 @@ def _kernels() -> dict[str, Any]:
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
     )
-
-
-def _checked_extra(extra: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Refuses unknown fields of TransformerConfig, and those that follow from the model or the layout."""
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    fixed = set(ours) - set(_kernels())
-    for name in extra:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"actor.megatron_extra.{name}: Megatron's TransformerConfig has no such field{hint}")
-        if name in fixed:
-            raise ValueError(
-                f"actor.megatron_extra.{name}={extra[name]}: this follows from the model or from actor.layout; "
-                "set it there"
-            )
-    return extra

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
@@ -14,39 +15,70 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
 )
 
-from megarl import device
-from megarl.config.schema import Optimizer
+from megarl.config.schema import Trained
+from megarl.megatron.extra import checked
 
-WITHOUT_DECAY = ParamKey(name="*.bias", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1))
-"""Biases and norms: weight decay would pull them to 0, where a norm lets nothing through."""
+WITHOUT_DECAY = ParamKey(
+    name="*.bias", attr="without_decay", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1)
+)
+"""Biases and norms: weight decay would pull them to 0, where a norm lets nothing through. And those that are chosen."""
+
+DEFAULTS = ("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "fp16", "loss_scale", "timers")
+"""Fields of OptimizerConfig that the rates and the loss rely on."""
+
+TORCH_ADAM = "torch's fused AdamW"
 
 
 def build_optimizer(
-    config: Optimizer, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
+    settings: Trained,
+    chunks: Sequence[DistributedDataParallel],
+    dtype: torch.dtype,
+    without_decay: Collection[torch.nn.Parameter] = (),
 ) -> MegatronOptimizer:
     """State in float32, sharded over the data-parallel ranks. Build it after the weights are loaded: under bfloat16
-    it takes its float32 main weights from them."""
+    it takes its float32 main weights from them.
+
+    without_decay: parameters without weight decay beside biases and norms
+    """
+    for parameter in without_decay:
+        parameter.without_decay = True
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.schedule.min_lr,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_eps=config.eps,
-            weight_decay=config.weight_decay,
-            clip_grad=config.clip_grad_norm,
-            params_dtype=dtype,
-            bf16=dtype is torch.bfloat16,
-            use_distributed_optimizer=True,
-            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-        ),
-        list(chunks),
-        config_overrides={WITHOUT_DECAY: {"wd_mult": 0.0}},
+        optimizer_config(settings, dtype), list(chunks), config_overrides={WITHOUT_DECAY: {"wd_mult": 0.0}}
     )
-    if not device.on_cuda():
+    if adam_kernel() == TORCH_ADAM:
         _use_fused_kernel(optimizer)
     return optimizer
+
+
+def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
+    config = settings.optimizer
+    ours = dict(
+        lr=config.lr,
+        min_lr=config.schedule.min_lr,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        weight_decay=config.weight_decay,
+        clip_grad=config.clip_grad_norm,
+    )
+    fixed = dict(
+        optimizer="adam",
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp8_recipe=settings.fp8,
+        use_distributed_optimizer=True,
+        overlap_param_gather=settings.overlap_communication,
+    )
+    homes = dict.fromkeys((*fixed, *DEFAULTS)) | dict.fromkeys(ours, f"{settings.section}.optimizer")
+    key, extra = f"{settings.section}.megatron_extra.optimizer", settings.megatron_extra.optimizer
+    extra = checked(key, extra, OptimizerConfig, homes)
+    return OptimizerConfig(**ours, **fixed, **extra)
+
+
+def adam_kernel() -> str:
+    """Whose AdamW Megatron has taken: the first of these that is installed."""
+    origin = megatron_optimizer.Adam.__module__.partition(".")[0]
+    return {"transformer_engine": "Transformer Engine's FusedAdam", "apex": "Apex's FusedAdam"}.get(origin, TORCH_ADAM)
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
@@ -57,8 +89,7 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> N
 
 
 def _use_fused_kernel(optimizer: MegatronOptimizer) -> None:
-    """torch's AdamW, which Megatron takes without Transformer Engine and Apex, has a fused kernel for CPU as well: one
-    pass over memory, and no temporary copies of the largest parameter."""
-    for part in optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            group["fused"] = True
+    """torch's AdamW has a fused kernel for CPU as well as for CUDA: one pass over memory, and no temporary copies of
+    the largest parameter."""
+    for group in optimizer.param_groups:
+        group["fused"] = True

@@ -1,27 +1,29 @@
-"""What a layout asks of the packs."""
+"""What layout and number format ask of the packs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.schema import Layout
+from megarl.config.schema import Trained
 from megarl.data.packing import Packing
 from megarl.megatron.layer_spec import uses_transformer_engine
+from megarl.megatron.precision import token_multiple
 from megarl.planning.token_cost import TokenCost
 
 
-def packing_of(layout: Layout, tokens_per_microbatch: int, hf_config: Mapping[str, Any]) -> Packing:
+def packing_of(settings: Trained, hf_config: Mapping[str, Any]) -> Packing:
+    layout = settings.layout
     # Context parallelism gives each rank two runs of tokens, sequence parallelism cuts what a rank has into tp parts.
     chunks = 2 * layout.cp if layout.cp > 1 else 1
     return Packing(
-        token_budget=tokens_per_microbatch * layout.cp,
+        token_budget=settings.tokens_per_microbatch * layout.cp,
         num_ranks=layout.dp,
         # Transformer Engine attends to documents as they follow each other in the pack, ours also to those that have
         # a prompt in common; and it shares out every document by itself, ours the pack.
         shares_prompts=not uses_transformer_engine(),
         document_multiple=chunks if uses_transformer_engine() else 1,
-        pack_multiple=chunks * (layout.tp if layout.sequence_parallel else 1),
+        pack_multiple=chunks * (layout.tp if layout.sequence_parallel else 1) * token_multiple(settings.fp8),
         # Interleaved stages take microbatches in groups of pp, and a last group must not be smaller.
         microbatch_multiple=layout.pp if layout.vpp > 1 else 1,
         cost=TokenCost.of_model(hf_config),

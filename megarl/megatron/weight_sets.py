@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from megarl import device
+
 
 class WeightSets:
     """Named copies of this rank's parameters: the reference, older policies."""
@@ -17,21 +19,26 @@ class WeightSets:
 
     def keep(self, name: str) -> None:
         """Copies the live weights, to be used under this name."""
-        self._sets[name] = {key: p.detach().to("cpu", copy=True) for key, p in self._parameters.items()}
+        self._sets[name] = {key: device.host_empty_like(live).copy_(live) for key, live in self._live()}
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
-        """The model has the named weights inside, and its own again, bit by bit, afterwards."""
+        """The model has the named weights inside, and its own again, bit by bit, afterwards. The optimizer's float32
+        main weights stay as they are."""
         self._exchange(name)
         try:
             yield
         finally:
             self._exchange(name)
 
-    @torch.no_grad()
     def _exchange(self, name: str) -> None:
-        for key, kept in self._sets[name].items():
-            live = self._parameters[key]
-            previous = live.detach().to("cpu", copy=True)
-            live.copy_(kept)
-            kept.copy_(previous)
+        """One parameter after the other, so that no more than the largest is on the device twice."""
+        kept = self._sets[name]
+        for key, live in self._live():
+            previous = live.clone()
+            live.copy_(kept[key], non_blocking=True)
+            kept[key].copy_(previous, non_blocking=True)
+        device.synchronize()
+
+    def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((key, parameter.detach()) for key, parameter in self._parameters.items())

@@ -32,6 +32,7 @@ from megarl.resharding.families.classifier import BIAS, WEIGHT
 from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Plan, make_plan
+from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 from megarl.resharding.transports.shared_memory import PublishedParameter, publish
 from megarl.resharding.transports.transport import Transport
@@ -62,13 +63,22 @@ class TrainerWorker(ABC):
         self._folder, self._rank = model_folder, rank
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         """What passes gave for the samples of this step: name as in TokenBatch -> sample id -> float32 [R]."""
-        self.packing = packing_of(settings.layout, settings.tokens_per_microbatch, hf_config)
+        self.packing = packing_of(settings, hf_config)
         dtype = getattr(torch, config.model.dtype)
         device.claim(threads)
         parallel.initialize(settings.layout, store, rank, config.run.seed, timeout_s=config.cluster.step_timeout_s)
-        self.chunks = build_model(settings, hf_config, dtype, config.rollout.temperature, config.rollout.context_length)
+        self.chunks = build_model(
+            settings,
+            hf_config,
+            dtype,
+            config.rollout.temperature,
+            config.rollout.context_length,
+            frozen=self._chosen("frozen", settings.frozen),
+        )
         self._load_weights()
-        self.optimizer = build_optimizer(settings.optimizer, self.chunks, dtype)
+        undecayed = self._chosen("optimizer.no_weight_decay", settings.optimizer.no_weight_decay)
+        named = named_parameters(self.chunks)
+        self.optimizer = build_optimizer(settings, self.chunks, dtype, [named[name] for name in undecayed])
         self.num_updates = 0
         """Optimizer steps done; the learning rate follows from it."""
 
@@ -144,6 +154,12 @@ class TrainerWorker(ABC):
 
     def close(self) -> None:
         parallel.destroy()
+
+    def _chosen(self, key: str, patterns: Sequence[str]) -> list[str]:
+        """This rank's parameters that the patterns (of a key of its section) choose among the model's tensors."""
+        key = f"{self._settings.section}.{key}"
+        selected = select_tensors(key, patterns, huggingface_holder(self._hf_config).shapes)
+        return whole_parameters(key, selected, self.holder)
 
     def _load_weights(self) -> None:
         """From the folder. A score head that the folder's model does not have starts at zero."""

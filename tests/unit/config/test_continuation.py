@@ -53,7 +53,11 @@ def test_where_and_how_long_may_change(overrides: list[str]) -> None:
             "rewards.functions=[{function: numeric_match, weight: 1.0}]",
             "[{function: exact_match, weight: 1.0}]",
         ),
-        ("actor.megatron_extra.attention_dropout=0.1", "actor.megatron_extra.attention_dropout=0.1", "no such key"),
+        (
+            "actor.megatron_extra.model.attention_dropout=0.1",
+            "actor.megatron_extra.model.attention_dropout=0.1",
+            "no such key",
+        ),
     ],
 )
 def test_what_is_computed_may_not(override: str, now: str, then: str) -> None:

@@ -51,9 +51,9 @@ def test_values_come_from_the_nearest_layer() -> None:
 
 
 def test_extras_are_merged(write: Write) -> None:
-    path = write("actor: {megatron_extra: {a: {b: 1}}}\nrollout: {vllm_extra: {x: on}}\n")
-    config = load(path, ["actor.megatron_extra.a.c=2", "rollout.vllm_extra={y: [1, 2]}"])
-    assert config.actor.megatron_extra == {"a": {"b": 1, "c": 2}}
+    path = write("actor: {megatron_extra: {model: {b: 1}}}\nrollout: {vllm_extra: {x: on}}\n")
+    config = load(path, ["actor.megatron_extra.model.c=2", "rollout.vllm_extra={y: [1, 2]}"])
+    assert config.actor.megatron_extra.model == {"b": 1, "c": 2}
     assert config.rollout.vllm_extra == {"x": "on", "y": [1, 2]}
 
 

@@ -83,6 +83,11 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         ),
         (["actor.layout.dp=129"], "actor.layout.dp=129: an update has 128 samples (16 prompts x 8 samples), fewer"),
         (
+            ["critic.optimizer.schedule.min_lr=1e-7"],
+            "critic.optimizer.schedule.min_lr=1e-07: critic.optim",
+        ),
+        (["actor.fp8=delayed", "model.dtype=float32"], "actor.fp8=delayed: its matrix products are between parameters"),
+        (
             ["actor.optimizer.schedule.warmup=2.5"],
             "actor.optimizer.schedule.warmup=2.5: from 1 on this counts updates; give a whole number, or a share",
         ),

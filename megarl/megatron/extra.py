@@ -1,0 +1,60 @@
+"""megatron_extra: fields of Megatron's own dataclasses, checked against their names and types."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, get_args, get_type_hints
+
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+
+def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str, str | None]) -> dict[str, Any]:
+    """The fields as the dataclass `target` takes them: names of dtypes and of enum members become these.
+
+    key    where they are given, such as actor.megatron_extra.model
+    ours   fields that follow from keys of our own -> where to set them; None: none, the trainer relies on its value
+
+    Raises ValueError for a field that is unknown, one of ours, or of another type.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(target)}
+    hints = get_type_hints(target)
+    values = {}
+    for name, value in extra.items():
+        if name not in defaults:
+            near = difflib.get_close_matches(name, defaults, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{key}.{name}: Megatron's {target.__name__} has no such field{hint}")
+        if name in ours:
+            home = ours[name]
+            why = (
+                f"this follows from {home}; set it there"
+                if home
+                else "the trainer relies on its own value; leave it out"
+            )
+            raise ValueError(f"{key}.{name}={value}: {why}")
+        values[name] = _converted(f"{key}.{name}", value, hints[name] | None if defaults[name] is None else hints[name])
+    return values
+
+
+def _converted(key: str, value: Any, hint: Any) -> Any:
+    kinds = get_args(hint) or (hint,)
+    named = value
+    if isinstance(value, str) and torch.dtype in kinds:
+        named = getattr(torch, value, value)
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, Enum) and value in kind.__members__:
+            named = kind[value]
+    try:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(named, strict=True)
+    except ValidationError:
+        raise ValueError(f"{key}={value!r}: expected {_readable(hint)}, found {type(value).__name__}") from None
+
+
+def _readable(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(hint.__members__)}"
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "").replace("torch.dtype", "dtype")

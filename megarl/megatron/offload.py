@@ -1,0 +1,87 @@
+"""Parameters, gradients and the optimizer's state, moved to host memory and back: each on its own, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from megarl import device
+
+Part = Literal["parameters", "gradients", "optimizer"]
+
+
+class Offload:
+    """Moves storages, so that all views of them (parameters in DDP's buffers, the optimizer's shards) stay valid; their
+    addresses change, and while a part is away its tensors must not be used.
+
+    On CPU the storages are released into copies that are host memory as well: the same path, and nothing is gained.
+    Parameters that are published in shared memory are read there by the engines, and cannot move.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer):
+        self._chunks, self._optimizer = chunks, optimizer
+        self._away: dict[Part, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
+
+    def move_out(self, part: Part) -> int:
+        """Returns the bytes that this frees on the device. Raises ValueError where the part is published."""
+        assert part not in self._away, f"{part} are away already"
+        storages = list(self._storages(part))
+        if any(storage.device.type == "cpu" and storage.is_shared() for storage in storages):
+            raise ValueError(f"offload: the {part} are published in shared memory, where engines read them; keep them")
+        self._away[part] = [(storage, _to_host(storage)) for storage in storages]
+        num_bytes = sum(storage.nbytes() for storage in storages)
+        device.synchronize()  # the copies are done before the memory is anybody else's
+        for storage in storages:
+            storage.resize_(0)
+        device.release_cache()
+        return num_bytes
+
+    def move_in(self, part: Part) -> int:
+        """Returns the bytes that this takes on the device. Does nothing for a part that is there."""
+        away = self._away.pop(part, [])
+        for storage, host in away:
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host, non_blocking=True)
+        device.synchronize()
+        return sum(host.numel() for _, host in away)
+
+    def _storages(self, part: Part) -> Iterator[torch.UntypedStorage]:
+        """Each once. Without bfloat16, the optimizer's main weights are views of the parameters, and belong to them."""
+        tensors: dict[Part, Iterable[torch.Tensor]] = {
+            "parameters": chain.from_iterable(chunk.parameters() for chunk in self._chunks),
+            "gradients": (buffer.grad_data for buffer in self._buffers()),
+            "optimizer": self._optimizer_tensors(),
+        }
+        others = chain(tensors["parameters"], tensors["gradients"]) if part == "optimizer" else ()
+        seen = {tensor.untyped_storage()._cdata for tensor in others}
+        for tensor in tensors[part]:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage
+
+    def _buffers(self) -> Iterator:
+        for chunk in self._chunks:
+            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        for part in self._optimizer.chained_optimizers:
+            if part.optimizer is None:  # a stage without trainable parameters
+                continue
+            yield from chain.from_iterable(group["params"] for group in part.optimizer.param_groups)
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    source = _bytes(storage)
+    return device.host_empty_like(source).copy_(source, non_blocking=True)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

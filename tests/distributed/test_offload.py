@@ -1,0 +1,105 @@
+"""Parameters, gradients and optimizer state away and back: the bytes that are freed, and every bit as it was."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config.schema import Config
+from megarl.megatron.actor_worker import ActorWorker
+from megarl.megatron.model import named_parameters
+from megarl.megatron.offload import Offload, Part
+from tests.forked import run_ranks
+from tests.parity import config_of, random_groups, shares
+from tests.tiny_model import write_tiny_llama
+
+PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
+BYTES = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}
+"""Of each part, per parameter. Adam's state is two float32, beside bfloat16 also the main weight."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
+
+
+def update(worker: ActorWorker, config: Config, seed: int) -> None:
+    share = shares(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]
+    worker.update([item.training_sample(item.sample) for item in share.samples], share.microbatches)
+    worker.end_step()
+
+
+def tensors(worker: ActorWorker) -> dict[Part, list[torch.Tensor]]:
+    state = [
+        value
+        for part in worker.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+        for value in state.values()
+    ]
+    parameters = list(named_parameters(worker.chunks).values())
+    if parameters[0].dtype is not torch.float32:  # else the main weights are the parameters
+        state += [p for group in worker.optimizer.param_groups for p in group["params"]]
+    return {"parameters": parameters, "gradients": [p.main_grad for p in parameters], "optimizer": state}
+
+
+def checksum(values: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()  # of copies: a storage that numpy has seen cannot be resized
+    for value in values:
+        digest.update(value.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def away_and_back(store, rank: int, config: Config, folder: Path) -> tuple:
+    """Between two updates, each part alone and then all of them: bytes, and whether anything changed."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    update(worker, config, 0)
+    offload = Offload(worker.chunks, worker.optimizer)
+    before = {part: checksum(values) for part, values in tensors(worker).items()}
+    freed = {}
+    for part in PARTS:
+        freed[part] = offload.move_out(part)
+        assert all(p.untyped_storage().nbytes() == 0 for p in tensors(worker)[part])
+        assert offload.move_in(part) == freed[part]
+        assert before == {part: checksum(values) for part, values in tensors(worker).items()}
+    assert [offload.move_out(part) for part in PARTS] == list(freed.values())
+    assert [offload.move_in(part) for part in PARTS] == list(freed.values())
+    assert offload.move_in("optimizer") == 0
+    update(worker, config, 1)
+    num_parameters = sum(p.numel() for p in named_parameters(worker.chunks).values())
+    return freed, num_parameters, checksum(tensors(worker)["parameters"])
+
+
+def undisturbed(store, rank: int, config: Config, folder: Path) -> str:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    for seed in (0, 1):
+        update(worker, config, seed)
+    return checksum(tensors(worker)["parameters"])
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dtype", BYTES)
+def test_all_parts_come_back_bit_by_bit(folder, dtype, dp):
+    config = config_of(folder, f"model.dtype={dtype}", f"actor.layout.dp={dp}")
+    for freed, num_parameters, weights in run_ranks(dp, away_and_back, config, folder):
+        for part, per_parameter in zip(PARTS, BYTES[dtype], strict=True):
+            expected = per_parameter * num_parameters / (dp if part == "optimizer" else 1)
+            assert expected * 0.98 <= freed[part] <= expected * 1.1, part  # buffers are padded, shards cut anywhere
+        assert weights == run_ranks(dp, undisturbed, config, folder)[0]
+
+
+def published(store, rank: int, config: Config, folder: Path) -> int:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    worker.publish()
+    offload = Offload(worker.chunks, worker.optimizer)
+    with pytest.raises(ValueError, match="the parameters are published in shared memory"):
+        offload.move_out("parameters")
+    return offload.move_out("gradients")
+
+
+def test_published_parameters_stay(folder):
+    [freed] = run_ranks(1, published, config_of(folder), folder)
+    assert freed > 0

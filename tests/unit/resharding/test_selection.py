@@ -1,0 +1,64 @@
+"""Which parameters of a Megatron rank a pattern over Hugging Face names chooses."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.selection import select_tensors, whole_parameters
+from tests.unit.resharding.cases import layout_of
+
+HF = {
+    "model_type": "qwen2",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "tie_word_embeddings": True,
+}
+NAMES = list(huggingface_holder(HF).shapes)
+LAST_OF_TWO = megatron_holder(HF, layout_of(pp=2), 1)
+
+
+def chosen(*patterns: str) -> list[str]:
+    return whole_parameters("actor.frozen", select_tensors("actor.frozen", patterns, NAMES), LAST_OF_TWO)
+
+
+def test_a_layer_counts_from_the_start_of_the_model():
+    names = chosen("model.layers.2.*")
+    assert sorted(names) == sorted(name for name in LAST_OF_TWO.shapes if ".layers.0." in name)
+    assert len(names) == 7
+
+
+def test_all_parts_of_a_fused_parameter_choose_it():
+    assert chosen("model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_*") == [
+        "chunk0.decoder.layers.1.mlp.linear_fc1.weight"
+    ]
+
+
+def test_a_tied_embedding_is_chosen_with_its_copy_on_the_last_stage():
+    assert chosen("*embed_tokens*") == ["chunk0.output_layer.weight"]
+
+
+def test_what_another_stage_holds_is_not_here():
+    assert chosen("model.layers.1.*") == []
+
+
+def test_a_part_of_a_fused_parameter_is_refused_by_name():
+    message = (
+        "actor.frozen: it matches model.layers.2.self_attn.k_proj.weight but not "
+        "model.layers.2.self_attn.q_proj.weight, model.layers.2.self_attn.v_proj.weight, "
+        "and the trainer holds these as one parameter; match all 3 or none"
+    )
+    with pytest.raises(ValueError) as error:
+        chosen("*.k_proj.weight")
+    assert str(error.value) == message
+
+
+def test_a_pattern_without_a_match_is_refused_with_near_ones():
+    with pytest.raises(
+        ValueError, match=r"actor.frozen: model.layer.0.\* matches no tensor .* near .* model.layers.0."
+    ):
+        chosen("model.layers.0.*", "model.layer.0.*")
