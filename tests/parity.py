@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.algorithms.groups import group_statistics
 from megarl.batch import Prompt, Sample, SampleInfo, VersionRun
@@ -192,4 +193,7 @@ def plain_training(folder: Path, updates: list[list[Group]], kl_coefficient: flo
     reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
     for groups in updates:
         loss, gradients, norm = reference.update(groups, kl_coefficient, clip_norm=1.0)
-    return Outcome(loss, norm, gradients, dict(reference.model.named_parameters()))
+    weights = dict(reference.model.named_parameters())
+    # transformers keeps experts in stacks; in a checkpoint they are tensors of their own.
+    gradients, weights = (revert_weight_conversion(reference.model, tensors) for tensors in (gradients, weights))
+    return Outcome(loss, norm, gradients, weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 _ANY = {
@@ -23,8 +24,29 @@ _ANY = {
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": _ANY,
     "mistral": _ANY | {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": _ANY
+    | {
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "router_jitter_noise": 0.0,
+    },
     "qwen2": _ANY | {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False},
     "qwen3": _ANY | {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "use_sliding_window": False},
+    "qwen3_moe": _ANY
+    | {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+    },
 }
 """The known `model_type`s -> what transformers takes for a key that config.json does not have."""
 
@@ -37,6 +59,24 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
 
 _BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
 """Bias switches that a family has here. Qwen2's attention biases are always on, whatever the switch says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Of a mixture of experts.
+
+    count                routed experts of a layer
+    active               of them, that a token goes to
+    intermediate         rows of an expert's MLP
+    shared_intermediate  rows of the MLP that every token goes through beside them (0: none)
+    layers               for each layer, whether it has experts; the others have a dense MLP
+    """
+
+    count: int
+    active: int
+    intermediate: int
+    shared_intermediate: int
+    layers: tuple[bool, ...]
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,6 +113,25 @@ def kv_heads(model: Mapping[str, Any]) -> int:
     return model["num_key_value_heads"] or model["num_attention_heads"]
 
 
+def experts(model: Mapping[str, Any]) -> Experts | None:
+    layers = range(model["num_hidden_layers"])
+    match model["model_type"]:
+        case "mixtral":
+            size = model["intermediate_size"]
+            return Experts(model["num_local_experts"], model["num_experts_per_tok"], size, 0, (True,) * len(layers))
+        case "qwen3_moe":
+            dense, step = model["mlp_only_layers"] or (), model["decoder_sparse_step"]
+            return Experts(
+                # transformers 5 writes it under the other name.
+                model.get("num_local_experts", model["num_experts"]),
+                model["num_experts_per_tok"],
+                model["moe_intermediate_size"],
+                0,
+                tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
+            )
+    return None
+
+
 def _attention(model: Mapping[str, Any]) -> Iterator[str]:
     known = _BIASES.get(model["model_type"], ())
     for key in ("attention_bias", "mlp_bias"):
@@ -97,5 +156,7 @@ def _rope(model: Mapping[str, Any]) -> Iterator[str]:
 def _others(model: Mapping[str, Any]) -> Iterator[str]:
     if model["hidden_act"] != "silu":
         yield f"hidden_act {model['hidden_act']}"
+    if model.get("router_jitter_noise"):
+        yield f"router_jitter_noise {model['router_jitter_noise']}"
     if model["quantization_config"]:
         yield f"quantization_config with quant_method {model['quantization_config'].get('quant_method')}"

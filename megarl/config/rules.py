@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import gcd
 from typing import Any
 
-from megarl.config.huggingface import attention_window, completed, kv_heads, unsupported
+from megarl.config.huggingface import attention_window, completed, experts, kv_heads, unsupported
 from megarl.config.learning_rate import num_updates
 from megarl.config.schema import Config, Layout, Trained
 
@@ -258,7 +258,37 @@ def kv_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
 
 
 def mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    if not _has_dense_layers(hf):
+        return None
     return _tensor_parallel(config, hf, "MLP rows (intermediate_size)", hf["intermediate_size"])
+
+
+def experts_divide_by_ep(config: Config, hf: Mapping[str, Any]) -> str | None:
+    ep, mixture = config.actor.layout.ep, experts(hf)
+    if mixture is not None:
+        return _does_not_divide("actor.layout.ep", ep, "experts", mixture.count, _divisors(mixture.count))
+    if ep == 1:
+        return None
+    return f"actor.layout.ep={ep}: {_model(config)} has no experts to share out; set actor.layout.ep=1"
+
+
+def expert_mlp_divides_by_etp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    mixture = experts(hf)
+    if mixture is None:
+        return None
+    layout, rows = config.actor.layout, mixture.intermediate
+    key = "actor.layout.tp" if layout.etp is None else "actor.layout.etp"
+    return _does_not_divide(key, layout.expert_tp, "MLP rows of an expert", rows, _divisors(rows))
+
+
+def experts_and_tensor_parallel_need_sequence_parallel(config: Config, hf: Mapping[str, Any]) -> str | None:
+    layout = config.actor.layout
+    if layout.tp == 1 or layout.sequence_parallel or experts(hf) is None:
+        return None
+    return (
+        f"actor.layout.tp={layout.tp}, sequence_parallel=false: with experts every rank would dispatch all tokens, "
+        "which Megatron refuses; set actor.layout.sequence_parallel=true"
+    )
 
 
 def layers_tile_the_stages(config: Config, hf: Mapping[str, Any]) -> str | None:
@@ -313,7 +343,17 @@ def engine_kv_heads_split_or_repeat(config: Config, hf: Mapping[str, Any]) -> st
 
 def engine_mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
     rows = hf["intermediate_size"]
+    if not _has_dense_layers(hf):
+        return None
     return _does_not_divide("rollout.tp", config.rollout.tp, "MLP rows (intermediate_size)", rows, _engine_sizes(hf))
+
+
+def engine_expert_mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    mixture = experts(hf)
+    if mixture is None:
+        return None
+    rows, sizes = mixture.intermediate, _engine_sizes(hf)
+    return _does_not_divide("rollout.tp", config.rollout.tp, "MLP rows of an expert", rows, sizes)
 
 
 def context_fits_the_positions(config: Config, hf: Mapping[str, Any]) -> str | None:
@@ -348,11 +388,15 @@ _MODEL_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
     attention_heads_divide_by_tp,
     kv_heads_divide_by_tp,
     mlp_divides_by_tp,
+    experts_divide_by_ep,
+    expert_mlp_divides_by_etp,
+    experts_and_tensor_parallel_need_sequence_parallel,
     layers_tile_the_stages,
     virtual_stages_tile_each_stage,
     engine_heads_divide_by_tp,
     engine_kv_heads_split_or_repeat,
     engine_mlp_divides_by_tp,
+    engine_expert_mlp_divides_by_tp,
     context_fits_the_positions,
     attention_is_full,
     features_are_supported,
@@ -374,12 +418,21 @@ def _does_not_divide(key: str, divisor: int, what: str, number: int, legal: Iter
 
 
 def _tensor_parallel(config: Config, hf: Mapping[str, Any], what: str, number: int) -> str | None:
-    legal = _divisors(gcd(hf["num_attention_heads"], kv_heads(hf), hf["intermediate_size"]))
+    rows = [hf["intermediate_size"]] if _has_dense_layers(hf) else []
+    legal = _divisors(gcd(hf["num_attention_heads"], kv_heads(hf), *rows))
     return _does_not_divide("actor.layout.tp", config.actor.layout.tp, what, number, legal)
 
 
+def _has_dense_layers(hf: Mapping[str, Any]) -> bool:
+    mixture = experts(hf)
+    return mixture is None or not all(mixture.layers)
+
+
 def _engine_sizes(hf: Mapping[str, Any]) -> list[int]:
-    sizes, heads = _divisors(gcd(hf["num_attention_heads"], hf["intermediate_size"])), kv_heads(hf)
+    mixture, heads = experts(hf), kv_heads(hf)
+    rows = [hf["intermediate_size"]] if _has_dense_layers(hf) else []
+    rows += [mixture.intermediate] if mixture else []
+    sizes = _divisors(gcd(hf["num_attention_heads"], *rows))
     return [tp for tp in sizes if heads % tp == 0 or tp % heads == 0]
 
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
 from megarl import device
 from megarl.ops.packed_attention import Bucket, packed_attention
@@ -90,28 +90,39 @@ def uses_transformer_engine() -> bool:
 
 def block_spec(config: TransformerConfig, shape: ModelShape, virtual: int | None) -> TransformerBlockSubmodules:
     """The decoder's layers on this pipeline stage, and on this virtual stage of it if there are any."""
-    num_layers = get_num_layers_to_build(config, vp_stage=virtual)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * num_layers, layer_norm=_norm())
+    first = get_transformer_layer_offset(config, vp_stage=virtual)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
+    specs = {mixed: layer_spec(shape, mixed) for mixed in {shape.has_experts(number) for number in numbers}}
+    return TransformerBlockSubmodules([specs[shape.has_experts(number)] for number in numbers], layer_norm=_norm())
 
 
-def layer_spec(shape: ModelShape) -> ModuleSpec:
+def layer_spec(shape: ModelShape, has_experts: bool) -> ModuleSpec:
+    num_experts = shape.experts.count if has_experts else None
     if uses_transformer_engine():
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, moe_grouped_gemm=has_experts, qk_layernorm=shape.qk_norm
+        )
     else:
-        layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+        layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", qk_layernorm=shape.qk_norm)
         _use_our_layers(layer.submodules, shape)
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    if shape.attention_out_bias or shape.mlp_bias:
+        _drop_biases(layer.submodules, shape)
+    return layer
+
+
+def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
+    """Where TransformerConfig, which gives them to all linear layers or to none, asks for more than the model has."""
+    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
     if not shape.attention_out_bias:
         attention.linear_proj = without_bias(attention.linear_proj)
     if not shape.mlp_bias:
         mlp.linear_fc1, mlp.linear_fc2 = without_bias(mlp.linear_fc1), without_bias(mlp.linear_fc2)
-    return layer
 
 
 def without_bias(linear: type) -> type:
-    """The same layer, without the bias that TransformerConfig can only give to all linear layers or to none."""
+    """The same layer, which never has a bias."""
 
     class WithoutBias(linear):
         def __init__(self, *args, bias: bool, **kwargs):

@@ -170,6 +170,8 @@ def _kernels() -> dict[str, Any]:
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
         apply_rope_fusion=fused,
+        moe_grouped_gemm=fused,
+        moe_permute_fusion=fused,
         use_cpu_initialization=not device.on_cuda(),
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,

@@ -37,6 +37,8 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+MIXTRAL = DENSE | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+QWEN3_MOE = DENSE | dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("llama", {}),
     "Llama 3, tied": ("llama", dict(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)),
@@ -48,6 +50,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("qwen2", dict(tie_word_embeddings=True)),
     "Qwen3": ("qwen3", dict(head_dim=16, rms_norm_eps=1e-5)),
     "Qwen3, tied": ("qwen3", dict(tie_word_embeddings=True)),
+    "Mixtral": ("mixtral", MIXTRAL),
+    "Qwen3, experts": ("qwen3_moe", QWEN3_MOE),
+    "Qwen3, experts, weights that add up to one": ("qwen3_moe", QWEN3_MOE | dict(norm_topk_prob=True)),
+    "Qwen3, experts in some layers": (
+        "qwen3_moe",
+        QWEN3_MOE | dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2, tie_word_embeddings=True),
+    ),
 }
 
 

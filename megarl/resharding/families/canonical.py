@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.resharding.families.attention import attention_parts
 from megarl.resharding.families.classifier import score_head_of
+from megarl.resharding.families.experts import expert_parts
 from megarl.resharding.families.mlp import mlp_parts
 from megarl.resharding.families.part import Part
 from megarl.resharding.families.shape import ModelShape
@@ -40,11 +41,8 @@ class Canonical:
         return f"model.layers.{layer}."
 
     def layer_parts(self, layer: int) -> list[Part]:
-        return [*attention_parts(self.model), *mlp_parts(self.model)]
+        mlp = expert_parts(self.model) if self.model.has_experts(layer) else mlp_parts(self.model)
+        return [*attention_parts(self.model), *mlp]
 
     def layer_shapes(self, layer: int) -> dict[str, Shape]:
-        return {
-            name: tuple(getattr(self.model, dim) for dim in dims)
-            for part in self.layer_parts(layer)
-            for name, dims in part.tensors.items()
-        }
+        return {name: shape for part in self.layer_parts(layer) for name, shape in part.shapes(self.model).items()}

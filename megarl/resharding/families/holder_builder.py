@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from megarl.resharding.families.canonical import Canonical, Shape
 from megarl.resharding.families.tiling import Tiling
-from megarl.resharding.piece import Holder, Piece, span
+from megarl.resharding.piece import Holder, Piece, shape_of, span
+
+
+class Share(NamedTuple):
+    """A rank's place among the tensor-parallel ranks that a parameter is cut for."""
+
+    tp: int
+    rank: int
 
 
 class HolderBuilder:
-    """One tensor-parallel rank's parameters."""
+    """One rank's parameters."""
 
-    def __init__(self, canonical: Canonical, tp: int, rank: int):
-        self._canonical, self._tp, self._rank = canonical, tp, rank
+    def __init__(self, canonical: Canonical):
+        self._canonical = canonical
         self._shapes: dict[str, Shape] = {}
         self._pieces: list[Piece] = []
 
-    def add(self, local: str, tiling: Tiling) -> None:
+    def add(self, local: str, tiling: Tiling, share: Share) -> None:
         """A parameter outside the layers."""
-        self._add(local, tiling, self._canonical.outer_shapes, "")
+        self._add(local, tiling, self._canonical.outer_shapes, "", share)
 
-    def add_layer(self, layer: int, local_prefix: str, tilings: Mapping[str, Tiling]) -> None:
+    def add_layer(self, layer: int, local_prefix: str, tilings: Mapping[str, Tiling], share: Share) -> None:
         """layer: its number in the whole model."""
         shapes, prefix = self._canonical.layer_shapes(layer), self._canonical.layer_prefix(layer)
         for local, tiling in tilings.items():
-            self._add(local_prefix + local, tiling, shapes, prefix)
+            self._add(local_prefix + local, tiling, shapes, prefix, share)
 
     def build(self, name: str) -> Holder:
         return Holder(name, self._shapes, tuple(self._pieces))
 
-    def _add(self, local: str, tiling: Tiling, shapes: Mapping[str, Shape], prefix: str) -> None:
-        axis, position = tiling.axis, 0
+    def _add(self, local: str, tiling: Tiling, shapes: Mapping[str, Shape], prefix: str, share: Share) -> None:
+        axis, along = tiling.axis, tiling.axis if tiling.along is None else tiling.along
         sizes = [shapes[name][axis] for name in tiling.tensors]
-        first = shapes[tiling.tensors[0]]
-        for tensor, start, stop in tiling.blocks(sizes, self._canonical.model, self._tp, self._rank):
-            here = span(first, axis, position, position + stop - start)
-            there = here if tensor is None else span(shapes[tiling.tensors[tensor]], axis, start, stop)
+        position, shape = 0, shapes[tiling.tensors[0]]
+        for tensor, start, stop in tiling.blocks(sizes, self._canonical.model, *share):
+            there = span(shape if tensor is None else shapes[tiling.tensors[tensor]], axis, start, stop)
+            shape = shape_of(there)
+            here = span(shape, along, position, position + shape[along])
             canonical = None if tensor is None else prefix + tiling.tensors[tensor]
-            self._pieces.append(Piece(canonical, there, local, here))
-            position += stop - start
-        self._shapes[local] = (*first[:axis], position, *first[axis + 1 :])
+            self._pieces.append(Piece(canonical, here if canonical is None else there, local, here))
+            position += shape[along]
+        self._shapes[local] = (*shape[:along], position, *shape[along + 1 :])

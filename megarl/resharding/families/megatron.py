@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, Canonical
-from megarl.resharding.families.holder_builder import HolderBuilder
+from megarl.resharding.families.holder_builder import HolderBuilder, Share
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.tiling import Padded, Whole
 from megarl.resharding.piece import Holder
@@ -31,29 +31,31 @@ def megatron_holder(
     """
     canonical = Canonical(hf_config)
     model = canonical.model
-    _check_tp(model, layout.tp)
+    _check_sizes(model, layout)
     # Rank order: tensor parallel innermost, then context and data parallel, pipeline outermost.
     stage = rank // (layout.tp * layout.cp * layout.dp)
     first, last = stage == 0, stage == layout.pp - 1
     multiple = vocab_multiple * layout.tp
     padded = -(-model.vocab // multiple) * multiple
-    builder = HolderBuilder(canonical, layout.tp, rank % layout.tp)
+    builder, share = HolderBuilder(canonical), Share(layout.tp, rank % layout.tp)
+    expert_share, experts = _experts(model, layout, rank)
     if first:
-        builder.add("chunk0.embedding.word_embeddings.weight", Padded((EMBEDDING,), padded=padded))
+        builder.add("chunk0.embedding.word_embeddings.weight", Padded((EMBEDDING,), padded=padded), share)
     for virtual in range(layout.vpp):
         for local, layer in enumerate(chunk_layers(model.num_layers, layout)[virtual][stage]):
-            parts = [part.megatron_tilings(transformer_engine) for part in canonical.layer_parts(layer)]
-            tilings = {name: tiling for part in parts for name, tiling in part.items()}
-            builder.add_layer(layer, f"chunk{virtual}.decoder.layers.{local}.", tilings)
+            for part in canonical.layer_parts(layer):
+                tilings = part.megatron_tilings(transformer_engine, experts)
+                cut = expert_share if part.per_expert else share
+                builder.add_layer(layer, f"chunk{virtual}.decoder.layers.{local}.", tilings, cut)
     last_chunk = f"chunk{layout.vpp - 1}."
     if last:
-        builder.add(f"{last_chunk}decoder.final_layernorm.weight", Whole((FINAL_NORM,)))
+        builder.add(f"{last_chunk}decoder.final_layernorm.weight", Whole((FINAL_NORM,)), share)
     if last and canonical.score_head is not None:
         for tensor in canonical.score_head.shapes(model.hidden):
-            builder.add(tensor.replace("score.", f"{last_chunk}output_layer."), Whole((tensor,)))
+            builder.add(tensor.replace("score.", f"{last_chunk}output_layer."), Whole((tensor,)), share)
     # With tied weights the last stage has a copy of the embedding, unless it is the first stage too.
     elif last and not (model.tied and first):
-        builder.add(f"{last_chunk}output_layer.weight", Padded((canonical.head,), padded=padded))
+        builder.add(f"{last_chunk}output_layer.weight", Padded((canonical.head,), padded=padded), share)
     return builder.build(f"megatron:{rank}")
 
 
@@ -93,12 +95,26 @@ def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
     return [left // stages_left if count is None else count for count in counts]
 
 
-def _check_tp(model: ModelShape, tp: int) -> None:
-    sizes = {
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "intermediate_size": model.intermediate,
-    }
-    for key, size in sizes.items():
-        if size % tp:
-            raise ValueError(f"actor.layout.tp={tp}: {key} {size} does not divide by {tp}; choose a divisor")
+def _experts(model: ModelShape, layout: Layout, rank: int) -> tuple[Share, range]:
+    """A rank's share of each expert that it has, and their numbers.
+
+    The ranks of a pipeline stage are divided for the experts anew: expert tensor parallel innermost, then expert
+    parallel, then the experts' own data parallelism.
+    """
+    within = rank % (layout.tp * layout.cp * layout.dp)
+    ep_rank = within // layout.expert_tp % layout.ep
+    count = model.experts.count // layout.ep if model.experts else 0
+    return Share(layout.expert_tp, within % layout.expert_tp), range(ep_rank * count, (ep_rank + 1) * count)
+
+
+def _check_sizes(model: ModelShape, layout: Layout) -> None:
+    tp, experts = layout.tp, model.experts
+    sizes = [("tp", tp, "num_attention_heads", model.heads), ("tp", tp, "num_key_value_heads", model.kv_heads)]
+    if experts is None or not all(experts.layers):
+        sizes.append(("tp", tp, "intermediate_size", model.intermediate))
+    if experts is not None:
+        sizes.append(("ep", layout.ep, "the number of experts", experts.count))
+        sizes.append(("etp", layout.expert_tp, "the experts' intermediate size", experts.intermediate))
+    for key, ranks, name, size in sizes:
+        if size % ranks:
+            raise ValueError(f"actor.layout.{key}={ranks}: {name} {size} does not divide by {ranks}; choose a divisor")

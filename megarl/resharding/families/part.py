@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
+from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.tiling import Tiling
 
 
@@ -15,12 +17,33 @@ class Part:
     tensors             canonical tensor -> its shape, as names of ModelShape's attributes
     megatron, vllm      local parameter -> its tiling
     transformer_engine  the same for Megatron's layers of Transformer Engine (None: as in `megatron`)
+    per_expert          what is said of one expert: {} in names is its number, in Megatron's that among the rank's own;
+                        a parameter of vLLM has all experts, one after the other
     """
 
     tensors: Mapping[str, tuple[str, ...]]
     megatron: Mapping[str, Tiling]
     vllm: Mapping[str, Tiling]
     transformer_engine: Mapping[str, Tiling] | None = None
+    per_expert: bool = False
 
-    def megatron_tilings(self, transformer_engine: bool) -> Mapping[str, Tiling]:
-        return self.transformer_engine if transformer_engine and self.transformer_engine else self.megatron
+    def shapes(self, model: ModelShape) -> dict[str, tuple[int, ...]]:
+        sizes = {name: tuple(attrgetter(dim)(model) for dim in dims) for name, dims in self.tensors.items()}
+        return {name.format(expert): shape for expert in self._experts(model) for name, shape in sizes.items()}
+
+    def megatron_tilings(self, transformer_engine: bool, experts: Sequence[int]) -> dict[str, Tiling]:
+        """experts: the numbers of those that the rank has."""
+        tilings = self.transformer_engine if transformer_engine and self.transformer_engine else self.megatron
+        if not self.per_expert:
+            return dict(tilings)
+        return {
+            local.format(i): tiling.of_experts([expert])
+            for i, expert in enumerate(experts)
+            for local, tiling in tilings.items()
+        }
+
+    def vllm_tilings(self, model: ModelShape) -> dict[str, Tiling]:
+        return {local: tiling.of_experts(self._experts(model)) for local, tiling in self.vllm.items()}
+
+    def _experts(self, model: ModelShape) -> range:
+        return range(model.experts.count) if self.per_expert and model.experts else range(1)

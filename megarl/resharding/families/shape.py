@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.huggingface import completed, kv_heads, unsupported
+from megarl.config.huggingface import Experts, completed, experts, kv_heads, unsupported
 from megarl.resharding.families.classifier import score_head_of
 
 
@@ -14,6 +14,7 @@ from megarl.resharding.families.classifier import score_head_of
 class ModelShape:
     """heads, kv_heads: of queries, and of keys and values; tied: the head's weight is the embedding's."""
 
+    model_type: str
     num_layers: int
     hidden: int
     heads: int
@@ -26,6 +27,7 @@ class ModelShape:
     attention_out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    experts: Experts | None
 
     @property
     def query(self) -> int:
@@ -33,14 +35,20 @@ class ModelShape:
         return self.heads * self.head_dim
 
     @property
-    def active_intermediate(self) -> int:
-        """Rows of the MLP that a token goes through."""
-        return self.intermediate
+    def active_intermediate(self) -> float:
+        """Rows of the MLPs that a token goes through, the mean over the layers."""
+        if self.experts is None:
+            return self.intermediate
+        rows = self.experts.active * self.experts.intermediate + self.experts.shared_intermediate
+        return sum(rows if mixed else self.intermediate for mixed in self.experts.layers) / self.num_layers
 
     @property
     def key(self) -> int:
         """Rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelShape:
@@ -50,6 +58,7 @@ class ModelShape:
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
         family = model["model_type"]
         return cls(
+            model_type=family,
             num_layers=_number(model, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
@@ -62,7 +71,8 @@ class ModelShape:
             qkv_bias=family == "qwen2" or model["attention_bias"],
             attention_out_bias=family != "qwen2" and model["attention_bias"],
             mlp_bias=model["mlp_bias"],
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            experts=experts(model),
         )
 
 

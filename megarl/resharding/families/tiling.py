@@ -1,14 +1,14 @@
-"""The ways in which a local parameter is put together from canonical tensors, along one axis.
+"""The ways in which a local parameter is put together from canonical tensors.
 
-A tiling names canonical tensors and says which spans of them tensor-parallel rank `rank` of `tp` holds, in order. The
-other axes are whole.
+A tiling names canonical tensors and says which spans of one axis of them tensor-parallel rank `rank` of `tp` holds, in
+order. The other axes are whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     from megarl.resharding.families.shape import ModelShape
@@ -24,10 +24,18 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """tensors: canonical names, relative to the layer within a layer."""
+    """tensors  canonical names, relative to the layer within a layer
+    axis     which is cut
+    along    which the pieces follow each other on (None: the same)
+    """
 
     tensors: tuple[str, ...]
     axis: int = 0
+    along: int | None = None
+
+    def of_experts(self, numbers: Iterable[int]) -> Self:
+        """For each of these experts the same tensors; {} in their names is its number."""
+        return replace(self, tensors=tuple(name.format(number) for number in numbers for name in self.tensors))
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
         """sizes: that of each tensor along the axis."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, HEAD, Canonical
-from megarl.resharding.families.holder_builder import HolderBuilder
+from megarl.resharding.families.holder_builder import HolderBuilder, Share
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.tiling import Padded, Whole
 from megarl.resharding.piece import Holder
@@ -24,21 +24,25 @@ def vllm_holder(hf_config: Mapping[str, Any], tp: int, rank: int, replica: int) 
     model = canonical.model
     padded = -(-model.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     _check_tp(model, padded, tp)
-    builder = HolderBuilder(canonical, tp, rank)
-    builder.add(EMBEDDING, Padded((EMBEDDING,), padded=padded))
+    builder, share = HolderBuilder(canonical), Share(tp, rank)
+    builder.add(EMBEDDING, Padded((EMBEDDING,), padded=padded), share)
     for layer in range(model.num_layers):
-        tilings = {name: tiling for part in canonical.layer_parts(layer) for name, tiling in part.vllm.items()}
-        builder.add_layer(layer, canonical.layer_prefix(layer), tilings)
-    builder.add(FINAL_NORM, Whole((FINAL_NORM,)))
+        for part in canonical.layer_parts(layer):
+            builder.add_layer(layer, canonical.layer_prefix(layer), part.vllm_tilings(model), share)
+    builder.add(FINAL_NORM, Whole((FINAL_NORM,)), share)
     if not model.tied:
-        builder.add(HEAD, Padded((HEAD,), padded=padded))
+        builder.add(HEAD, Padded((HEAD,), padded=padded), share)
     return builder.build(f"vllm:{replica}.{rank}")
 
 
 def _check_tp(model: ModelShape, padded_vocab: int, tp: int) -> None:
+    experts = model.experts
+    dense = {} if experts and all(experts.layers) else {"intermediate_size": model.intermediate}
+    mixed = {"the experts' intermediate size": experts.intermediate} if experts else {}
     sizes = {
         "num_attention_heads": model.heads,
-        "intermediate_size": model.intermediate,
+        **dense,
+        **mixed,
         f"vocab_size, padded to a multiple of {VOCABULARY_MULTIPLE},": padded_vocab,
     }
     for key, size in sizes.items():

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megarl.config.huggingface import FAMILIES
 from megarl.config.load import load
 from megarl.config.rules import check_model
 from megarl.config.schema import Config
@@ -223,7 +224,7 @@ def test_layout_that_does_not_fit_the_model(overrides: list[str], messages: list
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type gpt2 is not supported; the known ones are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, f"model_type gpt2 is not supported; the known ones are {', '.join(FAMILIES)}"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling with rope_type dynamic is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling with rope_type yarn is not supported"),
         (

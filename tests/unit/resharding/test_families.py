@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from megarl.config.huggingface import FAMILIES
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers, stage_sizes
 from megarl.resharding.families.shape import ModelShape
@@ -40,7 +41,7 @@ def test_the_checkpoint_has_the_published_number_of_parameters():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type gpt2 is not supported; the known ones are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, f"model_type gpt2 is not supported; the known ones are {', '.join(FAMILIES)}"),
         ({"vocab_size": None}, "vocab_size must be an integer, found None"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true: not supported for qwen3"),
         ({"mlp_bias": True, "model_type": "mistral", "hidden_act": "gelu"}, "mlp_bias true, hidden_act gelu: not sup"),

@@ -1,0 +1,51 @@
+"""A mixture of experts in place of the dense MLP: Mixtral and Qwen3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.resharding.families import mlp
+from megarl.resharding.families.part import Part
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.families.tiling import Split, Whole
+
+# Transformer Engine has no layer that is both a norm and a router.
+NORM = replace(mlp.NORM, transformer_engine=None)
+
+
+def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
+    """The router, and the experts with these names for their projections."""
+    router = Part(
+        tensors={f"{prefix}.gate.weight": ("experts.count", "hidden")},
+        megatron={"mlp.router.weight": Whole((f"{prefix}.gate.weight",))},
+        vllm={f"{prefix}.gate.weight": Whole((f"{prefix}.gate.weight",))},
+    )
+    rows = tuple(f"{prefix}.experts.{{}}.{name}.weight" for name in (gate, up))
+    columns = (f"{prefix}.experts.{{}}.{down}.weight",)
+    into, out = Split(rows), Split(columns, axis=1)
+    experts = Part(
+        tensors={
+            **dict.fromkeys(rows, ("experts.intermediate", "hidden")),
+            **dict.fromkeys(columns, ("hidden", "experts.intermediate")),
+        },
+        megatron={
+            "mlp.experts.local_experts.{}.linear_fc1.weight": into,
+            "mlp.experts.local_experts.{}.linear_fc2.weight": out,
+        },
+        transformer_engine={"mlp.experts.linear_fc1.weight{}": into, "mlp.experts.linear_fc2.weight{}": out},
+        # [experts, rows, columns] there: here the first two axes are one.
+        vllm={
+            f"{prefix}.experts.w13_weight": into,
+            f"{prefix}.experts.w2_weight": replace(out, along=0),
+        },
+        per_expert=True,
+    )
+    return router, experts
+
+
+MIXTRAL = (NORM, *routed("block_sparse_moe", "w1", "w3", "w2"))
+QWEN3 = (NORM, *routed("mlp", "gate_proj", "up_proj", "down_proj"))
+
+
+def expert_parts(model: ModelShape) -> tuple[Part, ...]:
+    return MIXTRAL if model.model_type == "mixtral" else QWEN3
