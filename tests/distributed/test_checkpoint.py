@@ -1,0 +1,205 @@
+"""A checkpoint goes on under the layout that wrote it as if nothing had been, and under any other one as it should."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megarl.checkpoints import Checkpoint, Checkpoints, FileRecord
+from megarl.config.schema import Config
+from megarl.megatron.actor_worker import ActorWorker
+from tests.forked import run_ranks
+from tests.parity import (
+    Outcome,
+    RankResult,
+    assert_same_training,
+    capture_gradients,
+    config_of,
+    plain_training,
+    random_groups,
+    shares,
+)
+from tests.tiny_model import write_tiny_llama
+
+UPDATES = [random_groups(seed) for seed in range(3)]
+SAVED_AFTER = 2
+PAIRS = {
+    "PP2 and 1 process": ("pp: 2", ""),
+    "TP2 and 1 process": ("tp: 2", ""),
+    "DP2 and 1 process": ("dp: 2", ""),
+    "PP2, VPP2 and TP2, SP": ("pp: 2, vpp: 2", "tp: 2, sequence_parallel: true"),
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a rank wrote, and what it held one update later."""
+
+    files: list[FileRecord]
+    result: RankResult
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_heads=4, num_kv_heads=2, num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Outcome:
+    return plain_training(model, UPDATES, kl_coefficient=0.0)
+
+
+def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
+    share = shares(config, worker.packing, UPDATES[number])[worker.data_parallel_rank]
+    gradients = capture_gradients(worker)
+    metrics = worker.update([item.training_sample(item.sample) for item in share.samples], share.microbatches)
+    worker.end_step()
+    weights = {name: p.clone() for name, p in worker.parameters().items()}
+    return RankResult(worker.holder, gradients, weights, metrics)
+
+
+def draw() -> list[float]:
+    """From each generator that a rank has."""
+    with get_cuda_rng_tracker().fork():
+        regional = float(torch.rand(()))
+    return [random.random(), float(torch.rand(())), regional]
+
+
+def save(store, rank: int, config: Config, model: Path, folder: Path, before: Checkpoint | None = None) -> Saved:
+    """On one rank: goes on from the checkpoint before, or makes the first updates; saves; and makes the last update
+    while the files are being written."""
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    if before is None:
+        for number in range(SAVED_AFTER):
+            update(worker, config, number)
+    else:
+        worker.load_checkpoint(before, "actor")
+    worker.save_checkpoint(folder, "actor")
+    result = update(worker, config, SAVED_AFTER)
+    return Saved(worker.finish_checkpoint(folder), result)
+
+
+def go_on(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> RankResult:
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    worker.check_checkpoint(checkpoint, "actor")
+    worker.load_checkpoint(checkpoint, "actor")
+    assert worker.num_updates == SAVED_AFTER
+    return update(worker, config, SAVED_AFTER)
+
+
+def saved_by(
+    config: Config, model: Path, folder: Path, *arguments: Any, function: Callable[..., Saved] = save
+) -> tuple[list[RankResult], Checkpoint]:
+    """Runs a function that saves on all ranks."""
+    checkpoints = Checkpoints(folder)
+    hidden = checkpoints.begin(SAVED_AFTER)
+    (hidden / "actor").mkdir()
+    ranks = run_ranks(config.actor.layout.world_size, function, config, model, hidden, *arguments)
+    files = [record for rank in ranks for record in rank.files]
+    checkpoint = checkpoints.commit(SAVED_AFTER, {"config": config.model_dump()}, files)
+    assert {record.path for record in files} == {f"actor/{file.name}" for file in (checkpoint.path / "actor").iterdir()}
+    return [rank.result for rank in ranks], checkpoint
+
+
+def assert_same_weights(some: list[RankResult], others: list[RankResult]) -> None:
+    for one, other in zip(some, others, strict=True):
+        differing = [name for name in one.weights if not torch.equal(one.weights[name], other.weights[name])]
+        assert not differing
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_any_layout_goes_on_and_nothing_is_lost_there_and_back(model, reference, tmp_path, pair):
+    first, second = (config_of(model, f"actor.layout={{{layout}}}") for layout in PAIRS[pair])
+    uninterrupted, checkpoint = saved_by(first, model, tmp_path / "first")
+    elsewhere, converted = saved_by(second, model, tmp_path / "second", checkpoint)
+    assert_same_training(model, elsewhere, reference)
+    # Weights, moments and counts have gone through the other layout, and make the same update to the last bit.
+    back = run_ranks(first.actor.layout.world_size, go_on, first, model, converted)
+    assert_same_weights(back, uninterrupted)
+
+
+def test_bfloat16_goes_on_from_its_float32_weights(model, tmp_path):
+    config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
+    uninterrupted, checkpoint = saved_by(config, model, tmp_path)
+    assert_same_weights(run_ranks(2, go_on, config, model, checkpoint), uninterrupted)
+
+
+def save_late(store, rank: int, config: Config, model: Path, folder: Path) -> Saved:
+    """Nothing is written before the weights have changed. The result: what the rank held when it saved."""
+    release, write = threading.Event(), torch.distributed.checkpoint.save
+    torch.distributed.checkpoint.save = lambda *args, **kwargs: release.wait() and write(*args, **kwargs)
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    held = update(worker, config, 0)
+    worker.save_checkpoint(folder, "actor")
+    update(worker, config, 1)
+    assert not worker.checkpoint_written()
+    release.set()
+    return Saved(worker.finish_checkpoint(folder), held)
+
+
+def load(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    worker.load_checkpoint(checkpoint, "actor")
+    return {name: p.clone() for name, p in worker.parameters().items()}
+
+
+def test_what_is_written_are_the_weights_of_the_moment_of_the_save(model, tmp_path):
+    # In bfloat16 the model's weights are not those that the optimizer brings.
+    config = config_of(model, "model.dtype=bfloat16")
+    [held], checkpoint = saved_by(config, model, tmp_path, function=save_late)
+    [loaded] = run_ranks(1, load, config, model, checkpoint)
+    assert all(torch.equal(loaded[name], held.weights[name]) for name in loaded)
+
+
+def save_and_draw(store, rank: int, config: Config, model: Path, folder: Path) -> tuple[list[FileRecord], list[float]]:
+    """Before any update, with generators that have moved on."""
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    draw()
+    worker.save_checkpoint(folder, "actor")
+    return worker.finish_checkpoint(folder), draw()
+
+
+def load_and_draw(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> list[float]:
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    worker.load_checkpoint(checkpoint, "actor")
+    assert worker.num_updates == 0
+    return draw()
+
+
+def test_random_generators_go_on_where_they_were(model, tmp_path):
+    config = config_of(model, "actor.layout.tp=2")
+    checkpoints = Checkpoints(tmp_path)
+    folder = checkpoints.begin(0)
+    (folder / "actor").mkdir()
+    saved = run_ranks(2, save_and_draw, config, model, folder)
+    files = [record for records, _ in saved for record in records]
+    checkpoint = checkpoints.commit(0, {"config": config.model_dump()}, files)
+    loaded = run_ranks(2, load_and_draw, config, model, checkpoint)
+    assert loaded == [drawn for _, drawn in saved]
+    other = config_of(model, "actor.layout.pp=2")
+    assert run_ranks(2, load_and_draw, other, model, checkpoint) != loaded
+
+
+def refusal(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> str:
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    try:
+        worker.load_checkpoint(checkpoint, "actor")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_another_models_checkpoint_is_refused(model, tmp_path):
+    _, checkpoint = saved_by(config_of(model), model, tmp_path / "checkpoints")
+    untied = write_tiny_llama(tmp_path / "untied", num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
+    [message] = run_ranks(1, refusal, config_of(untied), untied, checkpoint)
+    assert message.startswith(f"{checkpoint.path}/actor: it is the checkpoint of another model: ")
+    assert "output_layer.weight is in one only" in message
