@@ -292,6 +292,52 @@ def test_supported_variants(changed: dict[str, Any]) -> None:
     check_model(recipe(), SMOLLM2 | changed)
 
 
+MIXTRAL = SMOLLM2 | {"model_type": "mixtral", "num_attention_heads": 12, "num_key_value_heads": 6}
+QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_intermediate_size": 10}
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "message"),
+    [
+        (SMOLLM2, ["actor.layout.ep=2", "actor.layout.dp=2"], "actor.layout.ep=2: model.path=smollm2 has no experts"),
+        (
+            MIXTRAL,
+            ["actor.layout.ep=3", "actor.layout.dp=3"],
+            "actor.layout.ep=3: 8 experts do not divide by 3 (8 / 3 = 2.667); choose from 1, 2, 4, 8",
+        ),
+        (
+            QWEN3_MOE,
+            ["actor.layout.ep=3", "actor.layout.dp=12", "actor.layout.etp=4"],
+            "actor.layout.etp=4: 10 MLP rows of an expert do not divide by 4 (10 / 4 = 2.5); choose from 1, 2, 5, 10",
+        ),
+        (
+            QWEN3_MOE,
+            ["actor.layout.tp=6", "actor.layout.sequence_parallel=true"],
+            "actor.layout.tp=6: 10 MLP rows of an expert do not divide by 6",
+        ),
+        (
+            QWEN3_MOE,
+            ["actor.layout.tp=2"],
+            "actor.layout.tp=2, sequence_parallel=false: with experts every rank would dispatch all tokens",
+        ),
+        (QWEN3_MOE, ["rollout.tp=6"], "rollout.tp=6: 10 MLP rows of an expert do not divide by 6"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, [], "router_jitter_noise 0.1 is not supported"),
+    ],
+)
+def test_experts_that_do_not_fit(model: dict[str, Any], overrides: list[str], message: str) -> None:
+    (line,) = model_errors(model, *overrides)
+    assert message in line
+
+
+def test_rows_of_a_dense_mlp_matter_only_where_there_is_one() -> None:
+    odd = QWEN3_MOE | {"intermediate_size": 7}
+    check_model(recipe("rollout.tp=2", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"), odd)
+    lines = model_errors(
+        odd | {"mlp_only_layers": [3]}, "rollout.tp=2", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"
+    )
+    assert ["7 MLP rows (intermediate_size) do not divide by 2" in line for line in lines] == [True, True]
+
+
 def test_heads_without_groups_are_their_own_kv_heads() -> None:
     ungrouped = {name: value for name, value in SMOLLM2.items() if name != "num_key_value_heads"}
     (line,) = model_errors(ungrouped, "actor.layout.tp=9")

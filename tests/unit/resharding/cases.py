@@ -72,16 +72,42 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
             tensors[layer + f"self_attn.{name}_proj.weight"] = random(rows, hidden)
             if config["model_type"] == "qwen2" or config.get("attention_bias"):
                 tensors[layer + f"self_attn.{name}_proj.bias"] = random(rows)
-            if config["model_type"] == "qwen3" and name != "v":
+            if config["model_type"].startswith("qwen3") and name != "v":
                 tensors[layer + f"self_attn.{name}_norm.weight"] = random(config["head_dim"])
         tensors[layer + "self_attn.o_proj.weight"] = random(hidden, query)
         if config["model_type"] == "llama" and config.get("attention_bias"):
             tensors[layer + "self_attn.o_proj.bias"] = random(hidden)
-        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            tensors[layer + f"mlp.{name}_proj.weight"] = random(*shape)
-            if config.get("mlp_bias"):
-                tensors[layer + f"mlp.{name}_proj.bias"] = random(shape[0])
+        if router := router_of(config, i):
+            tensors[f"{layer}{router}.weight"] = random(NUM_EXPERTS, hidden)
+        rows = config["moe_intermediate_size"] if router == "mlp.gate" else inner
+        for mlp in mlps(config, i):
+            for name, shape in zip(mlp, ((rows, hidden), (rows, hidden), (hidden, rows)), strict=True):
+                tensors[f"{layer}{name}.weight"] = random(*shape)
+                if config.get("mlp_bias"):
+                    tensors[f"{layer}{name}.bias"] = random(shape[0])
     return tensors
+
+
+def router_of(config: dict[str, Any], layer: int) -> str | None:
+    """The name of a layer's router, if it has one: Mixtral has experts in every layer, and so has Qwen3 but here."""
+    match config["model_type"]:
+        case "mixtral":
+            return "block_sparse_moe.gate"
+        case "qwen3_moe" if layer not in config.get("mlp_only_layers", ()):
+            return "mlp.gate"
+    return None
+
+
+def mlps(config: dict[str, Any], layer: int) -> list[tuple[str, str, str]]:
+    """The names of gate, up and down of a layer's MLP, or of each of its experts'."""
+    match router_of(config, layer):
+        case None:
+            return [("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+        case "mlp.gate":
+            prefix, names = "mlp.experts", ("gate_proj", "up_proj", "down_proj")
+        case _:
+            prefix, names = "block_sparse_moe.experts", ("w1", "w3", "w2")
+    return [tuple(f"{prefix}.{expert}.{name}" for name in names) for expert in range(NUM_EXPERTS)]
 
 
 RENAMED = (
@@ -104,8 +130,12 @@ def megatron_shard(
     first: bool,
     last: bool,
     vocab_multiple: int,
+    experts: tuple[range, int, int],
 ) -> dict[str, torch.Tensor]:
-    """What megatron-core's converters make: QKV per group by reshape, gate and up as halves of each rank's rows."""
+    """What megatron-core's converters make: QKV per group by reshape, gate and up as halves of each rank's rows.
+
+    experts: the numbers of those that the rank has, the tensor-parallel size of each, and the rank's place in it.
+    """
     groups, head_dim = config["num_key_value_heads"], config["head_dim"]
 
     def qkv(layer: str, kind: str) -> torch.Tensor:
@@ -125,12 +155,19 @@ def megatron_shard(
         tensors |= {ours + local: checkpoint[theirs + name] for local, name in RENAMED if theirs + name in checkpoint}
         for kind in [kind for kind in ("weight", "bias") if f"{theirs}self_attn.q_proj.{kind}" in checkpoint]:
             tensors[f"{ours}self_attention.linear_qkv.{kind}"] = qkv(theirs, kind)
-        for kind in [kind for kind in ("weight", "bias") if f"{theirs}mlp.up_proj.{kind}" in checkpoint]:
-            gate_up = [checkpoint[f"{theirs}mlp.{x}_proj.{kind}"].chunk(tp)[tp_rank] for x in ("gate", "up")]
-            tensors[f"{ours}mlp.linear_fc1.{kind}"] = torch.cat(gate_up)
+        mixed = router_of(config, i)
+        if mixed:
+            tensors[ours + "mlp.router.weight"] = checkpoint[f"{theirs}{mixed}.weight"]
+        for j, number in enumerate(experts[0] if mixed else [0]):
+            gate, up, down = mlps(config, i)[number]
+            mlp = f"{ours}mlp.experts.local_experts.{j}" if mixed else f"{ours}mlp"
+            parts, part = experts[1:] if mixed else (tp, tp_rank)
+            for kind in [kind for kind in ("weight", "bias") if f"{theirs}{up}.{kind}" in checkpoint]:
+                halves = [checkpoint[f"{theirs}{name}.{kind}"].chunk(parts)[part] for name in (gate, up)]
+                tensors[f"{mlp}.linear_fc1.{kind}"] = torch.cat(halves)
+            tensors[f"{mlp}.linear_fc2.weight"] = checkpoint[f"{theirs}{down}.weight"].chunk(parts, 1)[part]
         attention_out = checkpoint[theirs + "self_attn.o_proj.weight"]
         tensors[ours + "self_attention.linear_proj.weight"] = attention_out.chunk(tp, dim=1)[tp_rank]
-        tensors[ours + "mlp.linear_fc2.weight"] = checkpoint[theirs + "mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
     if last:
         tensors[f"chunk{len(chunks) - 1}.decoder.final_layernorm.weight"] = checkpoint["model.norm.weight"]
         if not config["tie_word_embeddings"]:
@@ -149,11 +186,13 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
         heads = tensor.reshape(kv_heads, head_dim, *tensor.shape[1:]).repeat_interleave(copies, dim=0)
         return heads.chunk(tp)[rank].flatten(0, 1)
 
-    tensors = {}
+    tensors = expert_stacks(config, checkpoint, tp, rank)
     for name, tensor in checkpoint.items():
+        if ".experts." in name:
+            continue
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = _padded(tensor, 64).chunk(tp)[rank]
-        elif "norm" in name or "o_proj.bias" in name or "down_proj.bias" in name:
+        elif "norm" in name or "gate.weight" in name or "o_proj.bias" in name or "down_proj.bias" in name:
             tensors[name] = tensor
         elif "o_proj" in name or "down_proj" in name:
             tensors[name] = tensor.chunk(tp, dim=1)[rank]
@@ -166,17 +205,34 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
     return tensors
 
 
+def expert_stacks(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: int, rank: int):
+    """[experts, rows, columns], with the first two axes as one."""
+    tensors = {}
+    for i in [i for i in range(config["num_hidden_layers"]) if router_of(config, i)]:
+        layer, names = f"model.layers.{i}.", mlps(config, i)
+        halves = [[checkpoint[f"{layer}{x}.weight"].chunk(tp)[rank] for x in expert[:2]] for expert in names]
+        downs = [checkpoint[f"{layer}{expert[2]}.weight"].chunk(tp, dim=1)[rank] for expert in names]
+        stack = layer + names[0][0].partition("0.")[0]
+        tensors[f"{stack}w13_weight"] = torch.stack([torch.cat(pair) for pair in halves]).flatten(0, 1)
+        tensors[f"{stack}w2_weight"] = torch.stack(downs).flatten(0, 1)
+    return tensors
+
+
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % multiple))
 
 
-DENSE_MODELS = [
+NUM_EXPERTS = 4
+MODELS = [
     {"model_type": "llama"},
     {"model_type": "llama", "attention_bias": True},
     {"model_type": "llama", "mlp_bias": True},
     {"model_type": "mistral"},
     {"model_type": "qwen2"},
     {"model_type": "qwen3"},
+    {"model_type": "mixtral", "num_local_experts": NUM_EXPERTS},
+    {"model_type": "qwen3_moe", "num_experts": NUM_EXPERTS},
+    {"model_type": "qwen3_moe", "num_experts": NUM_EXPERTS, "mlp_only_layers": (0, 2)},
 ]
 
 
@@ -193,7 +249,7 @@ def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
     first, middle, last = (vpp * count for count in draw(st.tuples(*[st.integers(1, 2)] * 3)))
     ends = dict(first=first, last=last) if pp > 1 else {}
     config = config_of(
-        **draw(st.sampled_from(DENSE_MODELS)),
+        **draw(st.sampled_from(MODELS)),
         hidden_size=draw(st.integers(1, 5)),
         num_hidden_layers=first if pp == 1 else first + (pp - 2) * middle + last,
         num_attention_heads=heads,
@@ -201,6 +257,10 @@ def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
         head_dim=draw(st.integers(1, 3)),
         intermediate_size=lcm(tp, vllm_tp) * draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(1, 100)),
+        moe_intermediate_size=lcm(tp, vllm_tp) * draw(st.integers(1, 3)),
         tie_word_embeddings=draw(st.booleans()),
     )
-    return config, layout_of(tp, pp, dp=draw(st.integers(1, 2)), vpp=vpp, **ends), vllm_tp
+    dp = draw(st.integers(1, 2))
+    etp, ep = draw(st.sampled_from([(e, n) for e in (1, tp) for n in (1, 2, 4) if tp * dp % (e * n) == 0]))
+    etp = None if ep == 1 else etp
+    return config, layout_of(tp, pp, dp=dp, vpp=vpp, ep=ep, etp=etp, **ends), vllm_tp

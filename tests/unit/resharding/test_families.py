@@ -12,6 +12,7 @@ from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.piece import num_elements
 from tests.unit.resharding.cases import config_of, layout_of
 
+MIXTRAL = dict(model_type="mixtral", num_local_experts=4)
 SMOLLM2 = dict(
     model_type="llama",
     hidden_size=576,
@@ -118,6 +119,18 @@ def test_transformer_engine_fuses_norms_into_the_linears():
         (
             lambda: megatron_holder(config_of(), layout_of(tp=6), 0),
             "actor.layout.tp=6: num_key_value_heads 3 does not divide by 6",
+        ),
+        (
+            lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=3), 0),
+            "actor.layout.ep=3: the number of experts 4 does not divide by 3",
+        ),
+        (
+            lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=4, etp=4), 0),
+            "actor.layout.etp=4: the experts' intermediate size 18 does not divide by 4",
+        ),
+        (
+            lambda: vllm_holder(config_of(**MIXTRAL, num_attention_heads=12), 12, 0, 0),
+            "the experts' intermediate size 18",
         ),
         (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: num_attention_heads 6 does not divide by 4"),
         (

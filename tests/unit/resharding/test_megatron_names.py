@@ -5,6 +5,7 @@ torch's fake process group and the meta device stand in for the other ranks and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,18 @@ from megarl.megatron import cpu_support
 from megarl.megatron.layer_spec import uses_transformer_engine
 from megarl.megatron.model import VOCABULARY_MULTIPLE, build_chunk, transformer_config
 from megarl.resharding.families import megatron_holder
+from megarl.resharding.piece import Holder
 from tests.unit.resharding.cases import config_of, layout_of
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 6,
+    "mlp_only_layers": [1],
+}
 CASES = {
     "1 process": ({}, layout_of()),
     "1 process, tied": ({"tie_word_embeddings": True}, layout_of()),
@@ -31,6 +41,9 @@ CASES = {
     "TP3, all biases": ({"attention_bias": True, "mlp_bias": True}, layout_of(tp=3)),
     "TP3, attention biases": ({"attention_bias": True}, layout_of(tp=3)),
     "TP3, MLP biases": ({"mlp_bias": True}, layout_of(tp=3)),
+    "experts, EP2, ETP2": (MIXTRAL, layout_of(tp=2, dp=4, ep=2)),
+    "experts, EP4, ETP1": (MIXTRAL, layout_of(tp=2, dp=2, ep=4, etp=1)),
+    "experts, EP2, CP2, PP2": (QWEN3_MOE, layout_of(tp=2, cp=2, pp=2, ep=2, etp=1)),
     "PP2, uneven": ({"num_hidden_layers": 5}, layout_of(pp=2, last=1)),
     "PP2, uneven, tied": ({"num_hidden_layers": 5, "tie_word_embeddings": True}, layout_of(pp=2, first=2)),
     "PP2, VPP2": ({"num_hidden_layers": 8}, layout_of(pp=2, vpp=2)),
@@ -43,9 +56,22 @@ CASES = {
 }
 
 
-def real_parameters(config: dict, layout: Layout, rank: int) -> tuple[int, dict[str, tuple[int, ...]], dict[str, int]]:
-    """What megatron-core gives to this global rank: its tensor-parallel rank, its parameters' shapes, and the number
-    in the whole model of each of its layers."""
+@dataclass(frozen=True)
+class RealRank:
+    """What megatron-core gives to a global rank.
+
+    shapes           of its parameters
+    layers, experts  prefix of a layer or an expert -> its number in the whole model, or in the whole layer
+    """
+
+    tp_rank: int
+    expert_tp_rank: int
+    shapes: dict[str, tuple[int, ...]]
+    layers: dict[str, int]
+    experts: dict[str, int]
+
+
+def real_rank(config: dict, layout: Layout, rank: int) -> RealRank:
     cpu_support.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
@@ -54,6 +80,8 @@ def real_parameters(config: dict, layout: Layout, rank: int) -> tuple[int, dict[
             layout.pp,
             layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
@@ -62,13 +90,22 @@ def real_parameters(config: dict, layout: Layout, rank: int) -> tuple[int, dict[
         megatron_config = transformer_config(actor, hf_config, torch.float32)
         with torch.device("meta"):
             chunks = [build_chunk(megatron_config, hf_config, stage, 16) for stage in range(layout.vpp)]
-        shapes, layers = {}, {}
+        shapes, layers, experts = {}, {}, {}
         for i, chunk in enumerate(chunks):
             shapes |= {f"chunk{i}.{name}": tuple(parameter.shape) for name, parameter in chunk.named_parameters()}
             # Megatron counts layers from 1.
-            numbers = {j: layer.layer_number - 1 for j, layer in enumerate(chunk.decoder.layers)}
-            layers |= {f"chunk{i}.decoder.layers.{j}.": number for j, number in numbers.items()}
-        return parallel_state.get_tensor_model_parallel_rank(), shapes, layers
+            for j, layer in enumerate(chunk.decoder.layers):
+                prefix = f"chunk{i}.decoder.layers.{j}."
+                layers[prefix] = layer.layer_number - 1
+                for k, number in enumerate(getattr(layer.mlp, "local_expert_indices", ())):
+                    experts[f"{prefix}mlp.experts.local_experts.{k}."] = number
+        return RealRank(
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+            shapes,
+            layers,
+            experts,
+        )
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -82,12 +119,17 @@ def test_holder_has_the_parameters_of_the_real_model(case):
         holder = megatron_holder(
             config, layout, rank, transformer_engine=uses_transformer_engine(), vocab_multiple=VOCABULARY_MULTIPLE
         )
-        tp_rank, shapes, layers = real_parameters(config, layout, rank)
-        assert holder.shapes == shapes, f"rank {rank}"
-        outs = {p.local: p for p in holder.pieces if p.local.endswith("self_attention.linear_proj.weight")}
-        assert len(outs) == len(layers)
-        for prefix, number in layers.items():
-            out = outs[f"{prefix}self_attention.linear_proj.weight"]
-            assert out.canonical.startswith(f"model.layers.{number}."), f"rank {rank}"
-            columns = shapes[out.local][1]
-            assert out.canonical_rectangle[1] == (tp_rank * columns, (tp_rank + 1) * columns), f"rank {rank}"
+        real = real_rank(config, layout, rank)
+        assert holder.shapes == real.shapes, f"rank {rank}"
+        assert_columns(holder, real.layers, "self_attention.linear_proj.weight", "layers", real.tp_rank)
+        assert_columns(holder, real.experts, "linear_fc2.weight", "experts", real.expert_tp_rank)
+
+
+def assert_columns(holder: Holder, numbers: dict[str, int], name: str, kind: str, share: int) -> None:
+    """Each of these parameters has its share of the columns of what has its number in the checkpoint."""
+    pieces = {piece.local: piece for piece in holder.pieces}
+    for prefix, number in numbers.items():
+        piece = pieces[prefix + name]
+        assert f"{kind}.{number}." in piece.canonical, f"{holder.name}: {prefix} has {piece.canonical}"
+        columns = holder.shapes[piece.local][1]
+        assert piece.canonical_rectangle[1] == (share * columns, (share + 1) * columns), f"{holder.name}: {prefix}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 
+from megarl.config.schema import Layout
 from megarl.resharding.check import check_plan
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
@@ -12,7 +13,7 @@ from megarl.resharding.families.megatron import chunk_layers
 from megarl.resharding.piece import Holder
 from megarl.resharding.plan import make_plan
 from megarl.resharding.transports.local import LocalMemory
-from tests.unit.resharding.cases import configs, layout_of, megatron_shard, random_checkpoint, vllm_shard
+from tests.unit.resharding.cases import NUM_EXPERTS, configs, layout_of, megatron_shard, random_checkpoint, vllm_shard
 
 VOCAB_MULTIPLE = 4
 
@@ -39,6 +40,15 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     assert not different
 
 
+def experts_of(layout: Layout, rank: int) -> tuple[range, int, int]:
+    """Numbers of the rank's experts, and its place in the tensor parallelism of each: the stage's ranks as a grid."""
+    stage_size = layout.tp * layout.cp * layout.dp
+    grid = torch.arange(stage_size).reshape(-1, layout.ep, layout.expert_tp)
+    [[_, ep_rank, etp_rank]] = (grid == rank % stage_size).nonzero().tolist()
+    count = NUM_EXPERTS // layout.ep
+    return range(ep_rank * count, (ep_rank + 1) * count), layout.expert_tp, etp_rank
+
+
 @settings(max_examples=60, deadline=None)
 @given(configs())
 def test_checkpoint_to_megatron_and_back_and_to_vllm(case):
@@ -61,6 +71,7 @@ def test_checkpoint_to_megatron_and_back_and_to_vllm(case):
             stage == 0,
             stage == layout.pp - 1,
             VOCAB_MULTIPLE,
+            experts_of(layout, rank),
         )
         assert_same(trained[holder.name], expected)
 
@@ -79,6 +90,7 @@ def test_megatron_to_another_megatron_layout(case):
     config, layout, _ = case
     target_layout = layout_of(tp=config["num_key_value_heads"] if layout.tp == 1 else 1)
     config["intermediate_size"] *= target_layout.tp
+    config["moe_intermediate_size"] *= target_layout.tp
     folder = huggingface_holder(config)
     weights = {folder.name: random_checkpoint(config)}
     ranks = [megatron_holder(config, layout, r, vocab_multiple=VOCAB_MULTIPLE) for r in range(layout.world_size)]
