@@ -142,7 +142,7 @@ def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
     inner = worker.optimizer.step
 
     def step_and_copy():
-        for buffer in (buffer for chunk in worker.chunks for buffer in chunk.buffers):
+        for buffer in [b for chunk in worker.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]:
             for bucket in buffer.buckets:  # after the reduce-scatter each rank has its own shard of the bucket
                 shards = bucket.grad_data.chunk(dist.get_world_size(buffer.data_parallel_group))
                 mine = shards[dist.get_rank(buffer.data_parallel_group)].clone()
