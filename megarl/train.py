@@ -28,6 +28,8 @@ from megarl.data.model_folder import read_config, resolve
 from megarl.data.packing import Lengths, Packing, schedule
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.metrics import Metric, merge, values
+from megarl.resharding.families.classifier import as_classifier
+from megarl.resharding.selection import check_selections
 from megarl.resume import Start, start
 from megarl.rollout.engine import SamplingRequest
 from megarl.sinks import ConsoleSink, JsonlSink
@@ -61,6 +63,7 @@ def run(config: Config, scratch: Path) -> None:
     model_folder = resolve(config.model.path)
     hf_config = read_config(model_folder)
     check_model(config, hf_config)
+    check_selections(config.actor, hf_config)
     critic_folder = _critic_folder(config, model_folder)
     prompts = load_prompts(config, model_folder)
     begin = start(config, prompts)
@@ -74,6 +77,7 @@ def run(config: Config, scratch: Path) -> None:
     with Session(config.cluster, folder.logs, scratch) as session:
         cast = assemble(session, config, hf_config, model_folder, critic_folder, placement, begin.checkpoint)
         cast.refit(version=state.step)
+        print(f"kernels: {cast.trainers.kernels}", flush=True)
         while state.step < config.run.steps:
             chosen = [prompts[i] for i in state.cursor.take(config.batch.prompts_per_step)]
             state.step += 1
@@ -93,13 +97,13 @@ def run(config: Config, scratch: Path) -> None:
 def step(config: Config, cast: Cast, number: int, prompts: Sequence, rollouts: Path) -> dict[str, float]:
     """One step: sample, score, select, update, refit. Returns its metrics; the engine then has version `number`."""
     watch = Stopwatch()
-    with watch.phase("rollout"):
+    with watch.phase("rollout"), cast.offloaded() as offloaded:
         groups = cast.engines.generate(_requests(config, number, prompts))
     with watch.phase("reward"):
         scores = cast.rewards.score([sample for group in groups for sample in group], number, rollouts)
     scored, metrics = select(config, groups, scores)
     with watch.phase("train"):
-        metrics |= train(config, cast, scored, number)
+        metrics |= offloaded | train(config, cast, scored, number)
     with watch.phase("refit"):
         cast.refit(version=number)
     return _finish(metrics, watch, groups, number)
@@ -185,9 +189,10 @@ def share_out(
 
 def _critic_folder(config: Config, model_folder: Path) -> Path:
     """Where the critic starts from; the actor's model, unless it has a path of its own."""
-    if not config.has_critic or config.critic.path is None:
+    if not config.has_critic:
         return model_folder
-    folder = resolve(config.critic.path, key="critic.path")
+    folder = model_folder if config.critic.path is None else resolve(config.critic.path, key="critic.path")
+    check_selections(config.critic, as_classifier(read_config(folder)))
     return folder
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megarl.cluster.reward_worker import RewardWorker
 from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
+from megarl.metrics import Metric
 from megarl.resharding.families import huggingface_holder, vllm_holder
 from megarl.resharding.plan import Plan, make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
@@ -40,6 +42,14 @@ class Cast:
     def trained(self) -> list[TrainerGroup]:
         """Those whose weights the run changes."""
         return [group for group in (self.trainers, self.critic) if group is not None]
+
+    @contextmanager
+    def offloaded(self) -> Iterator[dict[str, Metric]]:
+        """The trainers' devices have the room inside that their keys `offload` make. Yields how much."""
+        groups = [group for group in self.trained if group.offloads]
+        yield {name: metric for group in groups for name, metric in group.offload().items()}
+        for group in groups:
+            group.onload()
 
     def close(self) -> None:
         for group in self.trained:

@@ -71,11 +71,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a rank says of itself: its data-parallel rank, what it holds of the model, how it packs."""
+    """What a rank says of itself: its data-parallel rank, what it holds of the model, how it packs, its kernels."""
 
     data_parallel_rank: int
     holder: Holder
     packing: Packing
+    kernels: str
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -106,9 +107,10 @@ class TrainerActor:
             if rank == 0
             else parallel.join_store(host, port, world_size, self._config.cluster.start_timeout_s)
         )
-        worker = worker_class(self._role)
-        self._worker = worker(self._config, self._model_folder, rank, store, self._process.threads)
-        return Started(self._worker.data_parallel_rank, self._worker.holder, self._worker.packing)
+        role_worker = worker_class(self._role)
+        self._worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
+        worker = self._worker
+        return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
 
     def publish(self) -> dict[str, PublishedParameter]:
         return self._worker.publish()
@@ -126,6 +128,12 @@ class TrainerActor:
 
     def end_step(self) -> None:
         self._worker.end_step()
+
+    def offload(self) -> dict[str, Metric]:
+        return self._worker.offload()
+
+    def onload(self) -> None:
+        self._worker.onload()
 
     def export(self, plan: Plan, transport: SharedMemory, out: Path) -> None:
         self._worker.export(plan, transport, out)
@@ -161,6 +169,7 @@ class TrainerGroup:
 
     def __init__(self, session: Session, config: Config, role: Role, model_folder: Path, processes: Sequence[Process]):
         self._session, self._role = session, role
+        self.offloads = bool(config.trained(role).offload)
         self._start_timeout_s = config.cluster.start_timeout_s
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         self._actors = {
@@ -183,7 +192,7 @@ class TrainerGroup:
         )
         self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
         self.holders = [rank.holder for rank in started]
-        self.packing = started[0].packing
+        self.packing, self.kernels = started[0].packing, started[0].kernels
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Raises ValueError that names a damaged file, before any rank reads more than its checksum."""
@@ -218,6 +227,15 @@ class TrainerGroup:
     def end_step(self) -> None:
         calls = {name: actor.end_step.remote() for name, actor in self._actors.items()}
         self._session.wait(calls, "end of step")
+
+    def offload(self) -> Mapping[str, Metric]:
+        """Makes room on the devices, until `onload`. Returns by how much, over all ranks."""
+        calls = {name: actor.offload.remote() for name, actor in self._actors.items()}
+        return merge(self._session.wait(calls, f"{self._role}: to host memory"))
+
+    def onload(self) -> None:
+        calls = {name: actor.onload.remote() for name, actor in self._actors.items()}
+        self._session.wait(calls, f"{self._role}: back from host memory")
 
     def export(self, plan: Plan, transport: SharedMemory, out: Path) -> None:
         """The first rank writes the whole model, a few tensors at a time."""

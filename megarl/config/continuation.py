@@ -18,6 +18,7 @@ FREE = (
     "*.layout.*",
     "*.tokens_per_microbatch",
     "*.recompute",
+    "*.offload",
     "*.threads",
     "rollout.replicas",
     "rollout.tp",

@@ -201,18 +201,16 @@ def schedule_ends_below_its_peak(config: Config, trained: Trained) -> str | None
 
 def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
     """wsd's warm-up and decay do not overlap."""
-    schedule, total = trained.optimizer.schedule, config.num_updates
+    schedule, total = trained.optimizer.schedule, config.num_updates(trained)
     if schedule.name != "wsd" or schedule.decay is None:
         return None
     warmup, decay = num_updates(schedule.warmup, total), num_updates(schedule.decay, total)
     if warmup + decay <= total:
         return None
-    batch = config.batch
     return (
         f"{trained.section}.optimizer.schedule.warmup={schedule.warmup:g}, decay={schedule.decay:g}: "
-        f"{warmup} + {decay} = {warmup + decay} updates, but the run has {total} ({config.run.steps} steps x "
-        f"{batch.prompts_per_step} / {batch.prompts_per_update} prompts); give both as shares of the run, such as 0.1 "
-        "and 0.2"
+        f"{warmup} + {decay} = {warmup + decay} updates, but in the run there are {total}; give both as shares of the "
+        "run, such as 0.1 and 0.2"
     )
 
 

@@ -98,6 +98,7 @@ class Trained(Section):
     recompute: Literal["none", "selective", "full"]
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None
     frozen: list[Annotated[str, Field(min_length=1)]]
+    offload: list[Literal["gradients", "optimizer"]]
     threads: PositiveInt | None
     megatron_extra: MegatronExtra
 
@@ -218,7 +219,7 @@ class Config(Section):
         """The section of a model that the run trains."""
         return {"actor": self.actor, "critic": self.critic}[role]
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.run.steps * self.batch.prompts_per_step // self.batch.prompts_per_update
+    def num_updates(self, trained: Trained) -> int:
+        """Optimizer steps of the whole run; the first critic.warmup_steps steps train the critic only."""
+        alone = self.critic.warmup_steps if self.has_critic and trained is self.actor else 0
+        return max(self.run.steps - alone, 0) * self.batch.prompts_per_step // self.batch.prompts_per_update

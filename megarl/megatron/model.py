@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl import device
 from megarl.config.huggingface import completed, rope_parameters
 from megarl.config.schema import Layout, Trained
-from megarl.megatron import parallel
+from megarl.megatron import kernels, parallel
 from megarl.megatron.architecture import architecture
 from megarl.megatron.extra import checked
 from megarl.megatron.head import replace_output_layer
@@ -46,6 +46,8 @@ def build_model(
     waits for a gradient of each parameter that it has.
     """
     config = transformer_config(settings, hf_config, dtype)
+    if config.gradient_accumulation_fusion:
+        kernels.fuse_weight_gradients()
     chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
     for chunk in chunks:
         replace_output_layer(chunk, hf_config, temperature)
@@ -165,7 +167,7 @@ def _kernels() -> dict[str, Any]:
     """Fused kernels come with Transformer Engine; weights are loaded right after, so initialisation is free of cost."""
     fused = uses_transformer_engine()
     return dict(
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=kernels.fuses_weight_gradients(),
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
@@ -16,6 +15,7 @@ from megatron.core.optimizer import (
 )
 
 from megarl.config.schema import Trained
+from megarl.megatron import kernels
 from megarl.megatron.extra import checked
 
 WITHOUT_DECAY = ParamKey(
@@ -25,8 +25,6 @@ WITHOUT_DECAY = ParamKey(
 
 DEFAULTS = ("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "fp16", "loss_scale", "timers")
 """Fields of OptimizerConfig that the rates and the loss rely on."""
-
-TORCH_ADAM = "torch's fused AdamW"
 
 
 def build_optimizer(
@@ -45,7 +43,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         optimizer_config(settings, dtype), list(chunks), config_overrides={WITHOUT_DECAY: {"wd_mult": 0.0}}
     )
-    if adam_kernel() == TORCH_ADAM:
+    if kernels.adam() == kernels.TORCH_ADAM:
         _use_fused_kernel(optimizer)
     return optimizer
 
@@ -73,12 +71,6 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
     key, extra = f"{settings.section}.megatron_extra.optimizer", settings.megatron_extra.optimizer
     extra = checked(key, extra, OptimizerConfig, homes)
     return OptimizerConfig(**ours, **fixed, **extra)
-
-
-def adam_kernel() -> str:
-    """Whose AdamW Megatron has taken: the first of these that is installed."""
-    origin = megatron_optimizer.Adam.__module__.partition(".")[0]
-    return {"transformer_engine": "Transformer Engine's FusedAdam", "apex": "Apex's FusedAdam"}.get(origin, TORCH_ADAM)
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

@@ -18,10 +18,11 @@ from megarl.config.schema import Config, Role, Trained
 from megarl.data.collate import collate
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
-from megarl.megatron import parallel, sharded_checkpoint, step
+from megarl.megatron import kernels, parallel, sharded_checkpoint, step
 from megarl.megatron.advantage import with_advantages
 from megarl.megatron.layer_spec import uses_transformer_engine
 from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model, named_parameters
+from megarl.megatron.offload import Offload
 from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.packing import packing_of
 from megarl.megatron.sums import Sums
@@ -79,6 +80,9 @@ class TrainerWorker(ABC):
         undecayed = self._chosen("optimizer.no_weight_decay", settings.optimizer.no_weight_decay)
         named = named_parameters(self.chunks)
         self.optimizer = build_optimizer(settings, self.chunks, dtype, [named[name] for name in undecayed])
+        self._offload = Offload(self.chunks, self.optimizer)
+        self.kernels = kernels.describe()
+        print(f"{settings.section}: {self.kernels}", flush=True)
         self.num_updates = 0
         """Optimizer steps done; the learning rate follows from it."""
 
@@ -111,13 +115,22 @@ class TrainerWorker(ABC):
         """One optimizer step. Returns metrics on the ranks that report for their replica, nothing on the others."""
         batches = self._training_batches(samples, microbatches)
         optimizer = self._settings.optimizer
-        rate = learning_rate(optimizer, self.num_updates, self._config.num_updates)
+        rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
         set_rates(self.optimizer, rate, optimizer.weight_decay)
         metrics, grad_norm = step.update(self.chunks, self.optimizer, self.objective, batches)
         self.num_updates += 1
         metrics[f"{self.metrics}/grad_norm"] = Metric(grad_norm)
         metrics[f"{self.metrics}/lr"] = Metric(rate)
         return metrics if parallel.reports_metrics() else {}
+
+    def offload(self) -> dict[str, Metric]:
+        """Moves what the section's key `offload` names to host memory, until `onload`."""
+        num_bytes = sum(self._offload.move_out(part) for part in sorted(set(self._settings.offload)))
+        return {f"memory/{self._settings.section}_offloaded_gb": Metric(num_bytes / 1e9, reduction="sum")}
+
+    def onload(self) -> None:
+        for part in set(self._settings.offload):
+            self._offload.move_in(part)
 
     def end_step(self) -> None:
         """Its samples do not come back, and whoever reads the parameters now finds them complete."""

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import filter as matches
+from typing import TYPE_CHECKING, Any
 
+from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.piece import Holder
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Trained
+
+ONE_PROCESS = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_layers=None, last_stage_layers=None)
+
+
+def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
+    """Checks before anything starts what a section's keys select of its model. Raises ValueError."""
+    names = huggingface_holder(hf_config).shapes
+    whole = trained.layout.model_copy(update=ONE_PROCESS)
+    holder = megatron_holder(hf_config, whole, 0)
+    key = f"{trained.section}.optimizer.no_weight_decay"
+    whole_parameters(key, select_tensors(key, trained.optimizer.no_weight_decay, names), holder)
+    key = f"{trained.section}.frozen"
+    frozen = whole_parameters(key, select_tensors(key, trained.frozen, names), holder)
+    if len(frozen) == len(holder.shapes):
+        raise ValueError(f"{key}={trained.frozen}: nothing is left to train; match fewer tensors")
 
 
 def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) -> set[str]:

@@ -29,7 +29,7 @@ from megarl.config.names import VERL, keys, suggest
         (
             "actor.quux",
             "actor has the keys layout, optimizer, tokens_per_microbatch, "
-            "overlap_communication, recompute, fp8, frozen, threads, megatron_extra",
+            "overlap_communication, recompute, fp8, frozen, offload, threads, megatron_extra",
         ),
         ("run.quux.zyx", "run has the keys name, folder, seed, steps, export"),
         ("critic.tp", "did you mean critic.layout.tp?"),

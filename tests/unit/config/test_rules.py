@@ -110,8 +110,8 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         ),
         (
             ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 6, decay: 0.5}"],
-            "actor.optimizer.schedule.warmup=6, decay=0.5: 6 + 5 = 11 updates, but the run has 10 (10 steps x 16 / 16 "
-            "prompts); give both as shares of the run",
+            "actor.optimizer.schedule.warmup=6, decay=0.5: 6 + 5 = 11 updates, but in the run there are 10; give "
+            "both as shares of the run",
         ),
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
     ],

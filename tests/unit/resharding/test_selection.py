@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megarl.config.load import load
+from megarl.config.schema import Config
 from megarl.resharding.families import huggingface_holder, megatron_holder
-from megarl.resharding.selection import select_tensors, whole_parameters
+from megarl.resharding.selection import check_selections, select_tensors, whole_parameters
 from tests.unit.resharding.cases import layout_of
 
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 HF = {
     "model_type": "qwen2",
     "vocab_size": 100,
@@ -62,3 +67,27 @@ def test_a_pattern_without_a_match_is_refused_with_near_ones():
         ValueError, match=r"actor.frozen: model.layer.0.\* matches no tensor .* near .* model.layers.0."
     ):
         chosen("model.layers.0.*", "model.layer.0.*")
+
+
+def recipe(*overrides: str) -> Config:
+    return load(BASE, ["model.path=x", "data.source=arithmetic", "actor.layout={pp: 4, tp: 2}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor.frozen=['*']"], r"actor.frozen=\['\*'\]: nothing is left to train; match fewer tensors"),
+        (["actor.frozen=[lm_head.weight]"], "actor.frozen: lm_head.weight matches no tensor of the model"),
+        (["actor.optimizer.no_weight_decay=['*.v_proj.*']"], "actor.optimizer.no_weight_decay: it matches .*v_proj"),
+    ],
+)
+def test_selections_are_checked_before_anything_starts(overrides, message):
+    config = recipe(*overrides)
+    with pytest.raises(ValueError, match=message):
+        check_selections(config.actor, HF)
+
+
+def test_legal_selections_pass():
+    patterns = "['model.layers.[01].*', '*embed*']"
+    config = recipe(f"actor.frozen={patterns}", f"actor.optimizer.no_weight_decay={patterns}")
+    check_selections(config.actor, HF)

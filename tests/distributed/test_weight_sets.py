@@ -1,0 +1,48 @@
+"""A pass with the reference's weights, in bfloat16 with the distributed optimizer: nothing of the training changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config.schema import Config
+from megarl.megatron.actor_worker import ActorWorker
+from tests.forked import run_ranks
+from tests.parity import config_of, random_groups, shares
+from tests.tiny_model import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
+
+
+def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> dict[str, torch.Tensor]:
+    """Two updates, and before each of them a pass with the reference or not. Parameters and optimizer's tensors."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    scored = []
+    for seed in range(2):
+        share = shares(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]
+        samples = [item.training_sample(item.sample) for item in share.samples]
+        if with_passes:
+            worker.score("reference", samples, share.microbatches)
+            scored.append(torch.cat(list(worker._kept.pop("reference").values())))
+        worker.update(samples, share.microbatches)
+        worker.end_step()
+    state = [part.optimizer.state[p] for part in worker.optimizer.chained_optimizers for p in part.optimizer.state]
+    tensors = {f"state {i} {name}": value for i, values in enumerate(state) for name, value in values.items()}
+    tensors |= {f"main {i}": p for i, p in enumerate(worker.optimizer.param_groups[0]["params"])}
+    return worker.parameters() | tensors | ({"scored": scored[0]} if scored else {})
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_reference_passes_leave_no_trace(folder, dp):
+    config = config_of(folder, "model.dtype=bfloat16", f"actor.layout.dp={dp}", "algorithm.kl.coefficient=0.1")
+    without = run_ranks(dp, train, config, folder, False)
+    with_passes = run_ranks(dp, train, config, folder, True)
+    for plain, passed in zip(without, with_passes, strict=True):
+        assert passed.pop("scored").isfinite().all()
+        assert plain.keys() == passed.keys()
+        assert all(torch.equal(plain[name], passed[name]) for name in plain)
