@@ -8,7 +8,7 @@ import pytest
 
 from tests.forked import run_ranks
 from tests.parity import Outcome, assert_same_training, config_of, plain_training, random_groups, train
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 UPDATES = [random_groups(seed) for seed in range(3)]
 KL = 0.05
@@ -28,18 +28,57 @@ DENSE = {
     "CP2, PP2": "cp: 2, pp: 2",
     "CP2, DP2": "cp: 2, dp: 2",
 }
+EXPERTS = {
+    "EP2": "dp: 2, ep: 2",
+    "EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "EP2, TP2, ETP2": "tp: 2, sequence_parallel: true, dp: 2, ep: 2, etp: 2",
+    "EP2, DP4": "dp: 4, ep: 2",
+    "EP2, PP2": "dp: 2, pp: 2, ep: 2",
+    "EP2, CP2": "cp: 2, ep: 2",
+    "EP2, PP2, VPP2": "dp: 2, pp: 2, vpp: 2, ep: 2",
+}
 CONTEXT = 64
 VARIANTS = {
     "packed, several microbatches": ([], {}),
     "packed, few microbatches": (["actor.tokens_per_microbatch=256"], {}),
     "padded": (["actor.tokens_per_microbatch=128"], dict(shares_prompts=False, document_multiple=CONTEXT)),
     "without overlap": (["actor.overlap_communication=false"], {}),
+    "full recompute": (["actor.recompute=full"], {}),
+    "selective recompute, padded": (
+        ["actor.recompute=selective", "actor.tokens_per_microbatch=256"],
+        dict(shares_prompts=False, document_multiple=CONTEXT),
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("dense"), num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    return write_tiny_model(
+        tmp_path_factory.mktemp("experts"),
+        "qwen3_moe",
+        vocab_size=128,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=4,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+        max_position_embeddings=CONTEXT,
+    )
+
+
+@pytest.fixture(scope="module")
+def of_experts(experts: Path) -> Outcome:
+    return plain_training(experts, UPDATES, KL)
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +97,9 @@ def check(folder: Path, reference: Outcome, layout: str, variant: str) -> None:
 @pytest.mark.parametrize("layout", DENSE)
 def test_dense_model(dense, of_dense, layout, variant):
     check(dense, of_dense, DENSE[layout], variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_mixture_of_experts(experts, of_experts, layout, variant):
+    check(experts, of_experts, EXPERTS[layout], variant)
