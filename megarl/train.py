@@ -22,13 +22,13 @@ from megarl.cluster.placement import place
 from megarl.cluster.saver import Saver, checkpoint_bytes
 from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import Assignment, Share, TrainerGroup, Values
-from megarl.config.rules import check_model
+from megarl.config.classifier import as_classifier
+from megarl.config.rules import check_critic_model, check_model
 from megarl.config.schema import Config, Role
 from megarl.data.model_folder import read_config, resolve
 from megarl.data.packing import Lengths, Packing, schedule
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.metrics import Metric, merge, values
-from megarl.resharding.families.classifier import as_classifier
 from megarl.resharding.selection import check_selections
 from megarl.resume import Start, start
 from megarl.rollout.engine import SamplingRequest
@@ -192,7 +192,9 @@ def _critic_folder(config: Config, model_folder: Path) -> Path:
     if not config.has_critic:
         return model_folder
     folder = model_folder if config.critic.path is None else resolve(config.critic.path, key="critic.path")
-    check_selections(config.critic, as_classifier(read_config(folder)))
+    hf_config = read_config(folder)
+    check_critic_model(config, read_config(model_folder), hf_config)
+    check_selections(config.critic, as_classifier(hf_config))
     return folder
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import gcd
 from typing import Any
 
+from megarl.config.classifier import score_head_of
 from megarl.config.huggingface import attention_window, completed, experts, kv_heads, unsupported
 from megarl.config.learning_rate import num_updates
 from megarl.config.schema import Config, Layout, Trained
@@ -16,19 +17,22 @@ from megarl.config.schema import Config, Layout, Trained
 
 def check(config: Config) -> None:
     """Checks the keys against each other. Raises ValueError with one line per broken rule."""
-    of_sections = [rule(config, trained) for trained in (config.actor, config.critic) for rule in _TRAINED_RULES]
-    _raise_all([rule(config) for rule in _RULES] + of_sections)
+    of_trained = [rule(config, trained) for trained in config.all_trained for rule in _TRAINED_RULES]
+    _raise_all([rule(config) for rule in _RULES] + of_trained)
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Checks the keys against the content of the model's config.json. Raises ValueError with a line per broken rule."""
-    try:
-        model = completed(hf_config)
-    except ValueError as error:
-        raise ValueError(f"{_model(config)}: {error}") from None
-    if violation := model_config_is_complete(config, model):
-        raise ValueError(violation)
-    _raise_all(rule(config, model) for rule in _MODEL_RULES)
+    model = _completed(config, config.actor, hf_config)
+    of_actor = [rule(config, config.actor, model) for rule in _TRAINED_MODEL_RULES]
+    _raise_all(of_actor + [rule(config, model) for rule in _ENGINE_RULES])
+
+
+def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
+    """The same for the model that the critic starts from, whose config.json is critic_hf_config."""
+    critic = _completed(config, config.critic, critic_hf_config)
+    of_critic = [rule(config, config.critic, critic) for rule in _TRAINED_MODEL_RULES]
+    _raise_all([*of_critic, critic_has_one_label(config, critic), critic_knows_every_token(config, hf_config, critic)])
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
@@ -56,55 +60,56 @@ def top_p_is_one(config: Config) -> str | None:
     )
 
 
-def sequence_parallel_needs_tensor_parallel(config: Config) -> str | None:
-    layout = config.actor.layout
+def sequence_parallel_needs_tensor_parallel(config: Config, trained: Trained) -> str | None:
+    role, layout = trained.section, trained.layout
     if not layout.sequence_parallel or layout.tp > 1:
         return None
     return (
-        "actor.layout.sequence_parallel=true: it shards over the tensor-parallel ranks, and actor.layout.tp=1 has "
-        "one; set actor.layout.sequence_parallel=false or a larger tp"
+        f"{role}.layout.sequence_parallel=true: it shards over the tensor-parallel ranks, and {role}.layout.tp=1 has "
+        f"one; set {role}.layout.sequence_parallel=false or a larger tp"
     )
 
 
-def uneven_stages_need_pipeline(config: Config) -> str | None:
-    layout = config.actor.layout
+def uneven_stages_need_pipeline(config: Config, trained: Trained) -> str | None:
+    role, layout = trained.section, trained.layout
     given = [name for name, layers in _uneven(layout).items() if layers is not None]
     if not given or layout.pp > 1:
         return None
     return (
-        f"actor.layout.{' and '.join(given)} given, but actor.layout.pp=1 is a single stage; set it to null or raise pp"
+        f"{role}.layout.{' and '.join(given)} given, but {role}.layout.pp=1 is a single stage; set it to null or raise "
+        "pp"
     )
 
 
-def virtual_stages_need_pipeline(config: Config) -> str | None:
-    layout = config.actor.layout
+def virtual_stages_need_pipeline(config: Config, trained: Trained) -> str | None:
+    role, layout = trained.section, trained.layout
     if layout.vpp == 1 or layout.pp > 1:
         return None
     return (
-        f"actor.layout.vpp={layout.vpp}: virtual stages interleave the layers of several pipeline stages, and "
-        "actor.layout.pp=1 is a single one; set actor.layout.vpp=1 or raise pp"
+        f"{role}.layout.vpp={layout.vpp}: virtual stages interleave the layers of several pipeline stages, and "
+        f"{role}.layout.pp=1 is a single one; set {role}.layout.vpp=1 or raise pp"
     )
 
 
-def expert_tensor_parallel_needs_expert_parallel(config: Config) -> str | None:
+def expert_tensor_parallel_needs_expert_parallel(config: Config, trained: Trained) -> str | None:
     """Megatron computes wrong gradients otherwise, without an error."""
-    layout = config.actor.layout
+    role, layout = trained.section, trained.layout
     if layout.ep > 1 or layout.expert_tp == layout.tp:
         return None
     return (
-        f"actor.layout.etp={layout.etp}: without expert parallelism (actor.layout.ep=1) experts are sharded like the "
-        f"other layers (tp={layout.tp}); set actor.layout.etp=null or raise ep"
+        f"{role}.layout.etp={layout.etp}: without expert parallelism ({role}.layout.ep=1) experts are sharded like the "
+        f"other layers (tp={layout.tp}); set {role}.layout.etp=null or raise ep"
     )
 
 
-def experts_tile_a_stage(config: Config) -> str | None:
+def experts_tile_a_stage(config: Config, trained: Trained) -> str | None:
     """The ranks of a pipeline stage are tp x cp x dp, and for the experts etp x ep x their own data parallelism."""
-    layout = config.actor.layout
+    role, layout = trained.section, trained.layout
     ranks, needed = layout.tp * layout.cp * layout.dp, layout.expert_tp * layout.ep
     if ranks % needed == 0:
         return None
     return (
-        f"actor.layout.ep={layout.ep}: a pipeline stage has tp x cp x dp = {layout.tp} x {layout.cp} x {layout.dp} = "
+        f"{role}.layout.ep={layout.ep}: a pipeline stage has tp x cp x dp = {layout.tp} x {layout.cp} x {layout.dp} = "
         f"{ranks} ranks, which do not divide by etp x ep = {layout.expert_tp} x {layout.ep} = {needed}; choose ep from "
         f"{', '.join(str(n) for n in _divisors(ranks // gcd(ranks, layout.expert_tp)))}"
     )
@@ -120,27 +125,39 @@ def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
     )
 
 
-def microbatch_holds_the_longest_sample(config: Config) -> str | None:
+def microbatch_holds_the_longest_sample(config: Config, trained: Trained) -> str | None:
     """The budget is of one rank, and a sample's tokens are shared out over the context-parallel ranks."""
-    budget, cp, context = config.actor.tokens_per_microbatch, config.actor.layout.cp, config.rollout.context_length
+    role = trained.section
+    budget, cp, context = trained.tokens_per_microbatch, trained.layout.cp, config.rollout.context_length
     needed = -(-context // cp)
     if budget >= needed:
         return None
-    ranks = f" on actor.layout.cp={cp} ranks" if cp > 1 else ""
+    ranks = f" on {role}.layout.cp={cp} ranks" if cp > 1 else ""
     return (
-        f"actor.tokens_per_microbatch={budget}: a sample may have rollout.context_length={context} tokens{ranks} and "
-        f"is never split over microbatches ({budget} < {needed}); set actor.tokens_per_microbatch to at least {needed}"
+        f"{role}.tokens_per_microbatch={budget}: a sample may have rollout.context_length={context} tokens{ranks} and "
+        f"is never split over microbatches ({budget} < {needed}); set {role}.tokens_per_microbatch to at least {needed}"
     )
 
 
-def every_data_parallel_rank_has_a_sample(config: Config) -> str | None:
+def every_data_parallel_rank_has_a_sample(config: Config, trained: Trained) -> str | None:
+    role = trained.section
     prompts, per_prompt = config.batch.prompts_per_update, config.batch.samples_per_prompt
-    dp, samples = config.actor.layout.dp, prompts * per_prompt
+    dp, samples = trained.layout.dp, prompts * per_prompt
     if dp <= samples:
         return None
     return (
-        f"actor.layout.dp={dp}: an update has {samples} samples ({prompts} prompts x {per_prompt} samples), fewer than "
-        f"data-parallel ranks; set dp to at most {samples} or raise batch.prompts_per_update"
+        f"{role}.layout.dp={dp}: an update has {samples} samples ({prompts} prompts x {per_prompt} samples), fewer "
+        f"than data-parallel ranks; set dp to at most {samples} or raise batch.prompts_per_update"
+    )
+
+
+def warmup_of_the_critic_ends(config: Config) -> str | None:
+    warmup, steps = config.critic.warmup_steps, config.run.steps
+    if not config.has_critic or warmup < steps:
+        return None
+    return (
+        f"critic.warmup_steps={warmup}: in these steps only the critic is trained, and the run has run.steps={steps}; "
+        f"set critic.warmup_steps below {steps}"
     )
 
 
@@ -215,6 +232,13 @@ def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
 
 
 _TRAINED_RULES: tuple[Callable[[Config, Trained], str | None], ...] = (
+    sequence_parallel_needs_tensor_parallel,
+    uneven_stages_need_pipeline,
+    virtual_stages_need_pipeline,
+    expert_tensor_parallel_needs_expert_parallel,
+    experts_tile_a_stage,
+    microbatch_holds_the_longest_sample,
+    every_data_parallel_rank_has_a_sample,
     fp8_needs_bfloat16,
     schedule_lengths_are_whole_updates,
     schedule_has_the_keys_of_its_name,
@@ -227,71 +251,71 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     prompts_per_update_divides_prompts_per_step,
     grpo_compares_samples_of_a_prompt,
     top_p_is_one,
-    sequence_parallel_needs_tensor_parallel,
-    uneven_stages_need_pipeline,
-    virtual_stages_need_pipeline,
-    expert_tensor_parallel_needs_expert_parallel,
-    experts_tile_a_stage,
     context_holds_a_prompt_and_a_response,
-    microbatch_holds_the_longest_sample,
-    every_data_parallel_rank_has_a_sample,
+    warmup_of_the_critic_ends,
     clipped_ratio_stays_positive,
 )
 
 
-def model_config_is_complete(config: Config, hf: Mapping[str, Any]) -> str | None:
+def model_config_is_complete(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
     needed = ("intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
     missing = [name for name in needed if name not in hf]
     if not missing:
         return None
-    return f"{_model(config)}: its config.json lacks {', '.join(missing)}; take the config.json of the original model"
+    lacking = ", ".join(missing)
+    return f"{_model(config, trained)}: its config.json lacks {lacking}; take the config.json of the original model"
 
 
-def attention_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
-    return _tensor_parallel(config, hf, "attention heads", hf["num_attention_heads"])
+def attention_heads_divide_by_tp(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+    return _tensor_parallel(config, trained, hf, "attention heads", hf["num_attention_heads"])
 
 
-def kv_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
-    return _tensor_parallel(config, hf, "KV heads", kv_heads(hf))
+def kv_heads_divide_by_tp(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+    return _tensor_parallel(config, trained, hf, "KV heads", kv_heads(hf))
 
 
-def mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+def mlp_divides_by_tp(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
     if not _has_dense_layers(hf):
         return None
-    return _tensor_parallel(config, hf, "MLP rows (intermediate_size)", hf["intermediate_size"])
+    return _tensor_parallel(config, trained, hf, "MLP rows (intermediate_size)", hf["intermediate_size"])
 
 
-def experts_divide_by_ep(config: Config, hf: Mapping[str, Any]) -> str | None:
-    ep, mixture = config.actor.layout.ep, experts(hf)
+def experts_divide_by_ep(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+    role = trained.section
+    ep, mixture = trained.layout.ep, experts(hf)
     if mixture is not None:
-        return _does_not_divide("actor.layout.ep", ep, "experts", mixture.count, _divisors(mixture.count))
+        return _does_not_divide(f"{role}.layout.ep", ep, "experts", mixture.count, _divisors(mixture.count))
     if ep == 1:
         return None
-    return f"actor.layout.ep={ep}: {_model(config)} has no experts to share out; set actor.layout.ep=1"
+    return f"{role}.layout.ep={ep}: {_model(config, trained)} has no experts to share out; set {role}.layout.ep=1"
 
 
-def expert_mlp_divides_by_etp(config: Config, hf: Mapping[str, Any]) -> str | None:
+def expert_mlp_divides_by_etp(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+    role = trained.section
     mixture = experts(hf)
     if mixture is None:
         return None
-    layout, rows = config.actor.layout, mixture.intermediate
-    key = "actor.layout.tp" if layout.etp is None else "actor.layout.etp"
+    layout, rows = trained.layout, mixture.intermediate
+    key = f"{role}.layout.tp" if layout.etp is None else f"{role}.layout.etp"
     return _does_not_divide(key, layout.expert_tp, "MLP rows of an expert", rows, _divisors(rows))
 
 
-def experts_and_tensor_parallel_need_sequence_parallel(config: Config, hf: Mapping[str, Any]) -> str | None:
-    layout = config.actor.layout
+def experts_and_tensor_parallel_need_sequence_parallel(
+    config: Config, trained: Trained, hf: Mapping[str, Any]
+) -> str | None:
+    role, layout = trained.section, trained.layout
     if layout.tp == 1 or layout.sequence_parallel or experts(hf) is None:
         return None
     return (
-        f"actor.layout.tp={layout.tp}, sequence_parallel=false: with experts every rank would dispatch all tokens, "
-        "which Megatron refuses; set actor.layout.sequence_parallel=true"
+        f"{role}.layout.tp={layout.tp}, sequence_parallel=false: with experts every rank would dispatch all tokens, "
+        f"which Megatron refuses; set {role}.layout.sequence_parallel=true"
     )
 
 
-def layers_tile_the_stages(config: Config, hf: Mapping[str, Any]) -> str | None:
+def layers_tile_the_stages(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
     """Layers left by a first or last stage of its own size divide evenly over the other stages, at least one each."""
-    layout, num_layers = config.actor.layout, hf["num_hidden_layers"]
+    role = trained.section
+    layout, num_layers = trained.layout, hf["num_hidden_layers"]
     given = {name: layers for name, layers in _uneven(layout).items() if layers is not None}
     left, stages = num_layers - sum(given.values()), layout.pp - len(given)
     if (left == 0) if stages == 0 else (left >= stages and left % stages == 0):
@@ -300,7 +324,7 @@ def layers_tile_the_stages(config: Config, hf: Mapping[str, Any]) -> str | None:
     keys = "".join(f", {name}={layers}" for name, layers in given.items())
     rest = f"{num_layers}{taken} = {left}" if given else f"{num_layers}"
     problem = (
-        f"actor.layout.pp={layout.pp}{keys}: {num_layers} layers do not tile the stages: {rest} layers over {stages} "
+        f"{role}.layout.pp={layout.pp}{keys}: {num_layers} layers do not tile the stages: {rest} layers over {stages} "
         f"{'other ' if given else ''}{'stage' if stages == 1 else 'stages'}"
     )
     if stages > 0:
@@ -308,10 +332,11 @@ def layers_tile_the_stages(config: Config, hf: Mapping[str, Any]) -> str | None:
     return f"{problem}; {_stage_remedy(layout.pp, num_layers)}"
 
 
-def virtual_stages_tile_each_stage(config: Config, hf: Mapping[str, Any]) -> str | None:
+def virtual_stages_tile_each_stage(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
     """Each pipeline stage's layers divide evenly over its virtual stages."""
-    layout, num_layers = config.actor.layout, hf["num_hidden_layers"]
-    if layers_tile_the_stages(config, hf) is not None:
+    role = trained.section
+    layout, num_layers = trained.layout, hf["num_hidden_layers"]
+    if layers_tile_the_stages(config, trained, hf) is not None:
         return None
     given = {name: layers for name, layers in _uneven(layout).items() if layers is not None}
     others = layout.pp - len(given)
@@ -321,7 +346,7 @@ def virtual_stages_tile_each_stage(config: Config, hf: Mapping[str, Any]) -> str
         return None
     choices = ", ".join(str(value) for value in _divisors(gcd(*sizes.values())))
     return (
-        f"actor.layout.vpp={layout.vpp}: {' and '.join(broken)} of a pipeline stage do not divide into {layout.vpp} "
+        f"{role}.layout.vpp={layout.vpp}: {' and '.join(broken)} of a pipeline stage do not divide into {layout.vpp} "
         f"virtual stages; choose from {choices}"
     )
 
@@ -354,7 +379,7 @@ def engine_expert_mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> st
     return _does_not_divide("rollout.tp", config.rollout.tp, "MLP rows of an expert", rows, sizes)
 
 
-def context_fits_the_positions(config: Config, hf: Mapping[str, Any]) -> str | None:
+def context_fits_the_positions(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
     context, positions = config.rollout.context_length, hf["max_position_embeddings"]
     if context <= positions:
         return None
@@ -364,7 +389,7 @@ def context_fits_the_positions(config: Config, hf: Mapping[str, Any]) -> str | N
     )
 
 
-def attention_is_full(config: Config, hf: Mapping[str, Any]) -> str | None:
+def attention_is_full(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
     """A window that is as long as the longest sample hides nothing."""
     window, context = attention_window(hf), config.rollout.context_length
     if window is None or context <= window:
@@ -375,14 +400,36 @@ def attention_is_full(config: Config, hf: Mapping[str, Any]) -> str | None:
     )
 
 
-def features_are_supported(config: Config, hf: Mapping[str, Any]) -> str | None:
+def features_are_supported(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
     found = unsupported(hf)
     if not found:
         return None
-    return f"{_model(config)}: {' and '.join(found)} is not supported by this version; choose a model without it"
+    return (
+        f"{_model(config, trained)}: {' and '.join(found)} is not supported by this version; choose a model without it"
+    )
 
 
-_MODEL_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
+def critic_has_one_label(config: Config, critic: Mapping[str, Any]) -> str | None:
+    head = score_head_of(critic)
+    if head is None or head.num_labels == 1:
+        return None
+    return (
+        f"{_model(config, config.critic)}: it has {head.num_labels} labels (id2label), and a value is one number; take "
+        "a classification checkpoint with num_labels=1, such as a reward model"
+    )
+
+
+def critic_knows_every_token(config: Config, actor: Mapping[str, Any], critic: Mapping[str, Any]) -> str | None:
+    """The critic reads the ids that the actor's tokenizer and engine make."""
+    if critic["vocab_size"] >= actor["vocab_size"]:
+        return None
+    return (
+        f"{_model(config, config.critic)}: its vocab_size {critic['vocab_size']} is below the actor's "
+        f"{actor['vocab_size']}, whose token ids it must read; take a critic with the actor's tokenizer"
+    )
+
+
+_TRAINED_MODEL_RULES: tuple[Callable[[Config, Trained, Mapping[str, Any]], str | None], ...] = (
     attention_heads_divide_by_tp,
     kv_heads_divide_by_tp,
     mlp_divides_by_tp,
@@ -391,14 +438,28 @@ _MODEL_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
     experts_and_tensor_parallel_need_sequence_parallel,
     layers_tile_the_stages,
     virtual_stages_tile_each_stage,
-    engine_heads_divide_by_tp,
-    engine_kv_heads_split_or_repeat,
-    engine_mlp_divides_by_tp,
-    engine_expert_mlp_divides_by_tp,
     context_fits_the_positions,
     attention_is_full,
     features_are_supported,
 )
+"""Those that each trained model's own config.json keeps."""
+
+_ENGINE_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
+    engine_heads_divide_by_tp,
+    engine_kv_heads_split_or_repeat,
+    engine_mlp_divides_by_tp,
+    engine_expert_mlp_divides_by_tp,
+)
+
+
+def _completed(config: Config, trained: Trained, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        model = completed(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{_model(config, trained)}: {error}") from None
+    if violation := model_config_is_complete(config, trained, model):
+        raise ValueError(violation)
+    return model
 
 
 def _raise_all(violations: Iterable[str | None]) -> None:
@@ -415,10 +476,11 @@ def _does_not_divide(key: str, divisor: int, what: str, number: int, legal: Iter
     return f"{key}={divisor}: {number} {what} do not divide by {divisor} ({arithmetic}); choose from {choices}"
 
 
-def _tensor_parallel(config: Config, hf: Mapping[str, Any], what: str, number: int) -> str | None:
+def _tensor_parallel(config: Config, trained: Trained, hf: Mapping[str, Any], what: str, number: int) -> str | None:
+    role = trained.section
     rows = [hf["intermediate_size"]] if _has_dense_layers(hf) else []
     legal = _divisors(gcd(hf["num_attention_heads"], kv_heads(hf), *rows))
-    return _does_not_divide("actor.layout.tp", config.actor.layout.tp, what, number, legal)
+    return _does_not_divide(f"{role}.layout.tp", trained.layout.tp, what, number, legal)
 
 
 def _has_dense_layers(hf: Mapping[str, Any]) -> bool:
@@ -452,5 +514,6 @@ def _divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
-def _model(config: Config) -> str:
-    return f"model.path={config.model.path}"
+def _model(config: Config, trained: Trained) -> str:
+    own = config.critic.path if trained is config.critic else None
+    return f"model.path={config.model.path}" if own is None else f"critic.path={own}"

@@ -88,7 +88,7 @@ class MegatronExtra(Section):
 class Trained(Section):
     """A model that the run trains, on ranks of its own."""
 
-    section: ClassVar[str]
+    section: ClassVar[Role]
     """Its name in the config."""
 
     layout: Layout
@@ -218,6 +218,10 @@ class Config(Section):
     def trained(self, role: Role) -> Trained:
         """The section of a model that the run trains."""
         return {"actor": self.actor, "critic": self.critic}[role]
+
+    @property
+    def all_trained(self) -> tuple[Trained, ...]:
+        return (self.actor, self.critic) if self.has_critic else (self.actor,)
 
     def num_updates(self, trained: Trained) -> int:
         """Optimizer steps of the whole run; the first critic.warmup_steps steps train the critic only."""

@@ -26,10 +26,11 @@ Scorer = Literal["old", "reference"]
 
 
 class ActorWorker(TrainerWorker):
+    role = "actor"
     metrics = "policy"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        super().__init__(config, config.actor, read_config(model_folder), model_folder, rank, store, threads)
+        super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)
         self._weight_sets = WeightSets(named_parameters(self.chunks))
         if config.algorithm.kl.coefficient:
             self._weight_sets.keep("reference")

@@ -9,6 +9,7 @@ import torch
 from torch.distributed import Store
 
 from megarl.batch import TokenBatch, TrainingSample
+from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
@@ -16,16 +17,16 @@ from megarl.megatron import parallel
 from megarl.megatron.objective import value_objective
 from megarl.megatron.sums import Sums
 from megarl.megatron.worker import TrainerWorker
-from megarl.resharding.families.classifier import as_classifier
 
 
 class CriticWorker(TrainerWorker):
+    role = "critic"
     metrics = "value"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         """model_folder: of a classifier with one label, or of a language model, whose value head then starts at 0."""
         hf_config = as_classifier(read_config(model_folder))
-        super().__init__(config, config.critic, hf_config, model_folder, rank, store, threads)
+        super().__init__(config, hf_config, model_folder, rank, store, threads)
 
     def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         return value_objective(self._config.algorithm.value, batch, scored)

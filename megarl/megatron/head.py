@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.config.classifier import ScoreHead, score_head_of
 from megarl.ops.linear_head import log_prob_and_entropy
-from megarl.resharding.families.classifier import ScoreHead, score_head_of
 from megarl.resharding.families.shape import ModelShape
 
 

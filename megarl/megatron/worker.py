@@ -13,8 +13,9 @@ from torch.distributed import Store
 from megarl import device
 from megarl.batch import TokenBatch, TrainingSample
 from megarl.checkpoints import Checkpoint, FileRecord
+from megarl.config.classifier import BIAS, WEIGHT
 from megarl.config.learning_rate import learning_rate
-from megarl.config.schema import Config, Role, Trained
+from megarl.config.schema import Config, Role
 from megarl.data.collate import collate
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
@@ -29,7 +30,6 @@ from megarl.megatron.sums import Sums
 from megarl.metrics import Metric
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
-from megarl.resharding.families.classifier import BIAS, WEIGHT
 from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Plan, make_plan
@@ -45,25 +45,25 @@ class TrainerWorker(ABC):
     A role says which model it is, what it computes of samples in a forward-only pass, and what it is trained on.
     """
 
+    role: Role
     metrics: str
     """The first part of its metrics' names."""
 
     def __init__(
         self,
         config: Config,
-        settings: Trained,
         hf_config: Mapping[str, Any],
         model_folder: Path,
         rank: int,
         store: Store,
         threads: int,
     ):
-        """settings: the role's section of the config; hf_config: of its model, which may differ from the folder's by
-        the head."""
-        self._config, self._settings, self._hf_config = config, settings, hf_config
+        """hf_config: of the role's model, which may differ from that of the folder by its head."""
+        self._config, self._settings, self._hf_config = config, config.trained(self.role), hf_config
         self._folder, self._rank = model_folder, rank
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         """What passes gave for the samples of this step: name as in TokenBatch -> sample id -> float32 [R]."""
+        settings = self._settings
         self.packing = packing_of(settings, hf_config)
         dtype = getattr(torch, config.model.dtype)
         device.claim(threads)

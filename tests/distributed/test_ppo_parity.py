@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from megarl.batch import Sample
+from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.megatron.actor_worker import ActorWorker
 from megarl.megatron.critic_worker import CriticWorker
-from megarl.resharding.families.classifier import as_classifier
 from tests.forked import run_ranks
 from tests.parity import (
     EPS,

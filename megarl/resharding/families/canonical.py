@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.classifier import score_head_of
 from megarl.resharding.families.attention import attention_parts
-from megarl.resharding.families.classifier import score_head_of
 from megarl.resharding.families.experts import expert_parts
 from megarl.resharding.families.mlp import mlp_parts
 from megarl.resharding.families.part import Part

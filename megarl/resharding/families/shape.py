@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.classifier import score_head_of
 from megarl.config.huggingface import Experts, completed, experts, kv_heads, unsupported
-from megarl.resharding.families.classifier import score_head_of
 
 
 @dataclass(frozen=True, slots=True)

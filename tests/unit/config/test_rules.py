@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config.huggingface import FAMILIES
 from megarl.config.load import load
-from megarl.config.rules import check_model
+from megarl.config.rules import check_critic_model, check_model
 from megarl.config.schema import Config
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
@@ -19,6 +19,8 @@ RECIPE = (
     "rollout={max_new_tokens: 16, context_length: 256, tp: 1}",
     "batch={prompts_per_step: 16, samples_per_prompt: 8, prompts_per_update: 16}",
 )
+
+GAE = "algorithm.advantage.estimator=gae"
 
 SMOLLM2 = {
     "model_type": "llama",
@@ -84,7 +86,7 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         ),
         (["actor.layout.dp=129"], "actor.layout.dp=129: an update has 128 samples (16 prompts x 8 samples), fewer"),
         (
-            ["critic.optimizer.schedule.min_lr=1e-7"],
+            [GAE, "critic.optimizer.schedule.min_lr=1e-7"],
             "critic.optimizer.schedule.min_lr=1e-07: critic.optim",
         ),
         (["actor.fp8=delayed", "model.dtype=float32"], "actor.fp8=delayed: its matrix products are between parameters"),
@@ -113,6 +115,15 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             "actor.optimizer.schedule.warmup=6, decay=0.5: 6 + 5 = 11 updates, but in the run there are 10; give "
             "both as shares of the run",
         ),
+        (
+            [GAE, "critic.layout.cp=2", "critic.tokens_per_microbatch=127"],
+            "critic.tokens_per_microbatch=127: a sample may",
+        ),
+        ([GAE, "critic.layout.vpp=2"], "critic.layout.vpp=2: virtual stages interleave the layers of several"),
+        (
+            [GAE, "run.steps=3", "critic.warmup_steps=3"],
+            "critic.warmup_steps=3: in these steps only the critic is trained, and the run has run.steps=3; set",
+        ),
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
     ],
 )
@@ -133,6 +144,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["rollout.max_new_tokens=255"],
         ["actor.tokens_per_microbatch=256"],
         ["actor.layout.dp=128"],
+        [GAE, "batch.samples_per_prompt=1", "run.steps=3", "critic.warmup_steps=2"],
+        ["critic.layout.vpp=2"],  # without gae nothing reads it
         ["algorithm.objective.clip_low=0.99"],
     ],
 )
@@ -350,3 +363,29 @@ def test_engine_may_repeat_kv_heads() -> None:
     assert model_errors(wide, "rollout.tp=4") == [
         "rollout.tp=4: 3 KV heads do not divide by 4 (3 / 4 = 0.75); choose from 1, 3, 6, 12"
     ]
+
+
+CLASSIFIER = SMOLLM2 | {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "message"),
+    [
+        ({}, ["critic.layout.tp=2"], "critic.layout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose"),
+        ({}, ["critic.layout.pp=7"], "critic.layout.pp=7: 30 layers do not tile the stages"),
+        ({"model_type": "gpt2"}, [], "critic.path=rm: model_type gpt2 is not supported"),
+        ({"hidden_act": "gelu"}, [], "critic.path=rm: hidden_act gelu is not supported"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "critic.path=rm: it has 2 labels (id2label), and a value is one"),
+        ({"vocab_size": 49151}, [], "critic.path=rm: its vocab_size 49151 is below the actor's 49152, whose token ids"),
+    ],
+)
+def test_critic_that_does_not_fit(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+    config = recipe(GAE, "critic.path=rm", "critic.layout.pp=1", "critic.tokens_per_microbatch=256", *overrides)
+    with pytest.raises(ValueError) as error:
+        check_critic_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
+    assert message in str(error.value)
+
+
+def test_critic_from_the_actors_model_fits() -> None:
+    model = SMOLLM2 | {"vocab_size": 49152, "architectures": ["LlamaForCausalLM"]}
+    check_critic_model(recipe(GAE, "critic.layout.tp=3"), model, model)

@@ -11,10 +11,10 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from megarl.config.classifier import as_classifier, score_head_of
 from megarl.resharding.check import check_plan
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
-from megarl.resharding.families.classifier import as_classifier, score_head_of
 from megarl.resharding.plan import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from tests.unit.resharding.cases import config_of, layout_of
