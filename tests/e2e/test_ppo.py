@@ -1,0 +1,51 @@
+"""A whole run of PPO with a critic on processes of its own, in another layout than the actor's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from tests.e2e.test_train import metrics_of, train
+from tests.tiny_model import write_tiny_llama
+
+pytestmark = pytest.mark.slow
+STEPS, WARMUP = 16, 2
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ppo")
+    model = write_tiny_llama(folder / "model", num_kv_heads=2)
+    return train(
+        folder,
+        model,
+        f"run.steps={STEPS}",
+        "algorithm.advantage={estimator: gae, gae_lambda: 1.0, whiten: true}",
+        "actor.layout.dp=2",
+        "critic.layout.pp=2",
+        "critic.optimizer.lr=0.003",
+        f"critic.warmup_steps={WARMUP}",
+        "critic.tokens_per_microbatch=512",
+    )
+
+
+def test_reward_rises_and_the_critic_follows(learned):
+    steps = metrics_of(learned)
+    assert len(steps) == STEPS
+    assert fmean(step["reward/mean"] for step in steps[:WARMUP]) <= 0.3
+    assert fmean(step["reward/mean"] for step in steps[-3:]) >= 0.9
+    assert all(step["value/return_mean"] == pytest.approx(step["reward/mean"], abs=0.1) for step in steps)
+    assert steps[-1]["value/error_abs_mean"] <= 0.25
+
+
+def test_a_warming_critic_is_trained_alone(learned):
+    trained = ["policy/grad_norm" in step for step in metrics_of(learned)]
+    assert trained == [False] * WARMUP + [True] * (STEPS - WARMUP)
+    assert all(step["value/grad_norm"] > 0 for step in metrics_of(learned))
+
+
+def test_the_critic_has_processes_of_its_own(learned):
+    logs = {file.stem for file in (learned / "logs").glob("**/*.log")}
+    assert {"trainer-0", "trainer-1", "critic-0", "critic-1"} <= logs
