@@ -32,7 +32,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from megarl.checkpoints import FileRecord, seal
-from megarl.megatron import parallel, random_state
+from megarl.megatron import kernels, parallel, random_state
 
 FORMAT = {
     # The optimizer's state in the shapes of the parameters, so that it too loads under any layout. One rank of each
@@ -40,6 +40,8 @@ FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
+    # Each layer under its own name: as slices of one tensor, frozen layers would be holes in the optimizer's state.
+    "non_homogeneous_layers": True,
 }
 RANDOM = "random"
 """Key of the ranks' random states, which mean something under the same layout only."""
@@ -82,10 +84,10 @@ def save(
 ) -> Saving:
     """Together on all ranks, into an empty folder. Returns when everything is in host memory.
 
-    counters: what else `load` is to return, the same on all ranks.
+    counters: what else `load` is to return, the same on all ranks; num_updates among them.
     """
     for part in optimizer.chained_optimizers:
-        _make_state(part)
+        _make_state(part, counters["num_updates"])
     models = _sharded_models(chunks)
     # Gathers copies. It looks parameters up by identity, so those of the model are made after it.
     optimizer_state = optimizer.sharded_state_dict(models, metadata=FORMAT)
@@ -108,7 +110,7 @@ def load(
     same_layout: it was saved from this layout, so that each rank takes its random states too.
     """
     for part in optimizer.chained_optimizers:
-        _make_state(part)
+        _make_state(part, num_updates=0)
     models = _sharded_models(chunks)
     state = {**models, "optimizer": optimizer.sharded_state_dict(models, is_loading=True, metadata=FORMAT)}
     if same_layout:
@@ -158,12 +160,24 @@ def _sharded_random() -> ShardedObject:
     return ShardedObject(RANDOM, random_state.capture(), (world_size,), (rank,), replica_id=0)
 
 
-def _make_state(part: DistributedOptimizer) -> None:
+def _make_state(part: DistributedOptimizer, num_updates: int) -> None:
     """What the first update would make: Megatron reads and writes state that exists."""
+    _count_without_parameters(part, num_updates)
     if not part.optimizer.state:
         part.init_state_fn(part.optimizer, part.config)
         for state in part.optimizer.state.values():
             state.setdefault("step", torch.tensor(0.0))
+
+
+def _count_without_parameters(part: DistributedOptimizer, num_updates: int) -> None:
+    """On a rank whose parameters are all frozen. Megatron writes rank 0's count of updates, which torch's AdamW keeps
+    beside the state of each parameter, and the fused kernels in each group."""
+    if any(group["params"] for group in part.optimizer.param_groups):
+        return
+    for group in part.optimizer.param_groups:
+        group["step"] = num_updates
+    if kernels.adam() == kernels.TORCH_ADAM:
+        part.optimizer.state["no parameter"] = {"step": torch.tensor(float(num_updates))}
 
 
 def _load_part(part: DistributedOptimizer, state: Mapping[str, Any]) -> None:

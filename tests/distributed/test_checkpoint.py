@@ -126,6 +126,16 @@ def test_any_layout_goes_on_and_nothing_is_lost_there_and_back(model, reference,
     assert_same_weights(back, uninterrupted)
 
 
+@pytest.mark.parametrize("frozen", [["model.layers.1.*"], ["model.embed_tokens.*", "model.layers.[01].*"]])
+def test_frozen_layers_go_on_and_go_through_another_layout(model, tmp_path, frozen):
+    """A single layer, and all of the first stage, whose rank then has no optimizer state."""
+    first, second = (config_of(model, f"actor.frozen={frozen}", f"actor.layout.pp={pp}") for pp in (2, 1))
+    uninterrupted, checkpoint = saved_by(first, model, tmp_path / "first")
+    assert_same_weights(run_ranks(2, go_on, first, model, checkpoint), uninterrupted)
+    _, converted = saved_by(second, model, tmp_path / "second", checkpoint)
+    assert_same_weights(run_ranks(2, go_on, first, model, converted), uninterrupted)
+
+
 def test_bfloat16_goes_on_from_its_float32_weights(model, tmp_path):
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     uninterrupted, checkpoint = saved_by(config, model, tmp_path)
