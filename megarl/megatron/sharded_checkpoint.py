@@ -185,7 +185,8 @@ def _load_part(part: DistributedOptimizer, state: Mapping[str, Any]) -> None:
     Megatron would look for the counts among the loaded tensors, and leave one count to all parameters."""
     part.load_state_dict({key: value for key, value in state.items() if not key.startswith("param_state")})
     counts = [inner.pop("step", None) for inner in part.optimizer.state.values()]
-    part.load_parameter_state_from_fully_reshardable(state["param_state"])
+    if "param_state" in state:  # not where all parameters are frozen
+        part.load_parameter_state_from_fully_reshardable(state["param_state"])
     for inner, count in zip(part.optimizer.state.values(), counts, strict=True):
         if count is not None:
             inner["step"] = count.clone()
