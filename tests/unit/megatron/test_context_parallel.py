@@ -1,0 +1,87 @@
+"""How a pack is shared out: every token once, as Megatron's rules say, and fairly within each document."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.batch import GroupStatistics, Prompt, Sample, TokenBatch, TrainingSample, VersionRun
+from megarl.data.collate import collate
+from megarl.megatron.context_parallel import ContextShares, shares_of_documents, shares_of_pack
+from tests.packing import packing
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=8)
+
+
+def batch_of(lengths: list[int], document_multiple: int, pack_multiple: int) -> TokenBatch:
+    samples = []
+    for i, length in enumerate(lengths):
+        response = (7,) * length
+        sample = Sample(
+            f"{i}", Prompt(f"{i}", "", (5,)), response, (0.0,) * length, (True,) * length, (VersionRun(0, length),),
+            "stop", "",
+        )  # fmt: skip
+        samples.append(TrainingSample(sample, 0.0, GroupStatistics(0.0, 1.0, 1), 1.0))
+    wanted = packing(pack_multiple, False, document_multiple=document_multiple, token_budget=10_000)
+    return collate(samples, wanted)
+
+
+def chunks_of(sequence: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """Megatron's rule for one sequence."""
+    chunks = sequence.chunk(2 * size)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+@given(LENGTHS, st.integers(2, 4))
+def test_ranks_have_their_chunks_of_the_pack_in_megatrons_order(lengths, size):
+    batch = batch_of(lengths, 1, 2 * size)
+    places = shares_of_pack(batch, size)
+    assert sorted(places.flatten().tolist()) == list(range(len(batch.tokens)))
+    for rank in range(size):
+        shares = ContextShares(places, rank)
+        assert torch.equal(shares.own, chunks_of(shares.sequence, size, rank))
+
+
+@given(LENGTHS, st.integers(2, 4))
+def test_ranks_do_alike_much_of_every_document(lengths, size):
+    batch = batch_of(lengths, 1, 2 * size)
+    places = shares_of_pack(batch, size)
+    start = 0
+    for length in lengths:
+        document = range(start, start + 1 + length)
+        counts = [sum(int(place) in document for place in own) for own in places]
+        # A document's pairs of a query and a key, by rank: they differ by less than what two queries see.
+        pairs = [sum(int(place) - start + 1 for place in own if int(place) in document) for own in places]
+        assert max(counts) - min(counts) <= 2
+        assert max(pairs) - min(pairs) <= 2 * len(document)
+        start = document.stop
+
+
+@given(LENGTHS, st.integers(2, 3))
+def test_ranks_have_their_chunks_of_every_document(lengths, size):
+    batch = batch_of(lengths, 2 * size, 2 * size)
+    places = shares_of_documents(batch, size)
+    ends = batch.boundaries.tolist()
+    for rank in range(size):
+        documents = [torch.arange(a, b) for a, b in itertools.pairwise(ends)]
+        assert torch.equal(places[rank], torch.cat([chunks_of(document, size, rank) for document in documents]))
+
+
+def test_rows_of_all_ranks_are_the_batchs():
+    batch = batch_of([5, 9, 2], 1, 4)
+    places = shares_of_pack(batch, 2)
+    found = {}
+    for rank in range(2):
+        shares = ContextShares(places, rank)
+        for number, place in zip(*(x.tolist() for x in shares.rows(batch)), strict=True):
+            found[number] = int(shares.own[place])
+    assert found == dict(enumerate(batch.rows.tolist()))
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_without_context_parallelism_the_pack_is_in_its_order(length):
+    batch = batch_of([length], 1, 1)
+    shares = ContextShares(torch.arange(len(batch.tokens))[None], 0)
+    assert shares.sequence.tolist() == shares.own.tolist() == list(range(1 + length))
