@@ -95,7 +95,8 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights of std 0.1: logits then have a std near 1, and greedy choices do not hang on rounding."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+        for name, parameter in [*model.named_parameters(), *biases]:
             parameter.normal_(std=0.1, generator=generator)
             if "norm" in name:
                 parameter.add_(1.0)

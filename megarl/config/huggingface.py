@@ -22,6 +22,25 @@ _ANY = {
 }
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": _ANY
+    | {
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rope_interleave": True,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+        "v_head_dim": 128,
+    },
     "llama": _ANY,
     "mistral": _ANY | {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": _ANY
@@ -55,7 +74,8 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-"""Rotary embeddings that are done -> the parameters that they need."""
+LATENT_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"default": (), "yarn": ("factor",)}
+"""Rotary embeddings that are done, the latter with latent attention -> the parameters that they need."""
 
 _BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
 """Bias switches that a family has here. Qwen2's attention biases are always on, whatever the switch says."""
@@ -79,6 +99,20 @@ class Experts:
     layers: tuple[bool, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention: queries (unless query_rank is None) and keys and values come from low-rank latents.
+
+    A head's query and key have position_dim channels with a rotary embedding, and content_dim without.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    content_dim: int
+    position_dim: int
+    value_dim: int
+
+
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """With the keys that config.json left out. Raises ValueError, listing the known families, for any other."""
     model_type = hf_config.get("model_type")
@@ -89,7 +123,7 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def unsupported(model: Mapping[str, Any]) -> list[str]:
     """What a completed config asks for and is not done here, each by its key and value."""
-    return [*_attention(model), *_rope(model), *_others(model)]
+    return [*_attention(model), *_rope(model), *_others(model), *_experts(model)]
 
 
 def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +163,33 @@ def experts(model: Mapping[str, Any]) -> Experts | None:
                 0,
                 tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
             )
+        case "deepseek_v3":
+            return Experts(
+                model["n_routed_experts"],
+                model["num_experts_per_tok"],
+                model["moe_intermediate_size"],
+                model["moe_intermediate_size"] * (model["n_shared_experts"] or 0),
+                tuple(layer >= model["first_k_dense_replace"] for layer in layers),
+            )
     return None
+
+
+def latent_attention(model: Mapping[str, Any]) -> LatentAttention | None:
+    if model["model_type"] != "deepseek_v3":
+        return None
+    return LatentAttention(
+        query_rank=model["q_lora_rank"],
+        kv_rank=model["kv_lora_rank"],
+        content_dim=model["qk_nope_head_dim"],
+        position_dim=model["qk_rope_head_dim"],
+        value_dim=model["v_head_dim"],
+    )
+
+
+def left_out(model: Mapping[str, Any]) -> list[str]:
+    """What the checkpoint may hold that is neither trained nor exported, in words."""
+    layers = model.get("num_nextn_predict_layers")
+    return [f"{layers} layers for multi-token prediction (num_nextn_predict_layers)"] if layers else []
 
 
 def _attention(model: Mapping[str, Any]) -> Iterator[str]:
@@ -143,20 +203,48 @@ def _attention(model: Mapping[str, Any]) -> Iterator[str]:
 
 def _rope(model: Mapping[str, Any]) -> Iterator[str]:
     key = "rope_scaling" if model.get("rope_scaling") else "rope_parameters"
-    rope = rope_parameters(model)
+    rope, known = rope_parameters(model), LATENT_ROPE_TYPES if latent_attention(model) else ROPE_TYPES
     kind = rope["rope_type"]
-    if kind not in ROPE_TYPES:
+    if kind not in known:
         yield f"{key} with rope_type {kind}"
-    elif missing := [name for name in ROPE_TYPES[kind] if name not in rope]:
+    elif missing := [name for name in known[kind] if name not in rope]:
         yield f"{key} with rope_type {kind} without {', '.join(missing)}"
     if rope["partial_rotary_factor"] != 1:
         yield f"partial_rotary_factor {rope['partial_rotary_factor']}"
+    if not rope.get("truncate", True):
+        yield f"{key} with truncate false"
+    if not model.get("rope_interleave", True):
+        yield "rope_interleave false"
 
 
 def _others(model: Mapping[str, Any]) -> Iterator[str]:
     if model["hidden_act"] != "silu":
         yield f"hidden_act {model['hidden_act']}"
-    if model.get("router_jitter_noise"):
-        yield f"router_jitter_noise {model['router_jitter_noise']}"
     if model["quantization_config"]:
         yield f"quantization_config with quant_method {model['quantization_config'].get('quant_method')}"
+    # transformers has this epsilon in the norms of the latents whatever the config says.
+    if latent_attention(model) and model["rms_norm_eps"] != 1e-6:
+        yield f"rms_norm_eps {model['rms_norm_eps']}"
+
+
+def _experts(model: Mapping[str, Any]) -> Iterator[str]:
+    mixture = experts(model)
+    if mixture is None:
+        return
+    if model.get("router_jitter_noise"):
+        yield f"router_jitter_noise {model['router_jitter_noise']}"
+    # A token's only expert has weight one: no gradient reaches the router.
+    if mixture.active == 1 and model.get("norm_topk_prob", True):
+        yield "num_experts_per_tok 1"
+    if model["model_type"] == "deepseek_v3":
+        yield from _deepseek_router(model)
+
+
+def _deepseek_router(model: Mapping[str, Any]) -> Iterator[str]:
+    """Its groups of experts are chosen by their two best; Megatron takes as many as a chosen group has on average."""
+    for key, done in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if model.get(key, done) != done:
+            yield f"{key} {model[key]}"
+    active, groups, chosen = model["num_experts_per_tok"], model["n_group"], model["topk_group"]
+    if groups > chosen and active // chosen != 2:
+        yield f"num_experts_per_tok {active} with topk_group {chosen}"

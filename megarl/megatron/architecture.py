@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megarl.config.huggingface import completed
+from megarl.config.huggingface import completed, rope_parameters
 from megarl.resharding.families.shape import ModelShape
 
 
@@ -21,6 +21,7 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
+        **_latent_attention(shape, model),
         ffn_hidden_size=shape.intermediate,
         layernorm_epsilon=model["rms_norm_eps"],
         normalization="RMSNorm",
@@ -46,4 +47,44 @@ def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
         moe_router_topk=shape.experts.active,
         # Weights that add up to one are the same as a softmax over the chosen experts only.
         moe_router_pre_softmax=not model.get("norm_topk_prob", True),
+        **(_deepseek_router(shape, model) if model["model_type"] == "deepseek_v3" else {}),
+    )
+
+
+def _deepseek_router(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Sigmoid scores, to which a bias is added for the choice only; first some groups of experts are chosen, then
+    experts of these (arXiv 2412.19437)."""
+    limited = model["n_group"] > model["topk_group"]
+    return dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=model["routed_scaling_factor"],
+        moe_router_num_groups=model["n_group"] if limited else None,
+        moe_router_group_topk=model["topk_group"] if limited else None,
+        moe_router_dtype="fp32",
+        moe_shared_expert_intermediate_size=shape.experts.shared_intermediate or None,
+    )
+
+
+def _latent_attention(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
+    if shape.latent is None:
+        return {}
+    rope = rope_parameters(model)
+    yarn, mscales = rope["rope_type"] == "yarn", (rope.get("mscale"), rope.get("mscale_all_dim"))
+    return dict(
+        q_lora_rank=shape.latent.query_rank,
+        kv_lora_rank=shape.latent.kv_rank,
+        qk_head_dim=shape.latent.content_dim,
+        qk_pos_emb_head_dim=shape.latent.position_dim,
+        v_head_dim=shape.latent.value_dim,
+        rope_type="yarn" if yarn else "rope",
+        rotary_base=rope["rope_theta"],
+        # Megatron scales attention by it whatever the rope type is: 1 leaves it alone.
+        rotary_scaling_factor=rope["factor"] if yarn else 1.0,
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+        beta_fast=rope.get("beta_fast") or 32,
+        beta_slow=rope.get("beta_slow") or 1,
+        # As in transformers, mscale counts only where both are given.
+        mscale=mscales[0] if all(mscales) else None,
+        mscale_all_dim=mscales[1] or 0.0,
     )

@@ -38,7 +38,15 @@ def install() -> None:
     global _installed
     if _installed or torch.cuda.is_available():
         return
-    for patch in (device_queries, tensor_moves, random_state, device_literals, uneven_collectives, expert_dispatch):
+    for patch in (
+        device_queries,
+        tensor_moves,
+        random_state,
+        device_literals,
+        uneven_collectives,
+        expert_dispatch,
+        rotary_shares,
+    ):
         patch()
     _installed = True
 
@@ -100,6 +108,18 @@ def uneven_collectives() -> None:
         return total.split(input_split_sizes)[group.rank()].contiguous()
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
+
+
+def rotary_shares() -> None:
+    """A context-parallel rank's share of the rotary angles is picked by an index in pinned memory."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    def share(pos_emb, seq_dim, cp_group):
+        size, rank = cp_group.size(), cp_group.rank()
+        chunks = pos_emb.chunk(2 * size, dim=seq_dim)
+        return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=seq_dim)
+
+    rope_utils.get_pos_emb_on_this_cp_rank.__code__ = share.__code__  # others import the function by name
 
 
 def expert_dispatch() -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -29,9 +29,6 @@ from megarl import device
 from megarl.ops.packed_attention import Bucket, packed_attention
 from megarl.resharding.families.shape import ModelShape
 
-# Without Transformer Engine the router's gradient reads a name that only its import binds.
-vars(moe_utils).setdefault("te_general_gemm", None)
-
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
@@ -40,25 +37,33 @@ class PackedDocuments(PackedSeqParams):
     buckets: tuple[Bucket, ...] = ()
 
 
-class PositionRotary(RotaryEmbedding):
-    """Rotary angles of the positions that a pack's tokens have in their documents, which its order does not tell.
-
-    The positions (int64 [T]) are set right before each call of the model, in the order in which Megatron shares out
-    the pack over context-parallel ranks.
-    """
-
-    positions: torch.Tensor
-
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> torch.Tensor:
-        return self.get_emb(int(self.positions.max()) + 1)[self.positions]
-
-
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm; marks its weight, whose gradient Megatron then sums over the sequence-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """A linear layer that every tensor-parallel rank has whole, as Transformer Engine's, for latent attention: cut, as
+    in megatron-core's own specification, it would drop part of the gradient of the keys' rotary channels."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method, bias: bool, **_):
+        super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
+        init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(hidden), None
+
+
+if importlib.util.find_spec("transformer_engine") is None:
+    # Names that megatron-core only has with Transformer Engine, and reads without: the router's gradient takes this for
+    # a kernel, and latent attention takes it to be installed and this to be a replicated layer.
+    moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False
+    multi_latent_attention.Linear = ReplicatedLinear
 
 
 class DocumentAttention(torch.nn.Module):
@@ -98,12 +103,12 @@ def block_spec(config: TransformerConfig, shape: ModelShape, virtual: int | None
 
 def layer_spec(shape: ModelShape, has_experts: bool) -> ModuleSpec:
     num_experts = shape.experts.count if has_experts else None
+    # The norms of latents are a choice of the specification as well.
+    attention = dict(multi_latent_attention=shape.latent is not None, qk_layernorm=bool(shape.latent or shape.qk_norm))
     if uses_transformer_engine():
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=num_experts, moe_grouped_gemm=has_experts, qk_layernorm=shape.qk_norm
-        )
+        layer = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=has_experts, **attention)
     else:
-        layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+        layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", **attention)
         _use_our_layers(layer.submodules, shape)
     if shape.attention_out_bias or shape.mlp_bias:
         _drop_biases(layer.submodules, shape)
@@ -135,7 +140,10 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> Non
     attention = layer.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = DocumentAttention
-    if shape.qk_norm:
+    if shape.latent:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
 
 

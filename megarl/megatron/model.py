@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl import device
-from megarl.config.huggingface import completed, rope_parameters
 from megarl.config.schema import Layout, Trained
 from megarl.megatron import kernels, parallel
 from megarl.megatron.architecture import architecture
 from megarl.megatron.extra import checked
 from megarl.megatron.head import replace_output_layer
-from megarl.megatron.layer_spec import PositionRotary, block_spec, uses_transformer_engine
+from megarl.megatron.layer_spec import block_spec, uses_transformer_engine
 from megarl.megatron.precision import precision
-from megarl.megatron.rope import inverse_frequencies
+from megarl.megatron.rope import set_rotary
 from megarl.resharding.families.shape import ModelShape
 
 VOCABULARY_MULTIPLE = 128
@@ -28,6 +27,9 @@ VOCABULARY_MULTIPLE = 128
 MODEL_DEFAULTS = ("calculate_per_token_loss", "fp16", "mtp_num_layers", "overlap_moe_expert_parallel_comm")
 DDP_DEFAULTS = ("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp")
 """Fields of Megatron's TransformerConfig and DistributedDataParallelConfig that loss, head and weights rely on."""
+
+ROUTING = dict(moe_router_bias_update_rate=0.0)
+"""A router's bias that follows the load of its experts, as in pretraining, would change the policy without gradient."""
 
 RECOMPUTE = {"none": None, "selective": "selective", "full": "full"}
 
@@ -75,6 +77,13 @@ def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, tor
     return _named([chunk.module for chunk in chunks])
 
 
+def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
+    """The parameters, and what a checkpoint has beside them: the biases of routers, which no gradient trains."""
+    buffers = {f"chunk{i}.{name}": b for i, chunk in enumerate(chunks) for name, b in chunk.module.named_buffers()}
+    biases = {name: buffer for name, buffer in buffers.items() if name.endswith(".router.expert_bias")}
+    return {name: parameter.data for name, parameter in named_parameters(chunks).items()} | biases
+
+
 def build_chunk(config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int) -> GPTModel:
     """This rank's layers of a virtual stage (0 where a pipeline stage has only one), with Megatron's output layer."""
     shape = ModelShape.of(hf_config)
@@ -91,9 +100,7 @@ def build_chunk(config: TransformerConfig, hf_config: Mapping[str, Any], stage: 
         position_embedding_type="rope",
         vp_stage=virtual,
     )
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(rope_parameters(completed(hf_config)), shape.head_dim)
-    if not uses_transformer_engine():
-        model.rotary_pos_emb.__class__ = PositionRotary
+    set_rotary(model, hf_config)
     return model
 
 
@@ -109,6 +116,8 @@ def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
 def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
     """Architecture from the Hugging Face config, parallelism from the layout, the rest from megatron_extra."""
     section = settings.section
+    latent = ModelShape.of(hf_config).latent is not None
+    config_class = MLATransformerConfig if latent else TransformerConfig
     groups = {
         "the model's config.json": architecture(hf_config),
         f"{section}.layout": _parallelism(settings.layout),
@@ -116,9 +125,9 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
         f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),
     }
     ours = dict.fromkeys(MODEL_DEFAULTS) | {name: home for home, fields in groups.items() for name in fields}
-    extra = checked(f"{section}.megatron_extra.model", settings.megatron_extra.model, TransformerConfig, ours)
+    extra = checked(f"{section}.megatron_extra.model", settings.megatron_extra.model, config_class, ours)
     fields = {name: value for group in groups.values() for name, value in group.items()}
-    return TransformerConfig(**{**fields, **_kernels(), **_recomputed_layers(settings), **extra})
+    return config_class(**{**fields, **_kernels(latent), **_recomputed_layers(settings), **ROUTING, **extra})
 
 
 def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
@@ -163,7 +172,7 @@ def _recomputed_layers(settings: Trained) -> dict[str, Any]:
     return dict(recompute_method="uniform", recompute_num_layers=1) if settings.recompute == "full" else {}
 
 
-def _kernels() -> dict[str, Any]:
+def _kernels(latent: bool) -> dict[str, Any]:
     """Fused kernels come with Transformer Engine; weights are loaded right after, so initialisation is free of cost."""
     fused = uses_transformer_engine()
     return dict(
@@ -171,7 +180,7 @@ def _kernels() -> dict[str, Any]:
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
-        apply_rope_fusion=fused,
+        apply_rope_fusion=fused and not latent,  # that for latent attention knows YaRN only
         moe_grouped_gemm=fused,
         moe_permute_fusion=fused,
         use_cpu_initialization=not device.on_cuda(),

@@ -1,4 +1,4 @@
-"""The frequencies of rotary position embeddings, as a model's config.json asks for them."""
+"""Rotary position embeddings, as a model's config.json asks for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,52 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megarl.config.huggingface import completed, rope_parameters
+from megarl.megatron.layer_spec import uses_transformer_engine
+from megarl.resharding.families.shape import ModelShape
+
+
+class PositionRotary(RotaryEmbedding):
+    """Rotary angles of the positions that a pack's tokens have in their documents, which its order does not tell.
+
+    The positions (int64 [T]) are set right before each call of the model, in the order in which Megatron shares out
+    the pack over context-parallel ranks.
+    """
+
+    positions: torch.Tensor
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> torch.Tensor:
+        return self.get_emb(int(self.positions.max()) + 1)[self.positions]
+
+
+class PositionYarn(YarnRotaryEmbedding):
+    """The same, with YaRN's scaling (arXiv 2309.00071), whose factor for the cosines and sines comes beside them."""
+
+    positions: torch.Tensor
+
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
+    ) -> tuple[torch.Tensor, float]:
+        angles, factor = self.get_emb(int(self.positions.max()) + 1)
+        return angles[self.positions], factor
+
+
+def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
+    """Gives the model, and with latent attention all of its layers, the one embedding that config.json describes."""
+    shape, rope = ModelShape.of(hf_config), rope_parameters(completed(hf_config))
+    if shape.latent:
+        attentions = [layer.self_attention for layer in model.decoder.layers]
+        model.rotary_pos_emb = attentions[0].rotary_pos_emb
+        for attention in attentions:
+            attention.rotary_pos_emb = model.rotary_pos_emb
+    if rope["rope_type"] != "yarn":
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
+    if not uses_transformer_engine():
+        model.rotary_pos_emb.__class__ = PositionYarn if rope["rope_type"] == "yarn" else PositionRotary
 
 
 def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:

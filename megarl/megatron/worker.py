@@ -22,7 +22,7 @@ from megarl.data.packing import Microbatch
 from megarl.megatron import kernels, parallel, sharded_checkpoint, step
 from megarl.megatron.advantage import with_advantages
 from megarl.megatron.layer_spec import uses_transformer_engine
-from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model, named_parameters
+from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model, named_parameters, named_weights
 from megarl.megatron.offload import Offload
 from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.packing import packing_of
@@ -105,7 +105,7 @@ class TrainerWorker(ABC):
         return parallel.data_parallel_rank()
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in named_parameters(self.chunks).items()}
+        return named_weights(self.chunks)
 
     def publish(self) -> dict[str, PublishedParameter]:
         """Moves the live parameters into shared memory, where an engine on this machine reads them from now on."""

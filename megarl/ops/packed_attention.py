@@ -113,8 +113,11 @@ def packed_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """query [n, heads, d], key and value [T, kv heads, d], heads a multiple of kv heads. Returns [n, heads, d]."""
-    out = torch.zeros_like(query)
+    """query [n, heads, d], key [T, kv heads, d], value [T, kv heads, v], heads a multiple of kv heads.
+
+    Returns [n, heads, v].
+    """
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for bucket in buckets:
         q, k, v = query[bucket.queries], key[bucket.keys], value[bucket.keys]
         attended = F.scaled_dot_product_attention(

@@ -26,7 +26,7 @@ DENSE = dict(
     num_key_value_heads=3,
     head_dim=8,
     num_hidden_layers=2,
-    intermediate_size=80,
+    intermediate_size=72,
     max_position_embeddings=64,
 )
 LLAMA3_ROPE = dict(
@@ -37,8 +37,31 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
-MIXTRAL = DENSE | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
-QWEN3_MOE = DENSE | dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
+MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+QWEN3_MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
+DEEPSEEK = dict(
+    vocab_size=128,
+    hidden_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    num_hidden_layers=3,
+    intermediate_size=80,
+    max_position_embeddings=64,
+    q_lora_rank=12,
+    kv_lora_rank=20,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    first_k_dense_replace=1,
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+)
+YARN = dict(rope_type="yarn", rope_theta=1e3, factor=4.0, original_max_position_embeddings=16, beta_fast=4, beta_slow=1)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("llama", {}),
     "Llama 3, tied": ("llama", dict(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)),
@@ -57,6 +80,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         QWEN3_MOE | dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2, tie_word_embeddings=True),
     ),
+    "DeepSeek-V3": ("deepseek_v3", {}),
+    "DeepSeek-V3, YaRN": ("deepseek_v3", dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.7))),
+    "DeepSeek-V3, YaRN without mscale": ("deepseek_v3", dict(rope_parameters=YARN)),
+    "DeepSeek-V3, direct queries, any group": ("deepseek_v3", dict(q_lora_rank=None, n_group=1, topk_group=1)),
 }
 
 
@@ -91,10 +118,15 @@ def transformers_logits(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
     return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
 
 
+def write(folder: Path, name: str) -> Path:
+    model_type, changes = MODELS[name]
+    sizes = DEEPSEEK if model_type == "deepseek_v3" else DENSE
+    return write_tiny_model(folder, model_type, **sizes | changes)
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request, tmp_path_factory) -> Path:
-    model_type, changes = MODELS[request.param]
-    return write_tiny_model(tmp_path_factory.mktemp("model"), model_type, **DENSE | changes)
+    return write(tmp_path_factory.mktemp("model"), request.param)
 
 
 def test_logits_equal_those_of_transformers(folder):
@@ -107,4 +139,25 @@ def test_logits_equal_those_of_transformers(folder):
 
 def test_training_equals_that_of_transformers(folder):
     ranks = run_ranks(1, train, config_of(folder), folder, [GROUPS])
+    assert_same_training(folder, ranks, plain_training(folder, [GROUPS], kl_coefficient=0.0))
+
+
+LAYOUTS = [
+    ("Llama, all biases", "tp: 3"),
+    ("Llama, all biases", "tp: 3, sequence_parallel: true"),
+    ("Qwen3", "tp: 3"),
+    ("Qwen3, tied", "tp: 3, sequence_parallel: true"),
+    ("DeepSeek-V3", "pp: 2, tp: 2, sequence_parallel: true, first_stage_layers: 2"),
+    ("DeepSeek-V3, YaRN", "tp: 2, sequence_parallel: true, ep: 2, etp: 1"),
+    ("DeepSeek-V3, YaRN", "cp: 2"),
+    ("DeepSeek-V3, direct queries, any group", "tp: 2, sequence_parallel: true"),
+]
+"""Those in which what is special about a family is spread over ranks."""
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_training_over_ranks_equals_that_of_transformers(tmp_path, name, layout):
+    folder = write(tmp_path / "model", name)
+    config = config_of(folder, f"actor.layout={{{layout}}}")
+    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, [GROUPS])
     assert_same_training(folder, ranks, plain_training(folder, [GROUPS], kl_coefficient=0.0))

@@ -8,6 +8,7 @@ from typing import Any
 from megarl.config.classifier import score_head_of
 from megarl.resharding.families.attention import attention_parts
 from megarl.resharding.families.experts import expert_parts
+from megarl.resharding.families.latent_attention import latent_attention_parts
 from megarl.resharding.families.mlp import mlp_parts
 from megarl.resharding.families.part import Part
 from megarl.resharding.families.shape import ModelShape
@@ -42,7 +43,8 @@ class Canonical:
 
     def layer_parts(self, layer: int) -> list[Part]:
         mlp = expert_parts(self.model) if self.model.has_experts(layer) else mlp_parts(self.model)
-        return [*attention_parts(self.model), *mlp]
+        attention = latent_attention_parts(self.model) if self.model.latent else attention_parts(self.model)
+        return [*attention, *mlp]
 
     def layer_shapes(self, layer: int) -> dict[str, Shape]:
         return {name: shape for part in self.layer_parts(layer) for name, shape in part.shapes(self.model).items()}

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the dense MLP: Mixtral and Qwen3."""
+"""A mixture of experts in place of the dense MLP: Mixtral, Qwen3 and DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -47,5 +47,35 @@ MIXTRAL = (NORM, *routed("block_sparse_moe", "w1", "w3", "w2"))
 QWEN3 = (NORM, *routed("mlp", "gate_proj", "up_proj", "down_proj"))
 
 
+_SHARED = tuple(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+_BIAS = "mlp.gate.e_score_correction_bias"
+
+SHARED = Part(
+    tensors={
+        **dict.fromkeys(_SHARED[:2], ("experts.shared_intermediate", "hidden")),
+        _SHARED[2]: ("hidden", "experts.shared_intermediate"),
+    },
+    megatron={
+        "mlp.shared_experts.linear_fc1.weight": Split(_SHARED[:2]),
+        "mlp.shared_experts.linear_fc2.weight": Split(_SHARED[2:], axis=1),
+    },
+    vllm={
+        "mlp.shared_experts.gate_up_proj.weight": Split(_SHARED[:2]),
+        "mlp.shared_experts.down_proj.weight": Split(_SHARED[2:], axis=1),
+    },
+)
+ROUTER_BIAS = Part(
+    tensors={_BIAS: ("experts.count",)},
+    megatron={"mlp.router.expert_bias": Whole((_BIAS,))},
+    vllm={_BIAS: Whole((_BIAS,))},
+)
+
+
 def expert_parts(model: ModelShape) -> tuple[Part, ...]:
-    return MIXTRAL if model.model_type == "mixtral" else QWEN3
+    assert model.experts is not None
+    match model.model_type:
+        case "mixtral":
+            return MIXTRAL
+        case "deepseek_v3":
+            return (*QWEN3, ROUTER_BIAS, *([SHARED] if model.experts.shared_intermediate else []))
+    return QWEN3

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.classifier import score_head_of
-from megarl.config.huggingface import Experts, completed, experts, kv_heads, unsupported
+from megarl.config.huggingface import (
+    Experts,
+    LatentAttention,
+    completed,
+    experts,
+    kv_heads,
+    latent_attention,
+    unsupported,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,7 @@ class ModelShape:
     mlp_bias: bool
     qk_norm: bool
     experts: Experts | None
+    latent: LatentAttention | None
 
     @property
     def query(self) -> int:
@@ -47,6 +56,26 @@ class ModelShape:
         """Rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that turn with its position."""
+        return self.latent.position_dim if self.latent else self.head_dim
+
+    @property
+    def value(self) -> int:
+        """Columns of the output projection."""
+        return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
+    def latent_keys_and_values(self) -> int:
+        """Rows of the projection from the latent of keys and values."""
+        return self.heads * (self.latent.content_dim + self.latent.value_dim) if self.latent else 0
+
+    @property
+    def latent_and_position(self) -> int:
+        """Rows of the projection to that latent and to the key's channels with positions, which all heads share."""
+        return self.latent.kv_rank + self.latent.position_dim if self.latent else 0
+
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
 
@@ -56,14 +85,15 @@ class ModelShape:
         is not done here."""
         model = _checked(hf_config)
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
-        family = model["model_type"]
+        family, latent = model["model_type"], latent_attention(model)
         return cls(
             model_type=family,
             num_layers=_number(model, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads(model),
-            head_dim=model["head_dim"] or hidden // heads,
+            # What config.json calls so is only the part that has positions, if attention is latent.
+            head_dim=latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads,
             intermediate=_number(model, "intermediate_size"),
             vocab=_number(model, "vocab_size"),
             # A classifier's config may say so too, but there is no language head to tie.
@@ -73,6 +103,7 @@ class ModelShape:
             mlp_bias=model["mlp_bias"],
             qk_norm=family in ("qwen3", "qwen3_moe"),
             experts=experts(model),
+            latent=latent,
         )
 
 
