@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 
 from megarl import device
 from megarl.config.schema import Layout
-from megarl.megatron import cpu_support
+from megarl.megatron import cpu_support, random_state
 
 _host_group: dist.ProcessGroup | None = None
 
@@ -48,7 +48,7 @@ def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    random_state.seed(seed)
     global _host_group
     _host_group = dist.new_group(backend=device.HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
 

@@ -6,9 +6,16 @@ import random
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from megarl import device
+
+
+def seed(value: int) -> None:
+    """All of them; Megatron's by the rank's place in the layout."""
+    random.seed(value)
+    torch.manual_seed(value)
+    model_parallel_cuda_manual_seed(value)
 
 
 def capture() -> dict[str, Any]:

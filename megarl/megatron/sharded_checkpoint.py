@@ -86,15 +86,13 @@ def save(
 
     counters: what else `load` is to return, the same on all ranks; num_updates among them.
     """
-    for part in optimizer.chained_optimizers:
-        _make_state(part, counters["num_updates"])
     models = _sharded_models(chunks)
     # Gathers copies. It looks parameters up by identity, so those of the model are made after it.
-    optimizer_state = optimizer.sharded_state_dict(models, metadata=FORMAT)
+    moments = _sharded_moments(optimizer, models, is_loading=False)
     for shard in nested_values(models):
         if isinstance(shard, ShardedTensor | ShardedTensorFactory) and is_main_replica(shard.replica_id):
             shard.data = shard.data.detach().to("cpu", copy=True)
-    state = {**models, "optimizer": optimizer_state, "counters": dict(counters), RANDOM: _sharded_random()}
+    state = {**models, "optimizer": moments, "counters": dict(counters), RANDOM: _sharded_random()}
     strategy = ThreadStrategy("torch_dist", 1)
     return Saving(folder, dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True))
 
@@ -109,10 +107,8 @@ def load(
 
     same_layout: it was saved from this layout, so that each rank takes its random states too.
     """
-    for part in optimizer.chained_optimizers:
-        _make_state(part, num_updates=0)
     models = _sharded_models(chunks)
-    state = {**models, "optimizer": optimizer.sharded_state_dict(models, is_loading=True, metadata=FORMAT)}
+    state = {**models, "optimizer": _sharded_moments(optimizer, models, is_loading=True)}
     if same_layout:
         state[RANDOM] = _sharded_random()
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
@@ -121,10 +117,9 @@ def load(
         raise ValueError(f"{folder}: it is the checkpoint of another model: {sorted(differing)[0]} is in one only")
     for index, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{index}"])
-    parts = optimizer.chained_optimizers
-    states = [loaded["optimizer"]] if len(parts) == 1 else [loaded["optimizer"][i] for i in range(len(parts))]
-    for part, part_state in zip(parts, states, strict=True):
-        _load_part(part, part_state)
+    for index, part in enumerate(optimizer.chained_optimizers):
+        moments = loaded.get("optimizer", {}).get(index, {})  # nothing where all parameters are frozen
+        _load_part(part, moments, loaded["counters"]["num_updates"])
     if same_layout:
         random_state.restore(loaded[RANDOM])
     return loaded["counters"]
@@ -160,33 +155,30 @@ def _sharded_random() -> ShardedObject:
     return ShardedObject(RANDOM, random_state.capture(), (world_size,), (rank,), replica_id=0)
 
 
-def _make_state(part: DistributedOptimizer, num_updates: int) -> None:
-    """What the first update would make: Megatron reads and writes state that exists."""
-    _count_without_parameters(part, num_updates)
-    if not part.optimizer.state:
-        part.init_state_fn(part.optimizer, part.config)
-        for state in part.optimizer.state.values():
-            state.setdefault("step", torch.tensor(0.0))
+def _sharded_moments(optimizer: MegatronOptimizer, models: Mapping[str, Any], is_loading: bool) -> dict[int, Any]:
+    """AdamW's moments and main weights, by part: a model with experts has a part for them under some layouts. The
+    groups of parameters and their rates are those of the configuration, not of the checkpoint."""
+    states = {}
+    for index, part in enumerate(optimizer.chained_optimizers):
+        if not part.optimizer.state:  # what the first update would make
+            part.init_state_fn(part.optimizer, part.config)
+            _set_count(part, 0)
+        states[index] = part.sharded_param_state_fully_reshardable(models, is_loading, FORMAT)
+    return {index: state for index, state in states.items() if state is not None}  # None: another rank gathers it
 
 
-def _count_without_parameters(part: DistributedOptimizer, num_updates: int) -> None:
-    """On a rank whose parameters are all frozen. Megatron writes rank 0's count of updates, which torch's AdamW keeps
-    beside the state of each parameter, and the fused kernels in each group."""
-    if any(group["params"] for group in part.optimizer.param_groups):
-        return
-    for group in part.optimizer.param_groups:
-        group["step"] = num_updates
+def _load_part(part: DistributedOptimizer, moments: Mapping[int, Any], num_updates: int) -> None:
+    for state in part.optimizer.state.values():
+        state.pop("step", None)  # Megatron would look for it among the loaded tensors
+    part.load_parameter_state_from_fully_reshardable(moments)
+    _set_count(part, num_updates)
+
+
+def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
+    """torch's AdamW counts updates by parameter, the fused kernels of Transformer Engine and Apex by group."""
     if kernels.adam() == kernels.TORCH_ADAM:
-        part.optimizer.state["no parameter"] = {"step": torch.tensor(float(num_updates))}
-
-
-def _load_part(part: DistributedOptimizer, state: Mapping[str, Any]) -> None:
-    """torch's AdamW, other than the fused kernels of Transformer Engine and Apex, counts steps for each parameter:
-    Megatron would look for the counts among the loaded tensors, and leave one count to all parameters."""
-    part.load_state_dict({key: value for key, value in state.items() if not key.startswith("param_state")})
-    counts = [inner.pop("step", None) for inner in part.optimizer.state.values()]
-    if "param_state" in state:  # not where all parameters are frozen
-        part.load_parameter_state_from_fully_reshardable(state["param_state"])
-    for inner, count in zip(part.optimizer.state.values(), counts, strict=True):
-        if count is not None:
-            inner["step"] = count.clone()
+        for state in part.optimizer.state.values():
+            state["step"] = torch.tensor(float(num_updates))
+    else:
+        for group in part.optimizer.param_groups:
+            group["step"] = num_updates

@@ -85,6 +85,7 @@ class TrainerWorker(ABC):
         print(f"{settings.section}: {self.kernels}", flush=True)
         self.num_updates = 0
         """Optimizer steps done; the learning rate follows from it."""
+        self._saving: sharded_checkpoint.Saving | None = None
 
     @abstractmethod
     def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
@@ -162,8 +163,9 @@ class TrainerWorker(ABC):
         return self._saving.written
 
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
-        """This rank's files, once they are on the disk."""
-        return self._saving.finish(checkpoint)
+        """This rank's files, once they are on the disk. Frees the copies."""
+        saving, self._saving = self._saving, None
+        return saving.finish(checkpoint)
 
     def close(self) -> None:
         parallel.destroy()

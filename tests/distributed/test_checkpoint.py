@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megarl.checkpoints import Checkpoint, Checkpoints, FileRecord
@@ -27,7 +31,7 @@ from tests.parity import (
     random_groups,
     shares,
 )
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 UPDATES = [random_groups(seed) for seed in range(3)]
 SAVED_AFTER = 2
@@ -36,6 +40,10 @@ PAIRS = {
     "TP2 and 1 process": ("tp: 2", ""),
     "DP2 and 1 process": ("dp: 2", ""),
     "PP2, VPP2 and TP2, SP": ("pp: 2, vpp: 2", "tp: 2, sequence_parallel: true"),
+}
+PAIRS_WITH_EXPERTS = {
+    "EP2 and 1 process": ("dp: 2, ep: 2", ""),
+    "EP2, TP2, ETP1 and PP2": ("tp: 2, sequence_parallel: true, ep: 2, etp: 1", "pp: 2"),
 }
 
 
@@ -55,6 +63,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(model: Path) -> Outcome:
     return plain_training(model, UPDATES, kl_coefficient=0.0)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(
+        tmp_path_factory.mktemp("experts"),
+        "qwen3_moe",
+        vocab_size=128,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+
+
+@pytest.fixture(scope="module")
+def experts_reference(experts: Path) -> Outcome:
+    return plain_training(experts, UPDATES, kl_coefficient=0.0)
 
 
 def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
@@ -115,15 +147,24 @@ def assert_same_weights(some: list[RankResult], others: list[RankResult]) -> Non
         assert not differing
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_any_layout_goes_on_and_nothing_is_lost_there_and_back(model, reference, tmp_path, pair):
-    first, second = (config_of(model, f"actor.layout={{{layout}}}") for layout in PAIRS[pair])
+def check_there_and_back(model: Path, reference: Outcome, tmp_path: Path, layouts: tuple[str, str]) -> None:
+    first, second = (config_of(model, f"actor.layout={{{layout}}}") for layout in layouts)
     uninterrupted, checkpoint = saved_by(first, model, tmp_path / "first")
     elsewhere, converted = saved_by(second, model, tmp_path / "second", checkpoint)
     assert_same_training(model, elsewhere, reference)
     # Weights, moments and counts have gone through the other layout, and make the same update to the last bit.
     back = run_ranks(first.actor.layout.world_size, go_on, first, model, converted)
     assert_same_weights(back, uninterrupted)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_any_layout_goes_on_and_nothing_is_lost_there_and_back(model, reference, tmp_path, pair):
+    check_there_and_back(model, reference, tmp_path, PAIRS[pair])
+
+
+@pytest.mark.parametrize("pair", PAIRS_WITH_EXPERTS)
+def test_experts_go_there_and_back(experts, experts_reference, tmp_path, pair):
+    check_there_and_back(experts, experts_reference, tmp_path, PAIRS_WITH_EXPERTS[pair])
 
 
 @pytest.mark.parametrize("frozen", [["model.layers.1.*"], ["model.embed_tokens.*", "model.layers.[01].*"]])
@@ -213,3 +254,39 @@ def test_another_models_checkpoint_is_refused(model, tmp_path):
     [message] = run_ranks(1, refusal, config_of(untied), untied, checkpoint)
     assert message.startswith(f"{checkpoint.path}/actor: it is the checkpoint of another model: ")
     assert "output_layer.weight is in one only" in message
+
+
+def save_for_ever(store: Path, config: Config, model: Path, folder: Path) -> None:
+    """One process that goes on from the newest checkpoint."""
+    torch.set_num_threads(1)
+    worker, checkpoints = ActorWorker(config, model, 0, dist.FileStore(str(store), 1), threads=1), Checkpoints(folder)
+    first = 1
+    if path := checkpoints.latest():
+        checkpoint = Checkpoint.open(path)
+        worker.check_checkpoint(checkpoint, "actor")
+        worker.load_checkpoint(checkpoint, "actor")
+        first = checkpoint.step + 1
+    for step in itertools.count(first):
+        assert worker.num_updates == step - 1
+        update(worker, config, step % len(UPDATES))
+        hidden = checkpoints.begin(step)
+        (hidden / "actor").mkdir()
+        worker.save_checkpoint(hidden, "actor")
+        checkpoints.commit(step, {"config": config.model_dump()}, worker.finish_checkpoint(hidden))
+        checkpoints.keep(1)
+
+
+def test_killed_at_any_moment_of_a_save_the_checkpoint_before_loads(model, tmp_path):
+    config, checkpoints = config_of(model), Checkpoints(tmp_path / "checkpoints")
+    for attempt in range(6):
+        before = checkpoints.latest()
+        arguments = (tmp_path / f"store{attempt}", config, model, checkpoints.path)
+        process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=arguments)
+        process.start()
+        while checkpoints.latest() == before:
+            assert process.is_alive(), "it could not go on"
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 0.3))  # a save takes about as long
+        process.kill()
+        process.join()
+    run_ranks(1, load, config, model, Checkpoint.open(checkpoints.latest()))

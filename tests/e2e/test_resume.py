@@ -1,0 +1,195 @@
+"""A run that is killed, again and again, and goes on each time ends as one that was not: bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoints import Checkpoint, Checkpoints
+from tests.e2e.run import Run, write_recipe
+
+pytestmark = pytest.mark.slow
+STEPS = 8
+"""Of 4 prompts each, from 8: an epoch ends with every second step."""
+
+REWARD = """
+from pathlib import Path
+import time
+
+GATE = Path(__file__).with_name("gate")
+calls = 0
+
+
+def digit_share(prompt, response, answer):
+    global calls
+    while calls // 16 >= int(GATE.read_text()):  # 16 samples a step
+        time.sleep(0.02)
+    calls += 1
+    return sum(c.isdigit() for c in response) / max(1, len(response))
+"""
+MEASURED = ("time/", "memory/", "throughput/", "checkpoint/")
+"""Metrics that no two runs share."""
+
+
+class Recipe:
+    """Runs of one recipe, of which each makes as many steps as its gate lets through."""
+
+    def __init__(self, folder: Path):
+        self._file = write_recipe(folder)
+        self._gate = folder / "gate"
+        (folder / "gated.py").write_text(REWARD)
+        self._overrides = [
+            f"rewards.functions=[{{function: {folder}/gated.py:digit_share}}]",
+            "actor.optimizer.lr=0.01",
+            "algorithm.kl.coefficient=0.05",
+            "batch.prompts_per_update=2",
+            "checkpoint.every_steps=1",
+            "run.export=true",
+        ]
+
+    @contextmanager
+    def run(self, folder: Path, gate: int, *overrides: str) -> Iterator[Run]:
+        self._gate.write_text(str(gate))
+        with Run(self._file, folder, *self._overrides, "resume=auto", *overrides) as run:
+            yield run
+
+    def finish(self, folder: Path, *overrides: str) -> Run:
+        """A run that ends by itself, with its target reached."""
+        with self.run(folder, STEPS, f"run.steps={STEPS}", *overrides) as run:
+            assert run.end(seconds=120) == 0, run.errors
+            return run
+
+
+def kill(run: Run) -> None:
+    """All processes at once, as a lost machine does."""
+    scratch = run.scratch()
+    for process in run.processes():
+        process.kill()
+    assert run.end() != 0
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def latest(folder: Path) -> int:
+    """Its step; 0 if there is none."""
+    path = Checkpoints(folder / "tiny" / "checkpoints").latest()
+    return int(path.name.removeprefix("step_")) if path else 0
+
+
+def assert_loadable(folder: Path) -> None:
+    checkpoint = Checkpoint.open(Checkpoints(folder / "tiny" / "checkpoints").latest())
+    checkpoint.verify(checkpoint.files)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return Recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run = recipe.finish(folder)
+    assert "starts at the first step" in run.output
+    return folder / "tiny"
+
+
+@pytest.fixture(scope="module")
+def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resumed")
+    with recipe.run(folder, 0) as run:
+        run.find("ray::TrainerActor")
+        kill(run)  # before the first step
+    at_once = "checkpoint.background=false"
+    for step, last in ((1, 0), (4, 1)):  # within an epoch, and at the end of one
+        with recipe.run(folder, step - last, at_once) as run:
+            run.wait_until(lambda step=step: latest(folder) == step)
+            kill(run)
+    with recipe.run(folder, 3) as run:  # at a random moment of steps that do little but save
+        run.wait_until(lambda: latest(folder) > 4)
+        time.sleep(random.uniform(0, 1))
+        kill(run)
+    assert_loadable(folder)
+    reached = latest(folder)
+    assert 5 <= reached <= 7
+    with recipe.run(folder, STEPS - reached, at_once) as run:
+        run.wait_until(lambda: latest(folder) == STEPS)
+        assert f"goes on after step {reached}, " in run.output
+        kill(run)  # after the last step, which this run took for one of many
+    run = recipe.finish(folder)
+    assert f"goes on after step {STEPS}, " in run.output
+    return folder / "tiny"
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+
+
+def test_metrics_are_the_same(uninterrupted: Path, resumed: Path) -> None:
+    assert [line["step"] for line in metrics(resumed)] == list(range(1, STEPS + 1))
+    assert metrics(resumed) == metrics(uninterrupted)
+
+
+def test_samples_are_the_same(uninterrupted: Path, resumed: Path) -> None:
+    names = [f"step_{step:06d}.jsonl" for step in range(1, STEPS + 1)]
+    assert sorted(file.name for file in (resumed / "rollouts").iterdir()) == names
+    for name in names:
+        assert (resumed / "rollouts" / name).read_text() == (uninterrupted / "rollouts" / name).read_text()
+
+
+def test_weights_and_optimizer_are_the_same(uninterrupted: Path, resumed: Path) -> None:
+    [weights] = uninterrupted.glob("model/*.safetensors")
+    assert (resumed / "model" / weights.name).read_bytes() == weights.read_bytes()
+    ours, theirs = (Checkpoint.open(run / "checkpoints" / f"step_{STEPS:06d}") for run in (resumed, uninterrupted))
+    data = {record.path: record.sha256 for record in theirs.files if record.path.endswith(".distcp")}
+    assert len(data) == 2
+    assert {record.path: record.sha256 for record in ours.files if record.path in data} == data
+
+
+def test_the_folder_shows_what_happened(uninterrupted: Path, resumed: Path) -> None:
+    assert [path.name for path in resumed.parent.glob("tiny*")] == ["tiny", "tiny.1"]  # .1 had no checkpoint
+    assert sorted(path.name for path in (resumed / "logs").iterdir()) == [f"attempt_{n}" for n in range(1, 6)]
+    kept = sorted(path.name for path in (resumed / "checkpoints").iterdir())
+    assert kept == ["latest", f"step_{STEPS - 1:06d}", f"step_{STEPS:06d}"]
+
+
+def test_metrics_say_what_saving_cost(uninterrupted: Path) -> None:
+    lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["time/checkpoint"] > 0 for line in lines)
+    [size] = {line["checkpoint/bytes"] for line in lines if "checkpoint/bytes" in line}
+    checkpoint = uninterrupted / "checkpoints" / f"step_{STEPS:06d}" / "actor"
+    assert size == pytest.approx(sum(file.stat().st_size for file in checkpoint.iterdir()), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda file: file.unlink(), "actor/__1_0.distcp is missing"),
+        (lambda file: os.truncate(file, 1000), "actor/__1_0.distcp is damaged: it has 1,000 bytes and had"),
+        (lambda file: flip_a_bit(file), "actor/__1_0.distcp is damaged: its SHA-256 is"),
+    ],
+    ids=["removed", "truncated", "changed"],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(recipe, resumed, tmp_path, damage, problem) -> None:
+    shutil.copytree(resumed, tmp_path / "tiny")
+    folder = tmp_path / "tiny" / "checkpoints"
+    damage(folder / f"step_{STEPS:06d}" / "actor" / "__1_0.distcp")
+    with recipe.run(tmp_path, STEPS, f"run.steps={STEPS + 1}") as run:
+        assert run.end(seconds=120) == 2
+    [line] = run.errors
+    assert line.startswith(f"megarl: error: {folder}/step_{STEPS:06d}: {problem}")
+    assert line.endswith(f"go on from the one before it: resume={folder}/step_{STEPS - 1:06d}")
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
