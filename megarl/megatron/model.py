@@ -127,7 +127,8 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
     ours = dict.fromkeys(MODEL_DEFAULTS) | {name: home for home, fields in groups.items() for name in fields}
     extra = checked(f"{section}.megatron_extra.model", settings.megatron_extra.model, config_class, ours)
     fields = {name: value for group in groups.values() for name, value in group.items()}
-    return config_class(**{**fields, **_kernels(latent), **_recomputed_layers(settings), **ROUTING, **extra})
+    defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING
+    return config_class(**{**fields, **defaults, **extra})
 
 
 def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
@@ -167,9 +168,12 @@ def _parallelism(layout: Layout) -> dict[str, Any]:
     )
 
 
-def _recomputed_layers(settings: Trained) -> dict[str, Any]:
-    """Each layer by itself, of which its input is kept; megatron_extra may choose fewer layers or larger units."""
-    return dict(recompute_method="uniform", recompute_num_layers=1) if settings.recompute == "full" else {}
+def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
+    """full: each layer by itself, of which its input is kept. selective: the MLPs, which keep most; attention keeps
+    little, as no kernel stores its scores. megatron_extra may choose other units."""
+    if settings.recompute == "full":
+        return dict(recompute_method="uniform", recompute_num_layers=1)
+    return dict(recompute_modules=["mlp"] if shape.experts is None else ["mlp", "moe"])
 
 
 def _kernels(latent: bool) -> dict[str, Any]:

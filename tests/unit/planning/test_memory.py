@@ -1,0 +1,69 @@
+"""Memory of a rank at sizes that are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config.schema import Layout
+from megarl.planning.memory import layers_in_flight, rank_memory
+
+QWEN_1_5B = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 28,
+    "intermediate_size": 8960,
+    "tie_word_embeddings": True,
+}
+PARAMETERS = 1_543_714_304
+"""Of Qwen2.5-1.5B, as its model card's 1.54B."""
+
+
+def layout(**sizes: int) -> Layout:
+    one = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_layers=None, last_stage_layers=None)
+    return Layout(**(one | sizes), sequence_parallel=False)
+
+
+def test_state_of_a_known_model():
+    memory = rank_memory(QWEN_1_5B, layout(), 0, 2, num_tokens=0, num_rows=0, num_microbatches=1)
+    assert memory.weights == 2 * PARAMETERS
+    assert memory.gradients == 4 * PARAMETERS
+    assert memory.optimizer == 12 * PARAMETERS
+    assert memory.activations == memory.head == 0
+    assert memory.total == 18 * PARAMETERS
+
+
+def test_data_parallel_ranks_share_the_optimizer_and_tensor_parallel_ranks_all():
+    whole, quarter = (rank_memory(QWEN_1_5B, layout(**sizes), 0, 2, 0, 0, 1) for sizes in ({}, {"dp": 2, "tp": 2}))
+    assert quarter.optimizer == pytest.approx(whole.optimizer / 4, rel=1e-3)  # norms are on every rank
+    assert quarter.weights == pytest.approx(whole.weights / 2, rel=1e-3)
+
+
+def test_recompute_keeps_less():
+    modes = ("none", "selective", "full")
+    kept = [rank_memory(QWEN_1_5B, layout(), 0, 2, 8192, 4096, 1, mode).activations for mode in modes]
+    assert kept[0] > kept[1] > kept[2]
+    assert kept[2] > 28 * 8192 * 1536 * 2  # the input of each layer
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "stage", "num_microbatches", "in_flight"),
+    [
+        (1, 1, 0, 8, 28),
+        (4, 1, 0, 8, 28),  # 4 microbatches of 7 layers
+        (4, 1, 3, 8, 7),
+        (4, 1, 0, 2, 14),
+        (4, 2, 0, 8, 38.5),  # 6 + 4 + 1 = 11 chunks of 3.5 layers
+        (4, 2, 3, 8, 17.5),
+    ],
+)
+def test_layers_in_flight(pp, vpp, stage, num_microbatches, in_flight):
+    assert layers_in_flight(layout(pp=pp, vpp=vpp), stage, 28 // pp, num_microbatches) == in_flight
+
+
+def test_a_mixture_of_experts_is_refused():
+    mixtral = QWEN_1_5B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    with pytest.raises(ValueError, match="memory: the activations of a mixture of experts depend on its routing"):
+        rank_memory(mixtral, layout(), 0, 2, 8, 8, 1)
