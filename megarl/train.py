@@ -18,18 +18,16 @@ from megarl.cluster.cast import Cast, assemble
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.memory import MemorySampler
+from megarl.cluster.model_folders import find_models
 from megarl.cluster.placement import place
 from megarl.cluster.saver import Saver, checkpoint_bytes
 from megarl.cluster.session import Session
-from megarl.cluster.trainer_group import Assignment, Share, TrainerGroup, Values
-from megarl.config.classifier import as_classifier
-from megarl.config.rules import check_critic_model, check_model
+from megarl.cluster.share import Assignment, Share, Values
+from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config, Role
-from megarl.data.model_folder import read_config, resolve
 from megarl.data.packing import Lengths, Packing, schedule
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.metrics import Metric, merge, values
-from megarl.resharding.selection import check_selections
 from megarl.resume import Start, start
 from megarl.rollout.engine import SamplingRequest
 from megarl.sinks import ConsoleSink, JsonlSink
@@ -60,22 +58,18 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    model_folder = resolve(config.model.path)
-    hf_config = read_config(model_folder)
-    check_model(config, hf_config)
-    check_selections(config.actor, hf_config)
-    critic_folder = _critic_folder(config, model_folder)
-    prompts = load_prompts(config, model_folder)
+    models = find_models(config)
+    prompts = load_prompts(config, models.actor)
     begin = start(config, prompts)
     folder, state = begin.folder, begin.state
-    num_bytes = checkpoint_bytes(config, [model_folder, critic_folder][: 1 + config.has_critic])
+    num_bytes = checkpoint_bytes(config, models.trained)
     saver = Saver(folder.checkpoints, config, num_bytes, prompts.data_hash)
     placement = place(config)
-    _announce(config, begin, model_folder, prompts, placement.describe())
+    _announce(config, begin, models.actor, prompts, placement.describe())
     sinks = (JsonlSink(folder.metrics), ConsoleSink(config.run.steps))
     memory = MemorySampler()
     with Session(config.cluster, folder.logs, scratch) as session:
-        cast = assemble(session, config, hf_config, model_folder, critic_folder, placement, begin.checkpoint)
+        cast = assemble(session, config, models, placement, begin.checkpoint)
         cast.refit(version=state.step)
         print(f"kernels: {cast.trainers.kernels}", flush=True)
         while state.step < config.run.steps:
@@ -181,21 +175,10 @@ def share_out(
         for item, weight in zip(samples, weights, strict=True)
     ]
     microbatches = schedule(
-        [Lengths(info.prompt_id, info.num_prompt_tokens, info.num_response_tokens) for info in infos],
+        [Lengths.of(info) for info in infos],
         packing,
     )
     return [Share.of(assignments, own) for own in microbatches]
-
-
-def _critic_folder(config: Config, model_folder: Path) -> Path:
-    """Where the critic starts from; the actor's model, unless it has a path of its own."""
-    if not config.has_critic:
-        return model_folder
-    folder = model_folder if config.critic.path is None else resolve(config.critic.path, key="critic.path")
-    hf_config = read_config(folder)
-    check_critic_model(config, read_config(model_folder), hf_config)
-    check_selections(config.critic, as_classifier(hf_config))
-    return folder
 
 
 def _requests(config: Config, number: int, prompts: Sequence) -> list[list[SamplingRequest]]:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import megarl.megatron.actor_worker
-import megarl.megatron.critic_worker  # noqa: F401  imported here, so that no rank imports it again
+import megarl.megatron.critic_worker
+import megarl.megatron.reward_model_worker  # noqa: F401  imported here, so that no rank imports it again
 
 DEADLINE_S = 240
 

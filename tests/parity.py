@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from megarl.algorithms.groups import group_statistics
 from megarl.batch import Prompt, Sample, SampleInfo, VersionRun
 from megarl.cluster.engine_group import RemoteSample
-from megarl.cluster.trainer_group import Share
+from megarl.cluster.share import Share
 from megarl.config.load import load
 from megarl.config.schema import Config, Role
 from megarl.data.model_folder import read_config

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megarl.checkpoints import Checkpoint
 from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import Placement
+from megarl.cluster.reward_model_group import RewardModelGroup
 from megarl.cluster.reward_worker import RewardWorker
 from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import TrainerGroup
@@ -25,6 +26,7 @@ from megarl.resharding.transports.shared_memory import SharedMemory
 class Cast:
     trainers: TrainerGroup
     critic: TrainerGroup | None
+    reward_model: RewardModelGroup | None
     engines: EngineGroup
     rewards: RewardWorker
     transport: SharedMemory
@@ -54,25 +56,29 @@ class Cast:
     def close(self) -> None:
         for group in self.trained:
             group.close()
+        if self.reward_model is not None:
+            self.reward_model.close()
 
 
 def assemble(
     session: Session,
     config: Config,
-    hf_config: Mapping[str, Any],
-    model_folder: Path,
-    critic_folder: Path,
+    models: ModelFolders,
     placement: Placement,
     checkpoint: Checkpoint | None,
 ) -> Cast:
-    """Starts all processes, then plans how weights flow between them. The folders: what each model starts from, before
+    """Starts all processes, then plans how weights flow between them. Each model starts from its folder, before
     what it has in the checkpoint, if there is one, is loaded."""
-    trainers = TrainerGroup(session, config, "actor", model_folder, placement.trainers)
+    trainers = TrainerGroup(session, config, "actor", models.actor, placement.trainers)
     critic = None
     if placement.critics:
-        critic = TrainerGroup(session, config, "critic", critic_folder, placement.critics)
-    engines = EngineGroup(session, config, model_folder, placement.engines)
-    rewards = RewardWorker(session, config.rewards, placement.rewards)
+        critic = TrainerGroup(session, config, "critic", models.critic, placement.critics)
+    engines = EngineGroup(session, config, models.actor, placement.engines)
+    reward_model = None
+    if models.reward_model is not None:
+        reward_model = RewardModelGroup(session, config, "reward_model", models.reward_model, placement.reward_models)
+        reward_model.start()
+    rewards = RewardWorker(session, config, placement.rewards, reward_model)
     rewards.start()
     for group in (trainers, critic):
         if group is not None:
@@ -80,6 +86,7 @@ def assemble(
             if checkpoint is not None:
                 group.load_checkpoint(checkpoint)
     engines.start()
+    hf_config = models.hf_config
     engine_holders = [
         vllm_holder(hf_config, config.rollout.tp, rank, replica)
         for replica in range(config.rollout.replicas)
@@ -88,6 +95,7 @@ def assemble(
     return Cast(
         trainers=trainers,
         critic=critic,
+        reward_model=reward_model,
         engines=engines,
         rewards=rewards,
         transport=SharedMemory(trainers.publish()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megarl.config.schema import Config, Trained
+from megarl.config.schema import Config, Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +23,16 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Trainer, critic and engines share this machine and take turns: each may use all of its cores."""
+    """Models and engines share this machine and take turns: each may use all of its cores."""
 
     trainers: tuple[Process, ...]
     critics: tuple[Process, ...]
+    reward_models: tuple[Process, ...]
     engines: tuple[Process, ...]
     rewards: Process
 
     def describe(self) -> str:
-        groups = (self.trainers, self.critics, self.engines, (self.rewards,))
+        groups = (self.trainers, self.critics, self.reward_models, self.engines, (self.rewards,))
         return ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads" for g in groups if g)
 
 
@@ -42,12 +43,13 @@ def place(config: Config, cores: int | None = None) -> Placement:
     return Placement(
         trainers=_ranks("trainer", config.actor, cores),
         critics=_ranks("critic", config.critic, cores) if config.has_critic else (),
+        reward_models=_ranks("reward-model", config.reward_model, cores) if config.has_reward_model else (),
         engines=tuple(Process("engine", replica, engine_threads) for replica in range(config.rollout.replicas)),
         rewards=Process("rewards", 0, 1),
     )
 
 
-def _ranks(role: str, settings: Trained, cores: int) -> tuple[Process, ...]:
+def _ranks(role: str, settings: Placed, cores: int) -> tuple[Process, ...]:
     ranks = settings.layout.world_size
     threads = settings.threads or max(1, cores // ranks)
     return tuple(Process(role, rank, threads) for rank in range(ranks))

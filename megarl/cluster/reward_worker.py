@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,24 +13,30 @@ from megarl.batch import Sample, Score
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.logs import log_to
 from megarl.cluster.placement import Process
+from megarl.cluster.reward_model_group import RewardModelGroup
 from megarl.cluster.session import Session
-from megarl.config.schema import Rewards
+from megarl.config.schema import Config
 from megarl.rewards.scorer import Scorer
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardActor:
-    def __init__(self, config: Rewards, process: Process, logs: Path):
+    def __init__(self, config: Config, process: Process, logs: Path):
         log_to(logs / f"{process.name}.log")
         self._config = config
 
     def start(self) -> None:
-        self._scorer = Scorer(self._config.functions)
+        self._scorer = Scorer(self._config.rewards.functions, self._config.reward_model.weight)
 
-    def score(self, refs: Sequence[ray.ObjectRef], step: int, rollouts: Path) -> list[Score]:
-        """Scores the samples and writes them, decoded, to a JSONL file for people to read."""
+    def score(
+        self, refs: Sequence[ray.ObjectRef], model_scores: Mapping[str, float] | None, step: int, rollouts: Path
+    ) -> list[Score]:
+        """Scores the samples and writes them, decoded, to a JSONL file for people to read. model_scores: what the
+        reward model says of each, by sample id (None: there is no model)."""
         samples: list[Sample] = ray.get(list(refs))
-        scores = [self._scorer.score(sample) for sample in samples]
+        scores = [
+            self._scorer.score(sample, None if model_scores is None else model_scores[sample.id]) for sample in samples
+        ]
         with rollouts.open("w", encoding="utf-8") as file:
             for sample, score in zip(samples, scores, strict=True):
                 file.write(json.dumps(_row(step, sample, score), ensure_ascii=False) + "\n")
@@ -54,8 +60,8 @@ def _row(step: int, sample: Sample, score: Score) -> dict:
 
 
 class RewardWorker:
-    def __init__(self, session: Session, config: Rewards, process: Process):
-        self._session, self._name = session, process.name
+    def __init__(self, session: Session, config: Config, process: Process, model: RewardModelGroup | None):
+        self._session, self._name, self._model = session, process.name, model
         self._actor = RewardActor.remote(config, process, session.logs)
         session.watch({self._name: self._actor})
 
@@ -63,6 +69,8 @@ class RewardWorker:
         self._session.wait({self._name: self._actor.start.remote()}, "reward start")
 
     def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> list[Score]:
-        call = self._actor.score.remote([sample.ref for sample in samples], step, rollouts.resolve())
+        """By the reward model, then by the functions."""
+        model_scores = None if self._model is None else self._model.scores(samples)
+        call = self._actor.score.remote([sample.ref for sample in samples], model_scores, step, rollouts.resolve())
         [scores] = self._session.wait({self._name: call}, "rewards")
         return scores

@@ -2,116 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
-from ray.actor import ActorHandle
 
-from megarl.batch import GroupStatistics, Sample, TrainingSample
 from megarl.checkpoints import Checkpoint, FileRecord
-from megarl.cluster.logs import log_to
 from megarl.cluster.placement import Process
+from megarl.cluster.rank_group import RankActor, RankGroup
 from megarl.cluster.session import Session
+from megarl.cluster.share import Share, Values
 from megarl.config.schema import Config, Role
-from megarl.data.packing import Microbatch, Packing
 from megarl.metrics import Metric, merge
-from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
-    import torch
-
     from megarl.megatron.actor_worker import Scorer
-    from megarl.megatron.worker import TrainerWorker
     from megarl.resharding.plan import Plan
     from megarl.resharding.transports.shared_memory import PublishedParameter, SharedMemory
 
 
-Values = dict[str, ray.ObjectRef]
-"""Sample id -> where its critic's values are, one per response token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One sample of an update, as the driver hands it out: where its tokens and its values are (None: it has none), and
-    the scalars beside them."""
-
-    sample: ray.ObjectRef
-    reward: float
-    group: GroupStatistics
-    weight: float
-    values: ray.ObjectRef | None = None
-
-    def fetch(self) -> TrainingSample:
-        return self.training_sample(ray.get(self.sample), None if self.values is None else ray.get(self.values))
-
-    def training_sample(self, sample: Sample, values: torch.Tensor | None = None) -> TrainingSample:
-        return TrainingSample(sample, self.reward, self.group, self.weight, values)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one data-parallel rank does of an update; microbatches index into its samples."""
-
-    samples: tuple[Assignment, ...]
-    microbatches: tuple[Microbatch, ...]
-
-    @classmethod
-    def of(cls, assignments: Sequence[Assignment], microbatches: Sequence[Microbatch]) -> Share:
-        """microbatches index into the whole update; the share keeps only the samples that they name."""
-        own = sorted(index for microbatch in microbatches for index in microbatch)
-        position = {index: i for i, index in enumerate(own)}
-        return cls(
-            samples=tuple(assignments[index] for index in own),
-            microbatches=tuple(tuple(position[index] for index in members) for members in microbatches),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """What a rank says of itself: its data-parallel rank, what it holds of the model, how it packs, its kernels."""
-
-    data_parallel_rank: int
-    holder: Holder
-    packing: Packing
-    kernels: str
-
-
 @ray.remote(num_cpus=0, max_restarts=0)
-class TrainerActor:
-    """Torch and Megatron are imported here, in the actor's own process, never in the driver's."""
-
-    def __init__(self, config: Config, role: Role, model_folder: Path, process: Process, logs: Path):
-        log_to(logs / f"{process.name}.log")
-        self._config, self._role, self._model_folder, self._process = config, role, model_folder, process
-
-    def open_store(self) -> tuple[str, int]:
-        """Rank 0 opens the rendezvous of the process group. Returns host and port."""
-        from megarl.megatron import parallel
-
-        host = ray.util.get_node_ip_address()
-        self._store = parallel.open_store(
-            host, self._config.trained(self._role).layout.world_size, self._config.cluster.start_timeout_s
-        )
-        return host, self._store.port
-
-    def start(self, host: str, port: int) -> Started:
-        """Builds the model and loads its weights."""
-        from megarl.megatron import parallel
-
-        rank, world_size = self._process.index, self._config.trained(self._role).layout.world_size
-        store = (
-            self._store
-            if rank == 0
-            else parallel.join_store(host, port, world_size, self._config.cluster.start_timeout_s)
-        )
-        role_worker = worker_class(self._role)
-        self._worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
-        worker = self._worker
-        return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
-
+class TrainerActor(RankActor):
     def publish(self) -> dict[str, PublishedParameter]:
         return self._worker.publish()
 
@@ -153,46 +65,15 @@ class TrainerActor:
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
         return self._worker.finish_checkpoint(checkpoint)
 
-    def close(self) -> None:
-        self._worker.close()
 
+class TrainerGroup(RankGroup):
+    """All ranks of a model that the run trains."""
 
-def worker_class(role: Role) -> type[TrainerWorker]:
-    from megarl.megatron.actor_worker import ActorWorker
-    from megarl.megatron.critic_worker import CriticWorker
-
-    return {"actor": ActorWorker, "critic": CriticWorker}[role]
-
-
-class TrainerGroup:
-    """All ranks of a role. Every method is one call on every rank and returns when all have answered."""
+    actor_class = TrainerActor
 
     def __init__(self, session: Session, config: Config, role: Role, model_folder: Path, processes: Sequence[Process]):
-        self._session, self._role = session, role
-        self.offloads = bool(config.trained(role).offload)
-        self._start_timeout_s = config.cluster.start_timeout_s
-        gpus = 1 if ray.cluster_resources().get("GPU") else 0
-        self._actors = {
-            process.name: TrainerActor.options(num_gpus=gpus).remote(config, role, model_folder, process, session.logs)
-            for process in processes
-        }
-        session.watch(self._actors)
-        self._data_parallel_ranks: list[int] = []
-        self.holders: list[Holder] = []
-
-    def start(self) -> None:
-        first_name, first = next(iter(self._actors.items()))
-        [(host, port)] = self._session.wait(
-            {first_name: first.open_store.remote()}, f"{self._role} rendezvous", self._start_timeout_s
-        )
-        started = self._session.wait(
-            {name: actor.start.remote(host, port) for name, actor in self._actors.items()},
-            f"{self._role} start",
-            self._start_timeout_s,
-        )
-        self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
-        self.holders = [rank.holder for rank in started]
-        self.packing, self.kernels = started[0].packing, started[0].kernels
+        super().__init__(session, config, role, model_folder, processes)
+        self.offloads = bool(config.placed(role).offload)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Raises ValueError that names a damaged file, before any rank reads more than its checksum."""
@@ -258,12 +139,3 @@ class TrainerGroup:
         calls = {name: actor.finish_checkpoint.remote(checkpoint) for name, actor in self._actors.items()}
         answers = self._session.wait(calls, f"{self._role}: writing the checkpoint")
         return [record for records in answers for record in records]
-
-    def close(self) -> None:
-        """Leaves the process group together, so that no rank sees the others vanish."""
-        self._session.wait({name: actor.close.remote() for name, actor in self._actors.items()}, f"{self._role} end")
-
-    def _dealt(self, shares: Sequence[Share]) -> Iterator[tuple[str, ActorHandle, Share]]:
-        """Every rank with the share of its data-parallel rank."""
-        for (name, actor), rank in zip(self._actors.items(), self._data_parallel_ranks, strict=True):
-            yield name, actor, shares[rank]

@@ -12,27 +12,47 @@ from typing import Any
 from megarl.config.classifier import score_head_of
 from megarl.config.huggingface import attention_window, completed, experts, kv_heads, unsupported
 from megarl.config.learning_rate import num_updates
-from megarl.config.schema import Config, Layout, Trained
+from megarl.config.schema import Config, Layout, Placed, Trained
 
 
 def check(config: Config) -> None:
     """Checks the keys against each other. Raises ValueError with one line per broken rule."""
+    of_placed = [rule(config, placed) for placed in config.all_placed for rule in _PLACED_RULES]
     of_trained = [rule(config, trained) for trained in config.all_trained for rule in _TRAINED_RULES]
-    _raise_all([rule(config) for rule in _RULES] + of_trained)
+    _raise_all([rule(config) for rule in _RULES] + of_placed + of_trained)
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Checks the keys against the content of the model's config.json. Raises ValueError with a line per broken rule."""
     model = _completed(config, config.actor, hf_config)
-    of_actor = [rule(config, config.actor, model) for rule in _TRAINED_MODEL_RULES]
+    of_actor = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
     _raise_all(of_actor + [rule(config, model) for rule in _ENGINE_RULES])
 
 
 def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
     """The same for the model that the critic starts from, whose config.json is critic_hf_config."""
     critic = _completed(config, config.critic, critic_hf_config)
-    of_critic = [rule(config, config.critic, critic) for rule in _TRAINED_MODEL_RULES]
-    _raise_all([*of_critic, critic_has_one_label(config, critic), critic_knows_every_token(config, hf_config, critic)])
+    of_critic = [rule(config, config.critic, critic) for rule in _PLACED_MODEL_RULES]
+    head = score_head_of(critic)
+    labels = None if head is None else has_one_label(config, config.critic, head.num_labels)
+    _raise_all([*of_critic, labels, knows_every_token(config, config.critic, hf_config, critic)])
+
+
+def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_config: Mapping[str, Any]) -> None:
+    """The same for the reward model, whose config.json is reward_hf_config."""
+    placed = config.reward_model
+    reward = _completed(config, placed, reward_hf_config)
+    of_reward = [rule(config, placed, reward) for rule in _PLACED_MODEL_RULES]
+    head = score_head_of(reward)
+    if head is None:
+        architectures = ", ".join(reward.get("architectures") or ["none"])
+        raise ValueError(
+            f"{_model(config, placed)}: its architecture is {architectures}, without scores; take a classification "
+            "checkpoint (...ForSequenceClassification or ...ForTokenClassification)"
+        )
+    labels = has_one_label(config, placed, head.num_labels)
+    steps = steps_are_of_a_token_classifier(config, head.kind)
+    _raise_all([*of_reward, labels, steps, knows_every_token(config, placed, hf_config, reward)])
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
@@ -60,8 +80,8 @@ def top_p_is_one(config: Config) -> str | None:
     )
 
 
-def sequence_parallel_needs_tensor_parallel(config: Config, trained: Trained) -> str | None:
-    role, layout = trained.section, trained.layout
+def sequence_parallel_needs_tensor_parallel(config: Config, placed: Placed) -> str | None:
+    role, layout = placed.section, placed.layout
     if not layout.sequence_parallel or layout.tp > 1:
         return None
     return (
@@ -70,8 +90,8 @@ def sequence_parallel_needs_tensor_parallel(config: Config, trained: Trained) ->
     )
 
 
-def uneven_stages_need_pipeline(config: Config, trained: Trained) -> str | None:
-    role, layout = trained.section, trained.layout
+def uneven_stages_need_pipeline(config: Config, placed: Placed) -> str | None:
+    role, layout = placed.section, placed.layout
     given = [name for name, layers in _uneven(layout).items() if layers is not None]
     if not given or layout.pp > 1:
         return None
@@ -81,8 +101,8 @@ def uneven_stages_need_pipeline(config: Config, trained: Trained) -> str | None:
     )
 
 
-def virtual_stages_need_pipeline(config: Config, trained: Trained) -> str | None:
-    role, layout = trained.section, trained.layout
+def virtual_stages_need_pipeline(config: Config, placed: Placed) -> str | None:
+    role, layout = placed.section, placed.layout
     if layout.vpp == 1 or layout.pp > 1:
         return None
     return (
@@ -91,9 +111,9 @@ def virtual_stages_need_pipeline(config: Config, trained: Trained) -> str | None
     )
 
 
-def expert_tensor_parallel_needs_expert_parallel(config: Config, trained: Trained) -> str | None:
+def expert_tensor_parallel_needs_expert_parallel(config: Config, placed: Placed) -> str | None:
     """Megatron computes wrong gradients otherwise, without an error."""
-    role, layout = trained.section, trained.layout
+    role, layout = placed.section, placed.layout
     if layout.ep > 1 or layout.expert_tp == layout.tp:
         return None
     return (
@@ -102,9 +122,9 @@ def expert_tensor_parallel_needs_expert_parallel(config: Config, trained: Traine
     )
 
 
-def experts_tile_a_stage(config: Config, trained: Trained) -> str | None:
+def experts_tile_a_stage(config: Config, placed: Placed) -> str | None:
     """The ranks of a pipeline stage are tp x cp x dp, and for the experts etp x ep x their own data parallelism."""
-    role, layout = trained.section, trained.layout
+    role, layout = placed.section, placed.layout
     ranks, needed = layout.tp * layout.cp * layout.dp, layout.expert_tp * layout.ep
     if ranks % needed == 0:
         return None
@@ -125,10 +145,10 @@ def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
     )
 
 
-def microbatch_holds_the_longest_sample(config: Config, trained: Trained) -> str | None:
+def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str | None:
     """The budget is of one rank, and a sample's tokens are shared out over the context-parallel ranks."""
-    role = trained.section
-    budget, cp, context = trained.tokens_per_microbatch, trained.layout.cp, config.rollout.context_length
+    role = placed.section
+    budget, cp, context = placed.tokens_per_microbatch, placed.layout.cp, config.rollout.context_length
     needed = -(-context // cp)
     if budget >= needed:
         return None
@@ -139,10 +159,10 @@ def microbatch_holds_the_longest_sample(config: Config, trained: Trained) -> str
     )
 
 
-def every_data_parallel_rank_has_a_sample(config: Config, trained: Trained) -> str | None:
-    role = trained.section
+def every_data_parallel_rank_has_a_sample(config: Config, placed: Placed) -> str | None:
+    role = placed.section
     prompts, per_prompt = config.batch.prompts_per_update, config.batch.samples_per_prompt
-    dp, samples = trained.layout.dp, prompts * per_prompt
+    dp, samples = placed.layout.dp, prompts * per_prompt
     if dp <= samples:
         return None
     return (
@@ -158,6 +178,15 @@ def warmup_of_the_critic_ends(config: Config) -> str | None:
     return (
         f"critic.warmup_steps={warmup}: in these steps only the critic is trained, and the run has run.steps={steps}; "
         f"set critic.warmup_steps below {steps}"
+    )
+
+
+def something_gives_rewards(config: Config) -> str | None:
+    if config.rewards.functions or config.has_reward_model:
+        return None
+    return (
+        "rewards.functions=[]: nothing would reward the samples; list a function such as exact_match, or set "
+        "reward_model.path"
     )
 
 
@@ -231,7 +260,7 @@ def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
     )
 
 
-_TRAINED_RULES: tuple[Callable[[Config, Trained], str | None], ...] = (
+_PLACED_RULES: tuple[Callable[[Config, Placed], str | None], ...] = (
     sequence_parallel_needs_tensor_parallel,
     uneven_stages_need_pipeline,
     virtual_stages_need_pipeline,
@@ -239,6 +268,10 @@ _TRAINED_RULES: tuple[Callable[[Config, Trained], str | None], ...] = (
     experts_tile_a_stage,
     microbatch_holds_the_longest_sample,
     every_data_parallel_rank_has_a_sample,
+)
+"""Those that each section of a model on ranks of its own keeps."""
+
+_TRAINED_RULES: tuple[Callable[[Config, Trained], str | None], ...] = (
     fp8_needs_bfloat16,
     schedule_lengths_are_whole_updates,
     schedule_has_the_keys_of_its_name,
@@ -253,57 +286,58 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     top_p_is_one,
     context_holds_a_prompt_and_a_response,
     warmup_of_the_critic_ends,
+    something_gives_rewards,
     clipped_ratio_stays_positive,
 )
 
 
-def model_config_is_complete(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+def model_config_is_complete(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
     needed = ("intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
     missing = [name for name in needed if name not in hf]
     if not missing:
         return None
     lacking = ", ".join(missing)
-    return f"{_model(config, trained)}: its config.json lacks {lacking}; take the config.json of the original model"
+    return f"{_model(config, placed)}: its config.json lacks {lacking}; take the config.json of the original model"
 
 
-def attention_heads_divide_by_tp(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
-    return _tensor_parallel(config, trained, hf, "attention heads", hf["num_attention_heads"])
+def attention_heads_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    return _tensor_parallel(config, placed, hf, "attention heads", hf["num_attention_heads"])
 
 
-def kv_heads_divide_by_tp(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
-    return _tensor_parallel(config, trained, hf, "KV heads", kv_heads(hf))
+def kv_heads_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    return _tensor_parallel(config, placed, hf, "KV heads", kv_heads(hf))
 
 
-def mlp_divides_by_tp(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+def mlp_divides_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
     if not _has_dense_layers(hf):
         return None
-    return _tensor_parallel(config, trained, hf, "MLP rows (intermediate_size)", hf["intermediate_size"])
+    return _tensor_parallel(config, placed, hf, "MLP rows (intermediate_size)", hf["intermediate_size"])
 
 
-def experts_divide_by_ep(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
-    role = trained.section
-    ep, mixture = trained.layout.ep, experts(hf)
+def experts_divide_by_ep(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    role = placed.section
+    ep, mixture = placed.layout.ep, experts(hf)
     if mixture is not None:
         return _does_not_divide(f"{role}.layout.ep", ep, "experts", mixture.count, _divisors(mixture.count))
     if ep == 1:
         return None
-    return f"{role}.layout.ep={ep}: {_model(config, trained)} has no experts to share out; set {role}.layout.ep=1"
+    return f"{role}.layout.ep={ep}: {_model(config, placed)} has no experts to share out; set {role}.layout.ep=1"
 
 
-def expert_mlp_divides_by_etp(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
-    role = trained.section
+def expert_mlp_divides_by_etp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    role = placed.section
     mixture = experts(hf)
     if mixture is None:
         return None
-    layout, rows = trained.layout, mixture.intermediate
+    layout, rows = placed.layout, mixture.intermediate
     key = f"{role}.layout.tp" if layout.etp is None else f"{role}.layout.etp"
     return _does_not_divide(key, layout.expert_tp, "MLP rows of an expert", rows, _divisors(rows))
 
 
 def experts_and_tensor_parallel_need_sequence_parallel(
-    config: Config, trained: Trained, hf: Mapping[str, Any]
+    config: Config, placed: Placed, hf: Mapping[str, Any]
 ) -> str | None:
-    role, layout = trained.section, trained.layout
+    role, layout = placed.section, placed.layout
     if layout.tp == 1 or layout.sequence_parallel or experts(hf) is None:
         return None
     return (
@@ -312,10 +346,10 @@ def experts_and_tensor_parallel_need_sequence_parallel(
     )
 
 
-def layers_tile_the_stages(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+def layers_tile_the_stages(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
     """Layers left by a first or last stage of its own size divide evenly over the other stages, at least one each."""
-    role = trained.section
-    layout, num_layers = trained.layout, hf["num_hidden_layers"]
+    role = placed.section
+    layout, num_layers = placed.layout, hf["num_hidden_layers"]
     given = {name: layers for name, layers in _uneven(layout).items() if layers is not None}
     left, stages = num_layers - sum(given.values()), layout.pp - len(given)
     if (left == 0) if stages == 0 else (left >= stages and left % stages == 0):
@@ -332,11 +366,11 @@ def layers_tile_the_stages(config: Config, trained: Trained, hf: Mapping[str, An
     return f"{problem}; {_stage_remedy(layout.pp, num_layers)}"
 
 
-def virtual_stages_tile_each_stage(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+def virtual_stages_tile_each_stage(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
     """Each pipeline stage's layers divide evenly over its virtual stages."""
-    role = trained.section
-    layout, num_layers = trained.layout, hf["num_hidden_layers"]
-    if layers_tile_the_stages(config, trained, hf) is not None:
+    role = placed.section
+    layout, num_layers = placed.layout, hf["num_hidden_layers"]
+    if layers_tile_the_stages(config, placed, hf) is not None:
         return None
     given = {name: layers for name, layers in _uneven(layout).items() if layers is not None}
     others = layout.pp - len(given)
@@ -379,7 +413,7 @@ def engine_expert_mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> st
     return _does_not_divide("rollout.tp", config.rollout.tp, "MLP rows of an expert", rows, sizes)
 
 
-def context_fits_the_positions(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+def context_fits_the_positions(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
     context, positions = config.rollout.context_length, hf["max_position_embeddings"]
     if context <= positions:
         return None
@@ -389,7 +423,7 @@ def context_fits_the_positions(config: Config, trained: Trained, hf: Mapping[str
     )
 
 
-def attention_is_full(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+def attention_is_full(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
     """A window that is as long as the longest sample hides nothing."""
     window, context = attention_window(hf), config.rollout.context_length
     if window is None or context <= window:
@@ -400,36 +434,44 @@ def attention_is_full(config: Config, trained: Trained, hf: Mapping[str, Any]) -
     )
 
 
-def features_are_supported(config: Config, trained: Trained, hf: Mapping[str, Any]) -> str | None:
+def features_are_supported(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
     found = unsupported(hf)
     if not found:
         return None
     return (
-        f"{_model(config, trained)}: {' and '.join(found)} is not supported by this version; choose a model without it"
+        f"{_model(config, placed)}: {' and '.join(found)} is not supported by this version; choose a model without it"
     )
 
 
-def critic_has_one_label(config: Config, critic: Mapping[str, Any]) -> str | None:
-    head = score_head_of(critic)
-    if head is None or head.num_labels == 1:
+def has_one_label(config: Config, placed: Placed, num_labels: int) -> str | None:
+    if num_labels == 1:
         return None
     return (
-        f"{_model(config, config.critic)}: it has {head.num_labels} labels (id2label), and a value is one number; take "
-        "a classification checkpoint with num_labels=1, such as a reward model"
+        f"{_model(config, placed)}: it has {num_labels} labels (id2label), and a score is one number; take a "
+        "classification checkpoint with num_labels=1"
     )
 
 
-def critic_knows_every_token(config: Config, actor: Mapping[str, Any], critic: Mapping[str, Any]) -> str | None:
-    """The critic reads the ids that the actor's tokenizer and engine make."""
-    if critic["vocab_size"] >= actor["vocab_size"]:
+def knows_every_token(config: Config, placed: Placed, actor: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """It reads the ids that the actor's tokenizer and engine make."""
+    if own["vocab_size"] >= actor["vocab_size"]:
         return None
     return (
-        f"{_model(config, config.critic)}: its vocab_size {critic['vocab_size']} is below the actor's "
-        f"{actor['vocab_size']}, whose token ids it must read; take a critic with the actor's tokenizer"
+        f"{_model(config, placed)}: its vocab_size {own['vocab_size']} is below the actor's {actor['vocab_size']}, "
+        "whose token ids it must read; take a model with the actor's tokenizer"
     )
 
 
-_TRAINED_MODEL_RULES: tuple[Callable[[Config, Trained, Mapping[str, Any]], str | None], ...] = (
+def steps_are_of_a_token_classifier(config: Config, kind: str) -> str | None:
+    if config.reward_model.step_end is None or kind == "token":
+        return None
+    return (
+        f"reward_model.step_end={config.reward_model.step_end!r}: {_model(config, config.reward_model)} scores whole "
+        "samples (...ForSequenceClassification); set reward_model.step_end=null"
+    )
+
+
+_PLACED_MODEL_RULES: tuple[Callable[[Config, Placed, Mapping[str, Any]], str | None], ...] = (
     attention_heads_divide_by_tp,
     kv_heads_divide_by_tp,
     mlp_divides_by_tp,
@@ -442,7 +484,7 @@ _TRAINED_MODEL_RULES: tuple[Callable[[Config, Trained, Mapping[str, Any]], str |
     attention_is_full,
     features_are_supported,
 )
-"""Those that each trained model's own config.json keeps."""
+"""Those that the config.json of each of these models keeps."""
 
 _ENGINE_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
     engine_heads_divide_by_tp,
@@ -452,12 +494,12 @@ _ENGINE_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
 )
 
 
-def _completed(config: Config, trained: Trained, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _completed(config: Config, placed: Placed, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         model = completed(hf_config)
     except ValueError as error:
-        raise ValueError(f"{_model(config, trained)}: {error}") from None
-    if violation := model_config_is_complete(config, trained, model):
+        raise ValueError(f"{_model(config, placed)}: {error}") from None
+    if violation := model_config_is_complete(config, placed, model):
         raise ValueError(violation)
     return model
 
@@ -476,11 +518,11 @@ def _does_not_divide(key: str, divisor: int, what: str, number: int, legal: Iter
     return f"{key}={divisor}: {number} {what} do not divide by {divisor} ({arithmetic}); choose from {choices}"
 
 
-def _tensor_parallel(config: Config, trained: Trained, hf: Mapping[str, Any], what: str, number: int) -> str | None:
-    role = trained.section
+def _tensor_parallel(config: Config, placed: Placed, hf: Mapping[str, Any], what: str, number: int) -> str | None:
+    role = placed.section
     rows = [hf["intermediate_size"]] if _has_dense_layers(hf) else []
     legal = _divisors(gcd(hf["num_attention_heads"], kv_heads(hf), *rows))
-    return _does_not_divide(f"{role}.layout.tp", trained.layout.tp, what, number, legal)
+    return _does_not_divide(f"{role}.layout.tp", placed.layout.tp, what, number, legal)
 
 
 def _has_dense_layers(hf: Mapping[str, Any]) -> bool:
@@ -514,6 +556,6 @@ def _divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
-def _model(config: Config, trained: Trained) -> str:
-    own = config.critic.path if trained is config.critic else None
-    return f"model.path={config.model.path}" if own is None else f"critic.path={own}"
+def _model(config: Config, placed: Placed) -> str:
+    own = None if placed is config.actor else placed.path
+    return f"model.path={config.model.path}" if own is None else f"{placed.section}.path={own}"

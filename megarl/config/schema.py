@@ -15,6 +15,9 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Role = Literal["actor", "critic"]
 """Of the models that a run trains."""
 
+MegatronRole = Literal[Role, "reward_model"]
+"""Of those that run in Megatron, on ranks of their own."""
+
 Aggregation = Literal["sequence_mean_of_token_means", "sequence_mean_of_token_sums", "token_mean"]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -114,6 +117,28 @@ class Critic(Trained):
     warmup_steps: NonNegativeInt
 
 
+class RewardModel(Section):
+    """Forward passes only: what a trained model has beside these keys is fixed."""
+
+    section: ClassVar[MegatronRole] = "reward_model"
+    overlap_communication: ClassVar[bool] = False
+    recompute: ClassVar[str] = "none"
+    fp8: ClassVar[None] = None
+    megatron_extra: ClassVar[MegatronExtra] = MegatronExtra(model={}, optimizer={}, ddp={})
+
+    path: Annotated[str, Field(min_length=1)] | None
+    weight: FiniteFloat
+    step_end: Annotated[str, Field(min_length=1)] | None
+    aggregation: Literal["mean", "sum", "min", "last"]
+    layout: Layout
+    tokens_per_microbatch: PositiveInt
+    threads: PositiveInt | None
+
+
+Placed = Trained | RewardModel
+"""A model that runs in Megatron, on ranks of its own."""
+
+
 class Rollout(Section):
     replicas: PositiveInt
     tp: PositiveInt
@@ -181,7 +206,7 @@ class RewardFunction(Section):
 
 
 class Rewards(Section):
-    functions: Annotated[list[RewardFunction], Field(min_length=1)]
+    functions: list[RewardFunction]
     failure_limit: Annotated[float, Field(ge=0, le=1)]
 
 
@@ -203,6 +228,7 @@ class Config(Section):
     model: Model
     actor: Actor
     critic: Critic
+    reward_model: RewardModel
     rollout: Rollout
     algorithm: Algorithm
     batch: Batch
@@ -215,13 +241,21 @@ class Config(Section):
     def has_critic(self) -> bool:
         return self.algorithm.advantage.estimator == "gae"
 
-    def trained(self, role: Role) -> Trained:
-        """The section of a model that the run trains."""
-        return {"actor": self.actor, "critic": self.critic}[role]
+    @property
+    def has_reward_model(self) -> bool:
+        return self.reward_model.path is not None
+
+    def placed(self, role: MegatronRole) -> Placed:
+        """The section of a model that runs in Megatron."""
+        return {"actor": self.actor, "critic": self.critic, "reward_model": self.reward_model}[role]
 
     @property
     def all_trained(self) -> tuple[Trained, ...]:
         return (self.actor, self.critic) if self.has_critic else (self.actor,)
+
+    @property
+    def all_placed(self) -> tuple[Placed, ...]:
+        return (*self.all_trained, self.reward_model) if self.has_reward_model else self.all_trained
 
     def num_updates(self, trained: Trained) -> int:
         """Optimizer steps of the whole run; the first critic.warmup_steps steps train the critic only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -12,6 +13,10 @@ from megarl.data.packing import Packing, round_up
 PADDING = 0
 """Any token: nothing that is trained on attends to it."""
 
+Reads = Literal["states", "tokens"]
+"""Which row of the pack a head reads for a response token: that of the state in which it was sampled (the token before
+it), or its own."""
+
 
 def collate(
     samples: Sequence[TrainingSample],
@@ -19,6 +24,7 @@ def collate(
     old: Mapping[str, torch.Tensor] | None = None,
     reference: Mapping[str, torch.Tensor] | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
+    reads: Reads = "states",
 ) -> TokenBatch:
     """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
 
@@ -26,7 +32,7 @@ def collate(
     old, reference   sample id -> float32 [R], log-probs per response token
     values           sample id -> float32 [R], the critic's per response token
     """
-    pack = _Pack(packing)
+    pack = _Pack(packing, reads)
     for item in samples:
         pack.add(item)
     pack.pad()
@@ -58,12 +64,12 @@ def collate(
 class _Pack:
     """Tokens and their positions, and for every document where its tokens stand."""
 
-    def __init__(self, packing: Packing):
+    def __init__(self, packing: Packing, reads: Reads):
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.documents: list[list[int]] = []
         self.rows: list[int] = []
-        self._packing = packing
+        self._packing, self._reads = packing, reads
         self._prompts: dict[str, list[int]] = {}
 
     def add(self, item: TrainingSample) -> None:
@@ -73,9 +79,9 @@ class _Pack:
             standing = self._append(prompt.token_ids, 0)
             self._prompts[prompt.id] = standing
         response = self._append(item.sample.response_ids, len(prompt.token_ids))
-        # The hidden state of a token predicts the one after it.
         document = standing + response
-        self.rows.extend(document[len(standing) - 1 : -1])
+        # The hidden state of a token predicts the one after it.
+        self.rows.extend(document[len(standing) - 1 : -1] if self._reads == "states" else response)
         missing = self._packing.padded(len(document)) - len(document)
         self.documents.append(document + self._append((PADDING,) * missing, len(document)))
 

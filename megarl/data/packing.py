@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.batch import SampleInfo
 from megarl.planning.token_cost import TokenCost
 
 Microbatch = tuple[int, ...]
@@ -44,6 +45,10 @@ class Lengths:
     prompt: str
     prompt_tokens: int
     response_tokens: int
+
+    @classmethod
+    def of(cls, info: SampleInfo) -> Lengths:
+        return cls(info.prompt_id, info.num_prompt_tokens, info.num_response_tokens)
 
     @property
     def num_tokens(self) -> int:

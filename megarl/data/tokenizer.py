@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Of a Hugging Face folder. Raises ValueError if it holds none."""
+def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
+    """Of a Hugging Face folder (that was given for this config key). Raises ValueError if it holds none."""
     if not any(folder.glob("tokenizer*")):
-        raise ValueError(f"model.path: {folder} has no tokenizer; copy the model's tokenizer files into it")
+        raise ValueError(f"{key}: {folder} has no tokenizer; copy the model's tokenizer files into it")
     if _is_generic(folder):
         from transformers import PreTrainedTokenizerFast
 

@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import Store
 
-from megarl import device
 from megarl.batch import TokenBatch, TrainingSample
 from megarl.checkpoints import Checkpoint, FileRecord
-from megarl.config.classifier import BIAS, WEIGHT
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config, Role
-from megarl.data.collate import collate
-from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
-from megarl.megatron import kernels, parallel, sharded_checkpoint, step
+from megarl.megatron import parallel, sharded_checkpoint, step
 from megarl.megatron.advantage import with_advantages
-from megarl.megatron.layer_spec import uses_transformer_engine
-from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model, named_parameters, named_weights
+from megarl.megatron.model import named_parameters
+from megarl.megatron.model_worker import ModelWorker
 from megarl.megatron.offload import Offload
 from megarl.megatron.optimizer import build_optimizer, set_rates
-from megarl.megatron.packing import packing_of
 from megarl.megatron.sums import Sums
 from megarl.metrics import Metric
-from megarl.resharding.execute import execute
-from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.families import huggingface_holder
 from megarl.resharding.folder import write_folder
-from megarl.resharding.piece import Holder
-from megarl.resharding.plan import Plan, make_plan
+from megarl.resharding.plan import Plan
 from megarl.resharding.selection import select_tensors, whole_parameters
-from megarl.resharding.transports.safetensors import SafetensorsFolder
 from megarl.resharding.transports.shared_memory import PublishedParameter, publish
 from megarl.resharding.transports.transport import Transport
 
 
-class TrainerWorker(ABC):
-    """Samples come and go as `Sample`s; tensors made from them stay here.
-
-    A role says which model it is, what it computes of samples in a forward-only pass, and what it is trained on.
-    """
+class TrainerWorker(ModelWorker, ABC):
+    """A role says which model it is, what it computes of samples in a forward-only pass, and what it is trained on."""
 
     role: Role
     metrics: str
@@ -59,30 +48,14 @@ class TrainerWorker(ABC):
         threads: int,
     ):
         """hf_config: of the role's model, which may differ from that of the folder by its head."""
-        self._config, self._settings, self._hf_config = config, config.trained(self.role), hf_config
-        self._folder, self._rank = model_folder, rank
+        super().__init__(config, hf_config, model_folder, rank, store, threads)
+        settings = self._settings
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         """What passes gave for the samples of this step: name as in TokenBatch -> sample id -> float32 [R]."""
-        settings = self._settings
-        self.packing = packing_of(settings, hf_config)
-        dtype = getattr(torch, config.model.dtype)
-        device.claim(threads)
-        parallel.initialize(settings.layout, store, rank, config.run.seed, timeout_s=config.cluster.step_timeout_s)
-        self.chunks = build_model(
-            settings,
-            hf_config,
-            dtype,
-            config.rollout.temperature,
-            config.rollout.context_length,
-            frozen=self._chosen("frozen", settings.frozen),
-        )
-        self._load_weights()
         undecayed = self._chosen("optimizer.no_weight_decay", settings.optimizer.no_weight_decay)
         named = named_parameters(self.chunks)
-        self.optimizer = build_optimizer(settings, self.chunks, dtype, [named[name] for name in undecayed])
+        self.optimizer = build_optimizer(settings, self.chunks, self.dtype, [named[name] for name in undecayed])
         self._offload = Offload(self.chunks, self.optimizer)
-        self.kernels = kernels.describe()
-        print(f"{settings.section}: {self.kernels}", flush=True)
         self.num_updates = 0
         """Optimizer steps done; the learning rate follows from it."""
         self._saving: sharded_checkpoint.Saving | None = None
@@ -90,23 +63,6 @@ class TrainerWorker(ABC):
     @abstractmethod
     def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """See megarl.megatron.objective.Objective."""
-
-    @property
-    def holder(self) -> Holder:
-        return megatron_holder(
-            self._hf_config,
-            self._settings.layout,
-            self._rank,
-            transformer_engine=uses_transformer_engine(),
-            vocab_multiple=VOCABULARY_MULTIPLE,
-        )
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return parallel.data_parallel_rank()
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return named_weights(self.chunks)
 
     def publish(self) -> dict[str, PublishedParameter]:
         """Moves the live parameters into shared memory, where an engine on this machine reads them from now on."""
@@ -167,23 +123,14 @@ class TrainerWorker(ABC):
         saving, self._saving = self._saving, None
         return saving.finish(checkpoint)
 
-    def close(self) -> None:
-        parallel.destroy()
+    def _frozen(self) -> Collection[str]:
+        return self._chosen("frozen", self._settings.frozen)
 
     def _chosen(self, key: str, patterns: Sequence[str]) -> list[str]:
         """This rank's parameters that the patterns (of a key of its section) choose among the model's tensors."""
         key = f"{self._settings.section}.{key}"
         selected = select_tensors(key, patterns, huggingface_holder(self._hf_config).shapes)
         return whole_parameters(key, selected, self.holder)
-
-    def _load_weights(self) -> None:
-        """From the folder. A score head that the folder's model does not have starts at zero."""
-        source = huggingface_holder(read_config(self._folder))
-        missing = {WEIGHT, BIAS}.difference(source.shapes)
-        plan = make_plan([source], [self.holder.zeroed(missing)])
-        with SafetensorsFolder(self._folder) as transport:
-            transport.check(source)
-            execute(plan.for_destination(self.holder.name), self.parameters(), transport, cast=True)
 
     def _training_batches(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
@@ -193,30 +140,7 @@ class TrainerWorker(ABC):
         # Only the last stage reads them, and a critic's values are on no other.
         return with_advantages(self._config.algorithm.advantage, batches) if parallel.is_last_stage(None) else batches
 
-    def _forward(
-        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> dict[str, torch.Tensor]:
-        """Forward-only pass: sample id -> first column of the head, float32 [R]; empty before the last stage."""
-        scored = step.score(self.chunks, self._collate(samples, microbatches, {}))
-        results = {}
-        for microbatch, columns in zip(microbatches, scored, strict=False):
-            members = [samples[i].sample for i in microbatch]
-            parts = columns[:, 0].split([len(sample.response_ids) for sample in members])
-            results |= {sample.id: part for sample, part in zip(members, parts, strict=True)}
-        return results
-
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
         """For the update of the same samples, on the last stage, which alone has scores and reads them."""
         if parallel.is_last_stage(None):
             self._kept.setdefault(name, {}).update(scores)
-
-    def _collate(
-        self,
-        samples: Sequence[TrainingSample],
-        microbatches: Sequence[Microbatch],
-        scores: Mapping[str, Mapping[str, torch.Tensor]],
-    ) -> list[TokenBatch]:
-        return [
-            collate([samples[i] for i in members], self.packing, **scores).to(device.device())
-            for members in microbatches
-        ]

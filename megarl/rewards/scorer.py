@@ -11,6 +11,9 @@ from megarl.batch import Sample, Score
 from megarl.config import schema
 from megarl.rewards import registry
 
+MODEL = "reward_model"
+"""The name of a reward model's part."""
+
 
 class Scorer:
     """Raises ValueError for a function that is not found or is listed twice.
@@ -18,25 +21,28 @@ class Scorer:
     A function that never returns is stopped by whoever runs the scorer in a process that it can kill.
     """
 
-    def __init__(self, functions: Sequence[schema.RewardFunction]) -> None:
+    def __init__(self, functions: Sequence[schema.RewardFunction], model_weight: float = 1.0) -> None:
+        """model_weight: of a reward model's score, which others compute."""
         names = [entry.function for entry in functions]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"rewards.functions: {twice} is listed twice; list it once, with the sum of the weights")
         self._functions = {name: registry.resolve(name) for name in names}
-        self._weights = {entry.function: entry.weight for entry in functions}
+        self._weights = {entry.function: entry.weight for entry in functions} | {MODEL: model_weight}
 
-    def score(self, sample: Sample) -> Score:
-        """Calls every function; the value is the weighted sum of what they say, if all of them say something."""
+    def score(self, sample: Sample, model_score: float | None = None) -> Score:
+        """Calls every function; the value is the weighted sum of what they and the model (None: there is none) say, if
+        all of them say something."""
+        results: dict[str, Any] = {} if model_score is None else {MODEL: model_score}
         parts: dict[str, float] = {}
         failures: list[str] = []
         for name, function in self._functions.items():
             try:
-                result = function(sample.prompt.text, sample.text, sample.prompt.answer)
+                results[name] = function(sample.prompt.text, sample.text, sample.prompt.answer)
             except Exception as error:  # the user's code may raise anything
                 reason = " ".join(str(error).split())
                 failures.append(f"{name} raised {type(error).__name__}: {reason} on sample {sample.id}")
-                continue
+        for name, result in results.items():
             value = _finite(result)
             if value is None:
                 shown = str(result) if isinstance(result, float) else type(result).__name__

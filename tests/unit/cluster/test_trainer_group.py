@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from megarl.cluster.trainer_group import Share
+from megarl.cluster.share import Share
 
 
 def test_a_share_keeps_the_samples_of_its_own_microbatches() -> None:

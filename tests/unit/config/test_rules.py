@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config.huggingface import FAMILIES
 from megarl.config.load import load
-from megarl.config.rules import check_critic_model, check_model
+from megarl.config.rules import check_critic_model, check_model, check_reward_model
 from megarl.config.schema import Config
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
@@ -124,6 +124,7 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             [GAE, "run.steps=3", "critic.warmup_steps=3"],
             "critic.warmup_steps=3: in these steps only the critic is trained, and the run has run.steps=3; set",
         ),
+        (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples; list a function"),
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
     ],
 )
@@ -375,7 +376,7 @@ CLASSIFIER = SMOLLM2 | {"architectures": ["LlamaForSequenceClassification"], "id
         ({}, ["critic.layout.pp=7"], "critic.layout.pp=7: 30 layers do not tile the stages"),
         ({"model_type": "gpt2"}, [], "critic.path=rm: model_type gpt2 is not supported"),
         ({"hidden_act": "gelu"}, [], "critic.path=rm: hidden_act gelu is not supported"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "critic.path=rm: it has 2 labels (id2label), and a value is one"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "critic.path=rm: it has 2 labels (id2label), and a score is one"),
         ({"vocab_size": 49151}, [], "critic.path=rm: its vocab_size 49151 is below the actor's 49152, whose token ids"),
     ],
 )
@@ -389,3 +390,26 @@ def test_critic_that_does_not_fit(changed: dict[str, Any], overrides: list[str],
 def test_critic_from_the_actors_model_fits() -> None:
     model = SMOLLM2 | {"vocab_size": 49152, "architectures": ["LlamaForCausalLM"]}
     check_critic_model(recipe(GAE, "critic.layout.tp=3"), model, model)
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "message"),
+    [
+        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
+        ({"architectures": ["LlamaForCausalLM"]}, [], "reward_model.path=rm: its architecture is LlamaForCausalLM, wi"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: it has 2 labels (id2label), and a score"),
+        ({}, ["reward_model.step_end='. '"], "reward_model.step_end='. ': reward_model.path=rm scores whole samples"),
+        ({"vocab_size": 9}, [], "reward_model.path=rm: its vocab_size 9 is below the actor's 49152"),
+    ],
+)
+def test_reward_model_that_does_not_fit(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+    config = recipe("reward_model.path=rm", *overrides)
+    with pytest.raises(ValueError) as error:
+        check_reward_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
+    assert message in str(error.value)
+
+
+def test_layout_rules_hold_for_the_reward_model() -> None:
+    (line,) = errors("reward_model.path=rm", "reward_model.layout.vpp=2")
+    assert line.startswith("reward_model.layout.vpp=2: virtual stages interleave")
+    recipe("reward_model.path=rm", "rewards.functions=[]")

@@ -91,3 +91,12 @@ def test_a_function_listed_twice_is_refused():
 def test_torch_is_not_needed():
     code = "import sys, megarl.rewards.scorer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_models_score_is_a_part_like_others():
+    scorer = Scorer([RewardFunction(function="exact_match")], model_weight=0.5)
+    assert scorer.score(sample_of("12"), 3.0) == Score(value=2.5, parts={"reward_model": 3.0, "exact_match": 1.0})
+    assert scorer.score(sample_of("12")) == Score(value=1.0, parts={"exact_match": 1.0})
+    failed = scorer.score(sample_of("12"), float("nan"))
+    assert failed.value is None and failed.parts == {"exact_match": 1.0}
+    assert "reward_model returned nan, not a finite number" in failed.failure

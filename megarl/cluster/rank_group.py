@@ -1,0 +1,121 @@
+"""The ranks of a model in Megatron: one Ray actor each, called together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import ray
+from ray.actor import ActorHandle
+
+from megarl.cluster.logs import log_to
+from megarl.cluster.placement import Process
+from megarl.cluster.session import Session
+from megarl.cluster.share import Share
+from megarl.config.schema import Config, MegatronRole
+from megarl.data.packing import Packing
+from megarl.resharding.piece import Holder
+
+if TYPE_CHECKING:
+    from megarl.megatron.model_worker import ModelWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a rank says of itself: its data-parallel rank, what it holds of the model, how it packs, its kernels."""
+
+    data_parallel_rank: int
+    holder: Holder
+    packing: Packing
+    kernels: str
+
+
+class RankActor:
+    """Torch and Megatron are imported here, in the actor's own process, never in the driver's."""
+
+    def __init__(self, config: Config, role: MegatronRole, model_folder: Path, process: Process, logs: Path):
+        log_to(logs / f"{process.name}.log")
+        self._config, self._role, self._model_folder, self._process = config, role, model_folder, process
+
+    def open_store(self) -> tuple[str, int]:
+        """Rank 0 opens the rendezvous of the process group. Returns host and port."""
+        from megarl.megatron import parallel
+
+        host = ray.util.get_node_ip_address()
+        world_size = self._config.placed(self._role).layout.world_size
+        self._store = parallel.open_store(host, world_size, self._config.cluster.start_timeout_s)
+        return host, self._store.port
+
+    def start(self, host: str, port: int) -> Started:
+        """Builds the model and loads its weights."""
+        from megarl.megatron import parallel
+
+        rank, world_size = self._process.index, self._config.placed(self._role).layout.world_size
+        store = (
+            self._store
+            if rank == 0
+            else parallel.join_store(host, port, world_size, self._config.cluster.start_timeout_s)
+        )
+        role_worker = worker_class(self._role)
+        worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
+        self._worker: Any = worker
+        return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def worker_class(role: MegatronRole) -> type[ModelWorker]:
+    from megarl.megatron.actor_worker import ActorWorker
+    from megarl.megatron.critic_worker import CriticWorker
+    from megarl.megatron.reward_model_worker import RewardModelWorker
+
+    return {"actor": ActorWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}[role]
+
+
+class RankGroup:
+    """All ranks of a role. Every method is one call on every rank and returns when all have answered."""
+
+    actor_class: ClassVar[Any]
+    """RankActor, or a class derived from it, as a Ray actor."""
+
+    def __init__(
+        self, session: Session, config: Config, role: MegatronRole, model_folder: Path, processes: Sequence[Process]
+    ):
+        self._session, self._role = session, role
+        self._start_timeout_s = config.cluster.start_timeout_s
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        self._actors = {
+            process.name: self.actor_class.options(num_gpus=gpus).remote(
+                config, role, model_folder, process, session.logs
+            )
+            for process in processes
+        }
+        session.watch(self._actors)
+        self._data_parallel_ranks: list[int] = []
+        self.holders: list[Holder] = []
+
+    def start(self) -> None:
+        first_name, first = next(iter(self._actors.items()))
+        [(host, port)] = self._session.wait(
+            {first_name: first.open_store.remote()}, f"{self._role} rendezvous", self._start_timeout_s
+        )
+        started = self._session.wait(
+            {name: actor.start.remote(host, port) for name, actor in self._actors.items()},
+            f"{self._role} start",
+            self._start_timeout_s,
+        )
+        self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
+        self.holders = [rank.holder for rank in started]
+        self.packing, self.kernels = started[0].packing, started[0].kernels
+
+    def close(self) -> None:
+        """Leaves the process group together, so that no rank sees the others vanish."""
+        self._session.wait({name: actor.close.remote() for name, actor in self._actors.items()}, f"{self._role} end")
+
+    def _dealt(self, shares: Sequence[Share]) -> Iterator[tuple[str, ActorHandle, Share]]:
+        """Every rank with the share of its data-parallel rank."""
+        for (name, actor), rank in zip(self._actors.items(), self._data_parallel_ranks, strict=True):
+            yield name, actor, shares[rank]

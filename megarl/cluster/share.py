@@ -1,0 +1,59 @@
+"""What a data-parallel rank is given to do: samples by reference, and their microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import ray
+
+from megarl.batch import GroupStatistics, Sample, TrainingSample
+from megarl.data.packing import Microbatch
+
+if TYPE_CHECKING:
+    import torch
+
+Values = dict[str, ray.ObjectRef]
+"""Sample id -> where its critic's values are, one per response token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One sample of an update, as the driver hands it out: where its tokens and its values are (None: it has none), and
+    the scalars beside them."""
+
+    sample: ray.ObjectRef
+    reward: float
+    group: GroupStatistics
+    weight: float
+    values: ray.ObjectRef | None = None
+
+    @classmethod
+    def unscored(cls, sample: ray.ObjectRef) -> Assignment:
+        """For a forward-only pass that comes before the sample has a reward."""
+        return cls(sample, 0.0, GroupStatistics(0.0, 1.0, 1), 0.0)
+
+    def fetch(self) -> TrainingSample:
+        return self.training_sample(ray.get(self.sample), None if self.values is None else ray.get(self.values))
+
+    def training_sample(self, sample: Sample, values: torch.Tensor | None = None) -> TrainingSample:
+        return TrainingSample(sample, self.reward, self.group, self.weight, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one data-parallel rank does of an update or a pass; microbatches index into its samples."""
+
+    samples: tuple[Assignment, ...]
+    microbatches: tuple[Microbatch, ...]
+
+    @classmethod
+    def of(cls, assignments: Sequence[Assignment], microbatches: Sequence[Microbatch]) -> Share:
+        """microbatches index into the whole update; the share keeps only the samples that they name."""
+        own = sorted(index for microbatch in microbatches for index in microbatch)
+        position = {index: i for i, index in enumerate(own)}
+        return cls(
+            samples=tuple(assignments[index] for index in own),
+            microbatches=tuple(tuple(position[index] for index in members) for members in microbatches),
+        )

@@ -1,0 +1,123 @@
+"""One rank of a model in Megatron: its shard, with the weights of a Hugging Face folder, and forward-only passes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from megarl import device
+from megarl.batch import TokenBatch, TrainingSample
+from megarl.config.classifier import BIAS, WEIGHT
+from megarl.config.schema import Config, MegatronRole
+from megarl.data.collate import Reads, collate
+from megarl.data.model_folder import read_config
+from megarl.data.packing import Microbatch
+from megarl.megatron import kernels, parallel, step
+from megarl.megatron.layer_spec import uses_transformer_engine
+from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model, named_weights
+from megarl.megatron.packing import packing_of
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.piece import Holder
+from megarl.resharding.plan import make_plan
+from megarl.resharding.transports.safetensors import SafetensorsFolder
+
+
+class ModelWorker:
+    """Samples come and go as `Sample`s; tensors made from them stay here. Each role derives a class of its own."""
+
+    role: MegatronRole
+    reads: Reads = "states"
+    """Which row of the pack its head reads for a response token."""
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        model_folder: Path,
+        rank: int,
+        store: Store,
+        threads: int,
+    ):
+        """hf_config: of the role's model, which may differ from that of the folder by its head."""
+        self._config, self._settings, self._hf_config = config, config.placed(self.role), hf_config
+        self._folder, self._rank = model_folder, rank
+        settings = self._settings
+        self.packing = packing_of(settings, hf_config)
+        device.claim(threads)
+        parallel.initialize(settings.layout, store, rank, config.run.seed, timeout_s=config.cluster.step_timeout_s)
+        self.chunks = build_model(
+            settings,
+            hf_config,
+            self.dtype,
+            config.rollout.temperature,
+            config.rollout.context_length,
+            frozen=self._frozen(),
+        )
+        self._load_weights()
+        self.kernels = kernels.describe()
+        print(f"{settings.section}: {self.kernels}", flush=True)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self._config.model.dtype)
+
+    @property
+    def holder(self) -> Holder:
+        return megatron_holder(
+            self._hf_config,
+            self._settings.layout,
+            self._rank,
+            transformer_engine=uses_transformer_engine(),
+            vocab_multiple=VOCABULARY_MULTIPLE,
+        )
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return parallel.data_parallel_rank()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return named_weights(self.chunks)
+
+    def close(self) -> None:
+        parallel.destroy()
+
+    def _frozen(self) -> Collection[str]:
+        """Names of this rank's parameters that are not trained."""
+        return self.holder.shapes
+
+    def _load_weights(self) -> None:
+        """From the folder. A score head that the folder's model does not have starts at zero."""
+        source = huggingface_holder(read_config(self._folder))
+        missing = {WEIGHT, BIAS}.difference(source.shapes)
+        plan = make_plan([source], [self.holder.zeroed(missing)])
+        with SafetensorsFolder(self._folder) as transport:
+            transport.check(source)
+            execute(plan.for_destination(self.holder.name), self.parameters(), transport, cast=True)
+
+    def _forward(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> dict[str, torch.Tensor]:
+        """Forward-only pass: sample id -> first column of the head, float32 [R]; empty before the last stage."""
+        scored = step.score(self.chunks, self._collate(samples, microbatches, {}))
+        results = {}
+        for microbatch, columns in zip(microbatches, scored, strict=False):
+            members = [samples[i].sample for i in microbatch]
+            parts = columns[:, 0].split([len(sample.response_ids) for sample in members])
+            results |= {sample.id: part for sample, part in zip(members, parts, strict=True)}
+        return results
+
+    def _collate(
+        self,
+        samples: Sequence[TrainingSample],
+        microbatches: Sequence[Microbatch],
+        scores: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> list[TokenBatch]:
+        return [
+            collate([samples[i] for i in members], self.packing, **scores, reads=self.reads).to(device.device())
+            for members in microbatches
+        ]

@@ -1,0 +1,97 @@
+"""Reward models in Megatron score as transformers does, in every layout, from the ids that were sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from megarl.batch import Sample, SampleInfo
+from megarl.cluster.share import Assignment, Share
+from megarl.config.schema import Config
+from megarl.data.packing import Lengths, schedule
+from megarl.megatron.reward_model_worker import RewardModelWorker
+from tests.forked import run_ranks
+from tests.parity import TOLERANCE, config_of, random_groups
+from tests.tiny_model import tiny_tokenizer, write_tiny_llama
+
+LAYOUTS = {
+    "1 process": "{}",
+    "TP3": "{tp: 3}",
+    "TP3, sequence parallel": "{tp: 3, sequence_parallel: true}",
+    "PP2": "{pp: 2}",
+    "DP2": "{dp: 2}",
+    "CP2": "{cp: 2}",
+}
+CLASSES = {"sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
+SAMPLES = [sample for group in random_groups(0) for sample, _ in group]
+STEP_END = "a"
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def reward_model(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    actor = write_tiny_llama(
+        tmp_path_factory.mktemp("actor"), num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96
+    )
+    folder = tmp_path_factory.mktemp(request.param)
+    model = CLASSES[request.param].from_pretrained(actor, num_labels=1, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.score.parameters():
+            parameter.normal_(generator=generator)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder, model
+
+
+def score(store, rank: int, config: Config, folder: Path) -> dict[str, float]:
+    worker = RewardModelWorker(config, folder, rank, store, threads=1)
+    microbatches = schedule([Lengths.of(SampleInfo.of(sample)) for sample in SAMPLES], worker.packing)
+    shares = [Share.of([Assignment.unscored(sample) for sample in SAMPLES], own) for own in microbatches]
+    share = shares[worker.data_parallel_rank]
+    return worker.scores([item.training_sample(item.sample) for item in share.samples], share.microbatches)
+
+
+def scores_of(folder: Path, *overrides: str) -> list[float]:
+    """In the order of the samples; each comes from one rank."""
+    required = [f"reward_model.path={folder}", "reward_model.tokens_per_microbatch=80"]
+    config = config_of(folder, *required, *overrides)
+    ranks = run_ranks(config.reward_model.layout.world_size, score, config, folder)
+    assert sorted(name for rank in ranks for name in rank) == sorted(sample.id for sample in SAMPLES)
+    return [next(rank[sample.id] for rank in ranks if sample.id in rank) for sample in SAMPLES]
+
+
+def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
+    """Of the response's tokens; a sequence classifier gives only that of the last."""
+    with torch.no_grad():
+        logits = model(torch.tensor([sample.prompt.token_ids + sample.response_ids])).logits.flatten()
+    return logits[-len(sample.response_ids) :].tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_equal_those_of_transformers(reward_model, layout):
+    folder, model = reward_model
+    expected = [fmean(token_scores(model, sample)) for sample in SAMPLES]
+    ours = scores_of(folder, f"reward_model.layout={LAYOUTS[layout]}")
+    assert max(map(abs, expected)) > 0.1
+    assert ours == pytest.approx(expected, rel=0, abs=TOLERANCE * max(map(abs, expected)))
+
+
+@pytest.mark.parametrize("reward_model", ["token"], indirect=True)
+@pytest.mark.parametrize(
+    ("aggregation", "combine"), [("mean", fmean), ("sum", sum), ("min", min), ("last", lambda scores: scores[-1])]
+)
+def test_steps_are_scored_where_they_end(reward_model, aggregation, combine):
+    folder, model = reward_model
+    [marker] = tiny_tokenizer().encode(STEP_END)
+    expected, marked = [], 0
+    for sample in SAMPLES:
+        scores, ids = token_scores(model, sample), sample.response_ids
+        marked += ids.count(marker)
+        expected.append(combine([s for i, s in enumerate(scores) if ids[i] == marker or i == len(ids) - 1]))
+    assert marked > 0
+    ours = scores_of(folder, f"reward_model.step_end={STEP_END}", f"reward_model.aggregation={aggregation}")
+    assert ours == pytest.approx(expected, rel=0, abs=TOLERANCE * max(map(abs, expected)))

@@ -1,0 +1,30 @@
+import math
+
+import pytest
+
+from megarl.rewards.process import aggregated, step_ends
+
+
+@pytest.mark.parametrize(
+    ("pieces", "ends"),
+    [
+        (["a", ".", "b", ".", "c"], [1, 3, 4]),
+        (["a", ".", "b", "."], [1, 3]),  # the last token once
+        (["a", "b"], [1]),
+        ([".", ".", "."], [0, 1, 2]),
+        (["a. b", ". c.", ""], [0, 1, 2]),  # two ends in one token count once, an empty last one does
+    ],
+)
+def test_every_end_of_a_step(pieces, ends):
+    assert step_ends(pieces, ".") == ends
+
+
+def test_an_end_that_spans_tokens_belongs_to_the_last_of_them():
+    assert step_ends(["a\n", "\n", "b", "\n\nc", "d"], "\n\n") == [1, 3, 4]
+    assert step_ends(["\n", "\n", "\n"], "\n\n") == [1, 2]
+
+
+def test_aggregations():
+    scores = [0.5, -1.0, 2.0]
+    assert [aggregated(how, scores) for how in ("mean", "sum", "min", "last")] == [0.5, 1.5, -1.0, 2.0]
+    assert math.isnan(aggregated("last", [math.inf, 1.0]))
