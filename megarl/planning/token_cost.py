@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.planning.flops import training_flops
 from megarl.resharding.families.shape import ModelShape
 
 
@@ -25,12 +26,9 @@ class TokenCost:
 
     @classmethod
     def of_model(cls, hf_config: Mapping[str, Any]) -> TokenCost:
-        """A multiply-add counts 2: a linear layer of n weights takes 2n for a token, and a pair takes 2 · head_dim for
-        its score and as much for its share of the value, in every head. Backward passes multiply all alike."""
         shape = ModelShape.of(hf_config)
-        attention = 2 * shape.hidden * (shape.query + shape.key)
-        linear = 2 * shape.num_layers * (attention + 3 * shape.hidden * shape.active_intermediate)
+        token = training_flops(shape, num_tokens=1, num_scored=0, num_attended=0)
         return cls(
-            attended=shape.num_layers * 4 * shape.query / linear,
-            scored=2 * shape.vocab * shape.hidden / linear,
+            attended=training_flops(shape, num_tokens=0, num_scored=0, num_attended=1) / token,
+            scored=training_flops(shape, num_tokens=0, num_scored=1, num_attended=0) / token,
         )

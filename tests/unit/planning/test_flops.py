@@ -1,4 +1,4 @@
-"""Operations against torch's own count of the same model in transformers, and against the balancing cost."""
+"""Operations against torch's own count of the same model in transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megarl.planning.flops import training_flops
-from megarl.planning.token_cost import TokenCost
 from megarl.resharding.families.shape import ModelShape
 
 SIZES = dict(
@@ -32,10 +31,3 @@ def test_forward_and_backward_as_torch_counts_them():
         model(torch.arange(num_tokens)[None]).logits.sum().backward()
     ours = training_flops(ModelShape.of(HF), num_tokens, num_tokens, num_attended=num_tokens**2)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
-
-
-def test_parts_have_the_proportions_of_the_cost():
-    shape, cost = ModelShape.of(HF), TokenCost.of_model(HF)
-    token = training_flops(shape, 1, 0, 0)
-    assert training_flops(shape, 0, 1, 0) / token == pytest.approx(cost.scored)
-    assert training_flops(shape, 0, 0, 1) / token == pytest.approx(cost.attended)
