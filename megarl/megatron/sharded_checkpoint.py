@@ -160,11 +160,21 @@ def _sharded_moments(optimizer: MegatronOptimizer, models: Mapping[str, Any], is
     groups of parameters and their rates are those of the configuration, not of the checkpoint."""
     states = {}
     for index, part in enumerate(optimizer.chained_optimizers):
+        _count_padding(part)
         if not part.optimizer.state:  # what the first update would make
             part.init_state_fn(part.optimizer, part.config)
             _set_count(part, 0)
         states[index] = part.sharded_param_state_fully_reshardable(models, is_loading, FORMAT)
     return {index: state for index, state in states.items() if state is not None}  # None: another rank gathers it
+
+
+def _count_padding(part: DistributedOptimizer) -> None:
+    """Megatron gathers a buffer without the padding at the end of its buckets, but looks a parameter up at the place
+    that it has with it: what lies behind a padded bucket would be cut out at the wrong place."""
+    for buffer in part.buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def _load_part(part: DistributedOptimizer, moments: Mapping[int, Any], num_updates: int) -> None:

@@ -35,6 +35,8 @@ from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 UPDATES = [random_groups(seed) for seed in range(3)]
 SAVED_AFTER = 2
+# Such that Megatron has to pad its buffers between parameters and at their end.
+SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4)
 PAIRS = {
     "PP2 and 1 process": ("pp: 2", ""),
     "TP2 and 1 process": ("tp: 2", ""),
@@ -57,7 +59,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_heads=4, num_kv_heads=2, num_layers=4)
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +252,7 @@ def refusal(store, rank: int, config: Config, model: Path, checkpoint: Checkpoin
 
 def test_another_models_checkpoint_is_refused(model, tmp_path):
     _, checkpoint = saved_by(config_of(model), model, tmp_path / "checkpoints")
-    untied = write_tiny_llama(tmp_path / "untied", num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
+    untied = write_tiny_llama(tmp_path / "untied", **SIZES, tied=False)
     [message] = run_ranks(1, refusal, config_of(untied), untied, checkpoint)
     assert message.startswith(f"{checkpoint.path}/actor: it is the checkpoint of another model: ")
     assert "output_layer.weight is in one only" in message
