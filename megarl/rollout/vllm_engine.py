@@ -37,6 +37,8 @@ class VllmEngine:
             max_num_batched_tokens=max(2048, config.context_length),
             # Compiling takes minutes on CPU and gains nothing there.
             enforce_eager=not device.on_cuda(),
+            # Of a mixture of experts' kernels on GPU, the one that leaves the weights as they are, to be written into.
+            moe_backend="triton" if device.on_cuda() else "auto",
             worker_extension_cls="megarl.rollout.worker_extension.RefitExtension",
             seed=seed,
             disable_log_stats=True,

@@ -9,6 +9,10 @@ import hashlib
 
 import torch
 import vllm.model_executor.layers.utils as linear_layers
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from megarl.resharding.execute import execute
 from megarl.resharding.plan import Plan
@@ -23,12 +27,35 @@ def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
 linear_layers.dispatch_cpu_unquantized_gemm = _keep_weight
 
 
+DERIVED = ("W_UV", "W_UK_T")
+"""Parameters that latent attention computes from its kv_b_proj."""
+
+
+def _prepare(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """What vLLM does with weights after it has loaded them, and must do again with new ones."""
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            module.process_weights_after_loading(dtype)
+        elif isinstance(module, RoutedExperts):
+            _pack_experts(module)
+
+
+def _pack_experts(layer: RoutedExperts) -> None:
+    """On CPU, for its kernel. On GPU the engine is started with the one backend that takes weights as they are."""
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    if isinstance(kernel, CPUUnquantizedExperts):
+        for weight in (layer.w13_weight, layer.w2_weight):
+            weight.data.copy_(cpu_prepack_moe_weight(weight.data, kernel.isa))
+
+
 class RefitExtension:
     """Mixed into vLLM's worker; its methods are called by LLM.collective_rpc."""
 
     def refit(self, plan: Plan, replica: int, transport: Transport) -> int:
         """Writes this worker's parameters from the trainer's. Returns the bytes written."""
-        return execute(plan.for_destination(f"vllm:{replica}.{self.rank}"), self._parameters(), transport)
+        written = execute(plan.for_destination(f"vllm:{replica}.{self.rank}"), self._parameters(), transport)
+        _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype)
+        return written
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._parameters().items()}
@@ -41,4 +68,10 @@ class RefitExtension:
         }
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        return {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
+        """Stacks of experts, [experts, rows, columns], as their holder describes them: with two axes."""
+        weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
+        return {
+            name: weight.view(-1, weight.shape[-1]) if weight.dim() == 3 else weight
+            for name, weight in weights.items()
+            if not name.endswith(DERIVED)
+        }

@@ -35,8 +35,8 @@ def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
         transformer_engine={"mlp.experts.linear_fc1.weight{}": into, "mlp.experts.linear_fc2.weight{}": out},
         # [experts, rows, columns] there: here the first two axes are one.
         vllm={
-            f"{prefix}.experts.w13_weight": into,
-            f"{prefix}.experts.w2_weight": replace(out, along=0),
+            f"{prefix}.experts.routed_experts.w13_weight": into,
+            f"{prefix}.experts.routed_experts.w2_weight": replace(out, along=0),
         },
         per_expert=True,
     )

@@ -213,8 +213,8 @@ def expert_stacks(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], t
         halves = [[checkpoint[f"{layer}{x}.weight"].chunk(tp)[rank] for x in expert[:2]] for expert in names]
         downs = [checkpoint[f"{layer}{expert[2]}.weight"].chunk(tp, dim=1)[rank] for expert in names]
         stack = layer + names[0][0].partition("0.")[0]
-        tensors[f"{stack}w13_weight"] = torch.stack([torch.cat(pair) for pair in halves]).flatten(0, 1)
-        tensors[f"{stack}w2_weight"] = torch.stack(downs).flatten(0, 1)
+        tensors[f"{stack}routed_experts.w13_weight"] = torch.stack([torch.cat(pair) for pair in halves]).flatten(0, 1)
+        tensors[f"{stack}routed_experts.w2_weight"] = torch.stack(downs).flatten(0, 1)
     return tensors
 
 
