@@ -55,11 +55,13 @@ def rank_memory(
     num_bytes              of a parameter and of an activation: 4 (float32) or 2 (bfloat16)
     num_tokens, num_rows   of one microbatch of a replica
 
-    Raises ValueError for a mixture of experts.
+    Raises ValueError for experts or latent attention.
     """
     shape = ModelShape.of(hf_config)
-    if shape.experts is not None:
-        raise ValueError("memory: the activations of a mixture of experts depend on its routing; give a dense model")
+    if shape.experts is not None or shape.latent is not None:
+        raise ValueError(
+            f"memory of {shape.model_type}: only dense models with plain attention have a closed form here"
+        )
     shapes = megatron_holder(hf_config, layout, rank).shapes
     parameters = sum(prod(size) for size in shapes.values())
     layers = len({tuple(name.split(".")[:4]) for name in shapes if ".layers." in name})

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import psutil
+from machine import QUIET_PERCENT, children_cpu_seconds, machine, machine_cpu_seconds
 from rich.console import Console
 from rich.table import Table
 from trl_environment import build
@@ -36,7 +35,6 @@ RECIPE = ROOT / "configs" / "quickstart.yaml"
 TIMES = ("step", "rollout", "reward", "train", "refit")
 START_TIMEOUT_S = 900
 STEP_TIMEOUT_S = 600
-QUIET_PERCENT = 5.0
 
 
 def main() -> None:
@@ -97,13 +95,13 @@ def run(command: Sequence[str], steps: int, log: Path) -> dict[str, float]:
     """Runs one side to its end. Says how long it took in all, and what share of the machine's CPU time went elsewhere
     meanwhile (to other processes and, on a virtual machine, to its neighbours)."""
     print(f"running: {' '.join(command)}", flush=True)
-    start, machine_before, own_before = time.perf_counter(), _machine_cpu_seconds(), _children_cpu_seconds()
+    start, machine_before, own_before = time.perf_counter(), machine_cpu_seconds(), children_cpu_seconds()
     status = _exit_status(command, log, START_TIMEOUT_S + steps * STEP_TIMEOUT_S)
     if status != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
         sys.exit(f"{tail}\nstep_vs_trl: error: exit status {status} of {' '.join(command)}")
     seconds = time.perf_counter() - start
-    elsewhere = _machine_cpu_seconds() - machine_before - (_children_cpu_seconds() - own_before)
+    elsewhere = machine_cpu_seconds() - machine_before - (children_cpu_seconds() - own_before)
     return {
         "seconds_with_start_and_end": seconds,
         "cpu_percent_elsewhere": 100 * elsewhere / (seconds * psutil.cpu_count()),
@@ -118,18 +116,6 @@ def summary(metrics: Path) -> dict[str, Any]:
         "median_tokens": median(step["tokens"] for step in steps[1:]),
         "peak_pss_gb": steps[-1]["peak_pss_gb"],
         "steps": steps,
-    }
-
-
-def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(psutil.virtual_memory().total / 1e9, 2),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
     }
 
 
@@ -155,18 +141,6 @@ def show(result: Mapping[str, Any]) -> None:
         title = f"median step, TRL with {side['settings']['microbatch']}"
         table.add_row(title, *_compared(megarl["median_seconds"]["step"], side["median_seconds"]["step"]))
     Console().print(table)
-
-
-def _machine_cpu_seconds() -> float:
-    """CPU time that the machine has spent on anything, on all cores together."""
-    times = psutil.cpu_times()
-    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # user and nice contain guests
-
-
-def _children_cpu_seconds() -> float:
-    """CPU time of this process's ended children, and of what they have waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _parse(samples_per_step: int) -> argparse.Namespace:

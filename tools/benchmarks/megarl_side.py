@@ -1,0 +1,120 @@
+"""One rank of megarl's trainer, which training_step.py starts: random weights, a few updates, seconds and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from training_case import Case
+
+from megarl.batch import GroupStatistics, Prompt, Sample, TrainingSample, VersionRun
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.data.packing import Lengths, Microbatch, schedule
+from megarl.megatron.actor_worker import ActorWorker
+from megarl.megatron.model import named_parameters
+from megarl.planning.memory import rank_memory
+
+BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
+
+
+class RandomActor(ActorWorker):
+    """Of a folder that has a config.json only."""
+
+    def _load_weights(self) -> None:
+        for name, parameter in named_parameters(self.chunks).items():
+            parameter.detach().fill_(1.0) if "norm" in name else parameter.detach().normal_(std=0.02)
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    case = Case.read(folder)
+    config = config_of(case, folder)
+    baseline = psutil.Process().memory_info().rss
+    store = dist.FileStore(str(folder / "store"), config.actor.layout.world_size)
+    worker = RandomActor(config, folder, rank, store, case.threads)
+    if case.padded:
+        worker.packing = replace(worker.packing, document_multiple=case.longest)
+    samples = samples_of(case)
+    shares = schedule(lengths_of(samples), worker.packing)
+    share = shares[worker.data_parallel_rank]
+    own = [[samples[i] for microbatch in part for i in microbatch] for part in (share[:1], share)]
+    packs = [local(part) for part in (share[:1], share)]
+    worker.update(own[0], packs[0])  # fills caches and memory pools
+    seconds = []
+    for _ in range(case.updates):
+        start = time.perf_counter()
+        worker.update(own[1], packs[1])
+        worker.end_step()
+        seconds.append(time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result = {
+        "seconds": seconds,
+        "measured_bytes": peak - baseline,
+        "baseline_bytes": baseline,
+        "closed_form_bytes": closed_form(case, config, rank, shares, samples),
+        "settings": {"layout": config.actor.layout.model_dump(), "kernels": worker.kernels, "threads": case.threads},
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+    }
+    (folder / f"megarl-{rank}.json").write_text(json.dumps(result), encoding="utf-8")
+    worker.close()
+    os._exit(0)  # threads of gloo may wait for ranks that have ended
+
+
+def config_of(case: Case, folder: Path) -> Config:
+    settings = {
+        "model.path": folder,
+        "model.dtype": "float32",
+        "data.source": "arithmetic",
+        "actor.tokens_per_microbatch": max(case.microbatch, case.longest),
+        "rollout.context_length": case.longest,
+        "rollout.max_new_tokens": case.longest - 1,
+    }
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    return load(BASE, overrides + [f"actor.layout.{override}" for override in case.layout])
+
+
+def samples_of(case: Case) -> list[TrainingSample]:
+    """Each with a prompt of its own, so that none is shared."""
+    weight, group = 1 / sum(response for _, response in case.lengths), GroupStatistics(0.0, 1.0, 8)
+    samples = []
+    for i, (prompt, response) in enumerate(case.ids()):
+        n, whole = len(response), Prompt(f"{i}", "", tuple(prompt))
+        sample = Sample(f"{i}", whole, tuple(response), (-1.0,) * n, (True,) * n, (VersionRun(0, n),), "stop", "")
+        samples.append(TrainingSample(sample, (-1.0) ** i, group, weight))
+    return samples
+
+
+def lengths_of(samples: list[TrainingSample]) -> list[Lengths]:
+    return [Lengths(s.sample.id, len(s.sample.prompt.token_ids), len(s.sample.response_ids)) for s in samples]
+
+
+def local(microbatches: list[Microbatch]) -> list[Microbatch]:
+    """The same, with the samples numbered in their order of appearance."""
+    numbers = iter(range(sum(map(len, microbatches))))
+    return [tuple(next(numbers) for _ in microbatch) for microbatch in microbatches]
+
+
+def closed_form(
+    case: Case, config: Config, rank: int, shares: list[list[Microbatch]], samples: list[TrainingSample]
+) -> dict[str, Any]:
+    """Of the largest microbatch, as if all were so large."""
+    of_microbatch = [[samples[i].sample for i in microbatch] for share in shares for microbatch in share]
+    tokens = max(sum(s.num_tokens for s in members) for members in of_microbatch)
+    rows = max(sum(len(s.response_ids) for s in members) for members in of_microbatch)
+    memory = rank_memory(case.hf_config, config.actor.layout, rank, 4, tokens, rows, len(shares[0]))
+    parts = {name: getattr(memory, name) for name in memory.__slots__}
+    return parts | {"total": memory.total}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""megarl's training step on this machine: against plain transformers, packed against padded, memory against its form.
+
+.venv/bin/python tools/benchmarks/training_step.py equal --out tools/benchmarks/results/step_equal.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+from typing import Any
+
+from machine import QUIET_PERCENT, children_cpu_seconds, machine, machine_cpu_seconds
+from rich.console import Console
+from rich.table import Table
+from training_case import SHAPES, Case, equal_lengths, mixed_lengths
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 900
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+"""glibc's allocator otherwise keeps what is freed, and resident memory is far above what is in use."""
+
+LAYOUTS = {"1 process": [], "PP2": ["pp=2"], "DP2": ["dp=2"]}
+
+
+def main() -> None:
+    arguments = _parse()
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="training-step-") as name:
+        start, machine_before, own_before = time.perf_counter(), machine_cpu_seconds(), children_cpu_seconds()
+        measured = MEASUREMENTS[arguments.what](arguments, cores, Path(name))
+        elsewhere = machine_cpu_seconds() - machine_before - (children_cpu_seconds() - own_before)
+        seconds = time.perf_counter() - start
+    result = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "what": arguments.what,
+        "shape": arguments.shape,
+        "cpu_percent_elsewhere": 100 * elsewhere / (seconds * os.cpu_count()),
+        **measured,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    (show_memory if arguments.what == "memory" else show_speed)(result)
+    print(f"result: {arguments.out}")
+    if result["cpu_percent_elsewhere"] > QUIET_PERCENT:
+        print(
+            f"warning: {result['cpu_percent_elsewhere']:.0f} % of the CPU time went elsewhere; measure when it is quiet"
+        )
+
+
+def against_transformers(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
+    """One process each, with all cores, on the same samples."""
+    lengths = _lengths(arguments, mixed=arguments.what == "mixed")
+    case = Case(arguments.shape, lengths, arguments.updates, cores, arguments.tokens_per_microbatch, [])
+    megarl = _speed(run("megarl", case, work / "megarl")[0], case)
+    theirs = []
+    for size in arguments.transformers_microbatch:
+        other = replace(case, microbatch=size)
+        theirs.append(_speed(run("transformers", other, work / f"transformers-{size}")[0], other))
+    fastest = max(theirs, key=lambda side: side["tokens_per_second"])
+    return {
+        "lengths": lengths,
+        "ratio_of_tokens_per_second": megarl["tokens_per_second"] / fastest["tokens_per_second"],
+        "megarl": megarl,
+        "transformers": fastest,
+        "transformers_slower_settings": [side for side in theirs if side is not fastest],
+    }
+
+
+def packed_against_padded(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
+    """Both megarl; padded: every sample takes as many tokens as the longest."""
+    lengths = _lengths(arguments, mixed=True)
+    case = Case(arguments.shape, lengths, arguments.updates, cores, arguments.tokens_per_microbatch, [])
+    packed = _speed(run("megarl", case, work / "packed")[0], case)
+    padded = _speed(run("megarl", replace(case, padded=True), work / "padded")[0], case)
+    return {
+        "lengths": lengths,
+        "ratio_of_tokens_per_second": packed["tokens_per_second"] / padded["tokens_per_second"],
+        "ratio_of_tokens_with_padding": len(lengths) * case.longest / case.num_tokens,
+        "packed": packed,
+        "padded": padded,
+    }
+
+
+def memory_against_closed_form(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
+    """Of each rank: the highest resident memory less what the process had before the model, against rank_memory."""
+    lengths, layouts = _lengths(arguments, mixed=False), {}
+    for name, layout in LAYOUTS.items():
+        threads = 1 if layout else cores
+        case = Case(arguments.shape, lengths, arguments.updates, threads, arguments.tokens_per_microbatch, layout)
+        folder = work / name.replace(" ", "-")
+        ranks = run("megarl", case, folder, num_ranks=2 if layout else 1, environment=RETURN_FREED_MEMORY)
+        for rank in ranks:
+            rank["measured_to_closed_form"] = rank["measured_bytes"] / rank["closed_form_bytes"]["total"]
+        layouts[name] = ranks
+    return {"lengths": lengths, "environment": RETURN_FREED_MEMORY, "layouts": layouts}
+
+
+MEASUREMENTS = {
+    "equal": against_transformers,
+    "mixed": against_transformers,
+    "padded": packed_against_padded,
+    "memory": memory_against_closed_form,
+}
+
+
+def run(
+    side: str, case: Case, folder: Path, num_ranks: int = 1, environment: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """Every rank in a process of its own. Returns what each wrote."""
+    case.write(folder)
+    script = str(Path(__file__).with_name(f"{side}_side.py"))
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    variables |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **environment}
+    print(f"running: {side}, {folder.name}", flush=True)
+    ranks = []
+    for rank in range(num_ranks):
+        with (folder / f"log-{rank}").open("w", encoding="utf-8") as log:
+            command = [sys.executable, script, str(folder), str(rank)]
+            ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        statuses = [rank.wait(TIMEOUT_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for number, status in enumerate(statuses):
+        if status:
+            tail = "\n".join((folder / f"log-{number}").read_text(encoding="utf-8").splitlines()[-30:])
+            sys.exit(f"{tail}\ntraining_step: error: exit status {status} of rank {number} of {side}")
+    return [json.loads((folder / f"{side}-{r}.json").read_text(encoding="utf-8")) for r in range(num_ranks)]
+
+
+def show_speed(result: Mapping[str, Any]) -> None:
+    table = Table("", "seconds an update", "tokens/s", title=_title(result))
+    for name in ("megarl", "transformers", "packed", "padded"):
+        if name in result:
+            side = result[name]
+            table.add_row(name, f"{side['median_seconds']:.2f}", f"{side['tokens_per_second']:.0f}")
+    table.add_row("ratio", "", f"{result['ratio_of_tokens_per_second']:.2f}")
+    Console().print(table)
+
+
+def show_memory(result: Mapping[str, Any]) -> None:
+    parts = ("weights", "gradients", "optimizer", "activations", "head", "total")
+    table = Table("MB", *parts, "measured", "ratio", title=_title(result))
+    for layout, ranks in result["layouts"].items():
+        for number, rank in enumerate(ranks):
+            form = [f"{rank['closed_form_bytes'][part] / 1e6:.0f}" for part in parts]
+            ratio = f"{rank['measured_to_closed_form']:.2f}"
+            table.add_row(f"{layout}, rank {number}", *form, f"{rank['measured_bytes'] / 1e6:.0f}", ratio)
+    Console().print(table)
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    facts = result["machine"]
+    return f"{result['what']}: {result['shape']}, float32, {facts['cores']} cores of {facts['cpu']}"
+
+
+def _speed(side: dict[str, Any], case: Case) -> dict[str, Any]:
+    seconds = median(side["seconds"])
+    return {
+        **side,
+        "median_seconds": seconds,
+        "tokens": case.num_tokens,
+        "tokens_per_second": case.num_tokens / seconds,
+    }
+
+
+def _lengths(arguments: argparse.Namespace, mixed: bool) -> list[list[int]]:
+    if mixed:
+        return mixed_lengths(arguments.samples, arguments.prompt, arguments.longest_response)
+    return equal_lengths(arguments.samples, arguments.prompt, arguments.response)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=list(MEASUREMENTS))
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m", help="default: %(default)s")
+    parser.add_argument("--updates", type=int, default=3, help="of each side, after one to warm up (default: 3)")
+    parser.add_argument("--samples", type=int, default=32, help="of an update (default: 32)")
+    parser.add_argument("--prompt", type=int, default=96, help="tokens (default: 96)")
+    parser.add_argument("--response", type=int, default=32, help="tokens, at equal lengths (default: 32)")
+    parser.add_argument("--longest-response", type=int, default=384, help="tokens, at mixed lengths (default: 384)")
+    parser.add_argument("--tokens-per-microbatch", type=int, default=1024, help="of megarl (default: 1024)")
+    parser.add_argument(
+        "--transformers-microbatch",
+        type=int,
+        nargs="+",
+        default=[8],
+        metavar="SAMPLES",
+        help="several are run one by one, and the fastest counts (default: 8)",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The same updates in plain transformers and torch, which training_step.py starts.
+
+Prompts are padded on the left and responses on the right, to the longest of each microbatch, and logits are computed
+for the response only (`logits_to_keep`), as TRL's trainer does. AdamW is torch's fused one, attention SDPA.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from training_case import Case
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Ids = tuple[list[int], list[int]]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    case = Case.read(folder)
+    torch.set_num_threads(case.threads)
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    samples = case.ids()
+    microbatches = [samples[i : i + case.microbatch] for i in range(0, len(samples), case.microbatch)]
+    num_rows = sum(len(response) for _, response in samples)
+    update(model, optimizer, microbatches[:1], num_rows)  # fills caches and memory pools
+    seconds = []
+    for _ in range(case.updates):
+        start = time.perf_counter()
+        update(model, optimizer, microbatches, num_rows)
+        seconds.append(time.perf_counter() - start)
+    result = {
+        "seconds": seconds,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "settings": {"samples_per_microbatch": case.microbatch, "attention": "sdpa", "threads": case.threads},
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
+    (folder / "transformers-0.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def update(model, optimizer: torch.optim.Optimizer, microbatches: Sequence[Sequence[Ids]], num_rows: int) -> None:
+    for number, members in enumerate(microbatches):
+        loss(model, members, sign=(-1.0) ** number, num_rows=num_rows).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def loss(model, members: Sequence[Ids], sign: float, num_rows: int) -> torch.Tensor:
+    """The clipped objective at its first update, where the old policy is the current one."""
+    before = max(len(prompt) for prompt, _ in members)
+    after = max(len(response) for _, response in members)
+    tokens = torch.zeros(len(members), before + after, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, (prompt, response) in enumerate(members):
+        place = slice(before - len(prompt), before + len(response))
+        tokens[row, place] = torch.tensor(prompt + response)
+        mask[row, place] = 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(tokens, attention_mask=mask, position_ids=positions, logits_to_keep=after + 1).logits[:, :-1]
+    log_prob = torch.log_softmax(logits.float(), -1).gather(2, tokens[:, before:, None])[..., 0]
+    ratio = (log_prob - log_prob.detach()).exp()
+    surrogate = torch.minimum(ratio * sign, ratio.clamp(0.8, 1.2) * sign)
+    return -(surrogate * mask[:, before:]).sum() / num_rows
+
+
+if __name__ == "__main__":
+    main()
