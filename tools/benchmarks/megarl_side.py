@@ -73,8 +73,9 @@ def main() -> None:
 def config_of(case: Case, folder: Path) -> Config:
     settings = {
         "model.path": folder,
-        "model.dtype": "float32",
+        "model.dtype": case.dtype,
         "data.source": "arithmetic",
+        "actor.recompute": case.recompute,
         "actor.tokens_per_microbatch": max(case.microbatch, case.longest),
         "rollout.context_length": case.longest,
         "rollout.max_new_tokens": case.longest - 1,
@@ -111,7 +112,10 @@ def closed_form(
     of_microbatch = [[samples[i].sample for i in microbatch] for share in shares for microbatch in share]
     tokens = max(sum(s.num_tokens for s in members) for members in of_microbatch)
     rows = max(sum(len(s.response_ids) for s in members) for members in of_microbatch)
-    memory = rank_memory(case.hf_config, config.actor.layout, rank, 4, tokens, rows, len(shares[0]))
+    num_bytes = 4 if case.dtype == "float32" else 2
+    memory = rank_memory(
+        case.hf_config, config.actor.layout, rank, num_bytes, tokens, rows, len(shares[0]), config.actor.recompute
+    )
     parts = {name: getattr(memory, name) for name in memory.__slots__}
     return parts | {"total": memory.total}
 

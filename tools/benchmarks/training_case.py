@@ -10,6 +10,7 @@ from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
+        "model_type": "llama",
         "hidden_size": 576,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
@@ -17,7 +18,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 1536,
         "vocab_size": 49152,
     },
+    "qwen2.5-1.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 28,
+        "intermediate_size": 8960,
+        "vocab_size": 151936,
+    },
     "tiny": {
+        "model_type": "llama",
         "hidden_size": 96,
         "num_attention_heads": 3,
         "num_key_value_heads": 3,
@@ -40,12 +51,12 @@ class Case:
     microbatch: int
     layout: list[str]
     padded: bool = False
+    dtype: str = "float32"
+    recompute: str = "none"
 
     @property
     def hf_config(self) -> dict[str, Any]:
         return SHAPES[self.shape] | {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
             "max_position_embeddings": 8192,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},

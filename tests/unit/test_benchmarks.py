@@ -1,0 +1,39 @@
+"""The benchmark scripts start, and their arithmetic holds. What they measure is not tested."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "tools" / "benchmarks"
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run([sys.executable, *command], cwd=FOLDER, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("script", ["mfu.py", "step_vs_trl.py", "training_step.py"])
+def test_script_explains_itself(script):
+    assert "usage:" in output_of(script, "--help")
+
+
+def test_operations_of_an_update_are_six_for_each_weight_and_token_and_those_of_attention():
+    plan = json.loads(output_of("mfu.py", "--dry-run"))
+    assert plan["tokens_per_microbatch"] == 8192
+    layers, head, tokens = 1_310_195_712, 151936 * 1536, 4 * 8192  # weights of matrices in Qwen2.5-1.5B
+    pairs = 32 * 1024 * 1025 // 2
+    attention = 12 * 28 * 1536 * pairs
+    assert plan["flops_per_update"] == 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
+
+
+def test_mixed_lengths_have_the_median_and_the_longest_that_are_asked_for():
+    code = "from training_case import mixed_lengths; import json; print(json.dumps(mixed_lengths(1000, 5, 400)))"
+    lengths = json.loads(output_of("-c", code))
+    responses = sorted(response for _, response in lengths)
+    assert {prompt for prompt, _ in lengths} == {5}
+    assert 45 < responses[500] < 55
+    assert responses[0] >= 1 and responses[-1] == 400
