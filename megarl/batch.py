@@ -6,7 +6,8 @@ without torch. A `TokenBatch` holds torch tensors and exists only where a model 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -135,20 +136,19 @@ class TrainingSample:
     """A sample with what is handed out beside it.
 
     weight   one trained token's share of the update's loss
-    values   float32 [R], the critic's for the state before each response token; None: none was asked, or it is the
-             critic itself that is trained
+    scores   what other models say of its response tokens: name as in TokenBatch -> float32 [R]
     """
 
     sample: Sample
     reward: float
     group: GroupStatistics
     weight: float
-    values: torch.Tensor | None = None
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 ROW_FIELDS = (
-    *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "old", "reference", "values", "advantage"),
-    "returns",
+    *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "old", "reference", "values"),
+    *("token_reward", "advantage", "returns"),
 )
 """Fields of a TokenBatch with one element per row."""
 
@@ -178,6 +178,7 @@ class TokenBatch:
     reference         float32 [N]    log-prob under the reference; None: no term reads it
     values            float32 [N]    the critic's value of the state in which each target was sampled, from the start of
                                      the step; None: there is no critic
+    token_reward      float32 [N]    reward of each token, beside that of the sample; None: there is none
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    what the critic learns; None: not estimated yet, or there is no critic
     """
@@ -198,6 +199,7 @@ class TokenBatch:
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    token_reward: torch.Tensor | None = None
     advantage: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 

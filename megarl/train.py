@@ -22,9 +22,9 @@ from megarl.cluster.model_folders import find_models
 from megarl.cluster.placement import place
 from megarl.cluster.saver import Saver, checkpoint_bytes
 from megarl.cluster.session import Session
-from megarl.cluster.share import Assignment, Share, Values
+from megarl.cluster.share import Assignment, Scores, Share
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.config.schema import Config, Role
+from megarl.config.schema import Aggregation, Config, Role
 from megarl.data.packing import Lengths, Packing, schedule
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.metrics import Metric, merge, values
@@ -120,36 +120,44 @@ def select(
 
 
 def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]], number: int) -> Metrics:
-    """One optimizer step of the critic, if there is one, and of the actor for every prompts_per_update groups."""
+    """One optimizer step of every model that is trained for every prompts_per_update groups: first of those that score
+    tokens for others."""
     size = config.batch.prompts_per_update
     updates = [[sample for group in groups[i : i + size] for sample in group] for i in range(0, len(groups), size)]
     metrics: Metrics = {}
-    values: Values = {}
+    scores: dict[str, Scores] = {}
+    if passes.needed(config, "implicit rewards"):
+        metrics, scores["token_reward"] = train_scorer(config, cast.implicit_reward, "implicit_reward", updates, {})
     if passes.needed(config, "critic values"):
-        metrics, values = train_critic(config, cast.critic, updates)
+        of_critic, scores["values"] = train_scorer(config, cast.critic, "critic", updates, {**scores})
+        metrics |= of_critic
         if number <= config.critic.warmup_steps:
             return metrics
-    return metrics | train_actor(config, cast.trainers, updates, values)
+    return metrics | train_actor(config, cast.trainers, updates, scores)
 
 
-def train_critic(
-    config: Config, critic: TrainerGroup, updates: Sequence[Sequence[ScoredSample]]
-) -> tuple[Metrics, Values]:
-    """Returns, beside the metrics, where the values from before its updates are: the actor's baseline."""
-    shares = [share_out(config, update, critic.packing, "critic") for update in updates]
-    values: Values = {}
+def train_scorer(
+    config: Config,
+    group: TrainerGroup,
+    role: Role,
+    updates: Sequence[Sequence[ScoredSample]],
+    scores: Mapping[str, Scores],
+) -> tuple[Metrics, Scores]:
+    """Returns, beside the metrics, where the token scores from before its updates are."""
+    shares = [share_out(config, update, group.packing, role, scores) for update in updates]
+    own: Scores = {}
     for share in shares:
-        values |= critic.values(share)
-    metrics = merge([critic.update(share) for share in shares])
-    critic.end_step()
-    return metrics, values
+        own |= group.token_scores(share)
+    metrics = merge([group.update(share) for share in shares])
+    group.end_step()
+    return metrics, own
 
 
 def train_actor(
-    config: Config, actor: TrainerGroup, updates: Sequence[Sequence[ScoredSample]], values: Values
+    config: Config, actor: TrainerGroup, updates: Sequence[Sequence[ScoredSample]], scores: Mapping[str, Scores]
 ) -> Metrics:
     """The passes that the algorithm needs, then the updates."""
-    shares = [share_out(config, update, actor.packing, "actor", values) for update in updates]
+    shares = [share_out(config, update, actor.packing, "actor", scores) for update in updates]
     for scorer in ("old", "reference"):
         if passes.needed(config, f"{scorer} log-probs"):
             for share in shares:
@@ -164,21 +172,34 @@ def share_out(
     samples: Sequence[ScoredSample],
     packing: Packing,
     role: Role = "actor",
-    values: Values | None = None,
+    scores: Mapping[str, Scores] | None = None,
 ) -> list[Share]:
-    """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss."""
-    objective = {"actor": config.algorithm.objective, "critic": config.algorithm.value}[role]
+    """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss.
+    scores: what other models say of its tokens, by the name that it has in TokenBatch."""
     infos = [item.sample.info for item in samples]
-    weights = sample_weights(objective.aggregation, [info.num_trained_tokens for info in infos])
+    weights = sample_weights(_aggregation(config, role), [info.num_trained_tokens for info in infos])
+    scores = scores or {}
     assignments = [
-        Assignment(item.sample.ref, item.reward, item.group, weight, (values or {}).get(item.sample.info.id))
+        Assignment(
+            item.sample.ref,
+            item.reward,
+            item.group,
+            weight,
+            {name: by_sample[item.sample.info.id] for name, by_sample in scores.items()},
+        )
         for item, weight in zip(samples, weights, strict=True)
     ]
-    microbatches = schedule(
-        [Lengths.of(info) for info in infos],
-        packing,
-    )
+    microbatches = schedule([Lengths.of(info) for info in infos], packing)
     return [Share.of(assignments, own) for own in microbatches]
+
+
+def _aggregation(config: Config, role: Role) -> Aggregation:
+    """An implicit reward model's loss is of whole samples: their mean."""
+    return {
+        "actor": config.algorithm.objective.aggregation,
+        "critic": config.algorithm.value.aggregation,
+        "implicit_reward": "sequence_mean_of_token_sums",
+    }[role]
 
 
 def _requests(config: Config, number: int, prompts: Sequence) -> list[list[SamplingRequest]]:

@@ -106,14 +106,14 @@ def shares(
     packing: Packing,
     groups: list[Group],
     role: Role = "actor",
-    values: dict[str, torch.Tensor] | None = None,
+    scores: dict[str, dict[str, torch.Tensor]] | None = None,
 ) -> list[Share]:
     """References are what they refer to."""
     scored = []
     for group in groups:
         statistics = group_statistics([reward for _, reward in group], config.algorithm.advantage.std)
         scored += [ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, statistics) for s, reward in group]
-    return share_out(config, scored, packing, role, values)
+    return share_out(config, scored, packing, role, scores)
 
 
 def train(
@@ -124,7 +124,7 @@ def train(
     worker.packing = dataclasses.replace(worker.packing, **packing)
     for groups in updates:
         share = shares(config, worker.packing, groups)[worker.data_parallel_rank]
-        samples = [item.training_sample(item.sample) for item in share.samples]
+        samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
         if config.algorithm.kl.coefficient:
             worker.score("reference", samples, share.microbatches)
         if old_pass:

@@ -33,6 +33,13 @@ def passes(config: Config) -> tuple[Pass, ...]:
             else "algorithm.kl.coefficient = 0: no term reads them",
         ),
         Pass(
+            "implicit rewards",
+            config.has_implicit_reward,
+            f"implicit_reward.coefficient = {config.implicit_reward.coefficient:g}"
+            if config.has_implicit_reward
+            else "implicit_reward.coefficient = 0: no token rewards",
+        ),
+        Pass(
             "critic values",
             config.has_critic,
             "gae takes them as its baseline"

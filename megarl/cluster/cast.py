@@ -26,6 +26,7 @@ from megarl.resharding.transports.shared_memory import SharedMemory
 class Cast:
     trainers: TrainerGroup
     critic: TrainerGroup | None
+    implicit_reward: TrainerGroup | None
     reward_model: RewardModelGroup | None
     engines: EngineGroup
     rewards: RewardWorker
@@ -43,7 +44,7 @@ class Cast:
     @property
     def trained(self) -> list[TrainerGroup]:
         """Those whose weights the run changes."""
-        return [group for group in (self.trainers, self.critic) if group is not None]
+        return [group for group in (self.trainers, self.critic, self.implicit_reward) if group is not None]
 
     @contextmanager
     def offloaded(self) -> Iterator[dict[str, Metric]]:
@@ -73,6 +74,11 @@ def assemble(
     critic = None
     if placement.critics:
         critic = TrainerGroup(session, config, "critic", models.critic, placement.critics)
+    implicit_reward = None
+    if placement.implicit_rewards:
+        implicit_reward = TrainerGroup(
+            session, config, "implicit_reward", models.implicit_reward, placement.implicit_rewards
+        )
     engines = EngineGroup(session, config, models.actor, placement.engines)
     reward_model = None
     if models.reward_model is not None:
@@ -80,7 +86,7 @@ def assemble(
         reward_model.start()
     rewards = RewardWorker(session, config, placement.rewards, reward_model)
     rewards.start()
-    for group in (trainers, critic):
+    for group in (trainers, critic, implicit_reward):
         if group is not None:
             group.start()
             if checkpoint is not None:
@@ -95,6 +101,7 @@ def assemble(
     return Cast(
         trainers=trainers,
         critic=critic,
+        implicit_reward=implicit_reward,
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.classifier import as_classifier
-from megarl.config.rules import check_critic_model, check_model, check_reward_model
+from megarl.config.rules import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config, resolve
 from megarl.data.tokenizer import load_tokenizer
@@ -17,11 +17,12 @@ from megarl.resharding.selection import check_selections
 
 @dataclass(frozen=True, slots=True)
 class ModelFolders:
-    """Hugging Face folders. critic, reward_model: None where the run has none."""
+    """Hugging Face folders. All but the actor's: None where the run has no such model."""
 
     actor: Path
     critic: Path | None
     reward_model: Path | None
+    implicit_reward: Path | None
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -31,7 +32,7 @@ class ModelFolders:
     @property
     def trained(self) -> list[Path]:
         """Of the models that the run trains."""
-        return [self.actor] if self.critic is None else [self.actor, self.critic]
+        return [folder for folder in (self.actor, self.critic, self.implicit_reward) if folder is not None]
 
 
 def find_models(config: Config) -> ModelFolders:
@@ -40,7 +41,12 @@ def find_models(config: Config) -> ModelFolders:
     hf_config = read_config(actor)
     check_model(config, hf_config)
     check_selections(config.actor, hf_config)
-    return ModelFolders(actor, _critic(config, actor, hf_config), _reward_model(config, actor, hf_config))
+    return ModelFolders(
+        actor=actor,
+        critic=_critic(config, actor, hf_config),
+        reward_model=_reward_model(config, actor, hf_config),
+        implicit_reward=_implicit_reward(config, actor, hf_config),
+    )
 
 
 def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
@@ -57,12 +63,28 @@ def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path |
 def _reward_model(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
     if not config.has_reward_model:
         return None
-    path = config.reward_model.path
-    folder = resolve(path, key="reward_model.path")
+    folder = resolve(config.reward_model.path, key="reward_model.path")
     check_reward_model(config, hf_config, read_config(folder))
-    if load_tokenizer(folder, key="reward_model.path").get_vocab() != load_tokenizer(actor).get_vocab():
-        raise ValueError(
-            f"reward_model.path={path}: its tokenizer is not that of model.path={config.model.path}, and it would read "
-            "other text in the token ids that were sampled; take a reward model with the actor's tokenizer"
-        )
+    _check_tokenizer(config, "reward_model.path", config.reward_model.path, folder, actor)
     return folder
+
+
+def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
+    """The actor's folder, unless it has a path of its own."""
+    path = config.implicit_reward.path
+    if not config.has_implicit_reward:
+        return None
+    folder = actor if path is None else resolve(path, key="implicit_reward.path")
+    check_implicit_reward_model(config, hf_config, read_config(folder))
+    check_selections(config.implicit_reward, read_config(folder))
+    if path is not None:
+        _check_tokenizer(config, "implicit_reward.path", path, folder, actor)
+    return folder
+
+
+def _check_tokenizer(config: Config, key: str, path: str, folder: Path, actor: Path) -> None:
+    if load_tokenizer(folder, key).get_vocab() != load_tokenizer(actor).get_vocab():
+        raise ValueError(
+            f"{key}={path}: its tokenizer is not that of model.path={config.model.path}, and it would read other text "
+            "in the token ids that were sampled; take a model with the actor's tokenizer"
+        )

@@ -28,11 +28,15 @@ class Placement:
     trainers: tuple[Process, ...]
     critics: tuple[Process, ...]
     reward_models: tuple[Process, ...]
+    implicit_rewards: tuple[Process, ...]
     engines: tuple[Process, ...]
     rewards: Process
 
     def describe(self) -> str:
-        groups = (self.trainers, self.critics, self.reward_models, self.engines, (self.rewards,))
+        groups = (
+            *(self.trainers, self.critics, self.reward_models, self.implicit_rewards, self.engines),
+            (self.rewards,),
+        )
         return ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads" for g in groups if g)
 
 
@@ -44,6 +48,9 @@ def place(config: Config, cores: int | None = None) -> Placement:
         trainers=_ranks("trainer", config.actor, cores),
         critics=_ranks("critic", config.critic, cores) if config.has_critic else (),
         reward_models=_ranks("reward-model", config.reward_model, cores) if config.has_reward_model else (),
+        implicit_rewards=(
+            _ranks("implicit-reward", config.implicit_reward, cores) if config.has_implicit_reward else ()
+        ),
         engines=tuple(Process("engine", replica, engine_threads) for replica in range(config.rollout.replicas)),
         rewards=Process("rewards", 0, 1),
     )

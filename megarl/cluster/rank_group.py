@@ -70,9 +70,11 @@ class RankActor:
 def worker_class(role: MegatronRole) -> type[ModelWorker]:
     from megarl.megatron.actor_worker import ActorWorker
     from megarl.megatron.critic_worker import CriticWorker
+    from megarl.megatron.implicit_reward_worker import ImplicitRewardWorker
     from megarl.megatron.reward_model_worker import RewardModelWorker
 
-    return {"actor": ActorWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}[role]
+    workers = (ActorWorker, CriticWorker, ImplicitRewardWorker, RewardModelWorker)
+    return next(worker for worker in workers if worker.role == role)
 
 
 class RankGroup:

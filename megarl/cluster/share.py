@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import ray
@@ -14,20 +14,20 @@ from megarl.data.packing import Microbatch
 if TYPE_CHECKING:
     import torch
 
-Values = dict[str, ray.ObjectRef]
-"""Sample id -> where its critic's values are, one per response token."""
+Scores = dict[str, ray.ObjectRef]
+"""Sample id -> where a model's scores of its response tokens are: float32 [R]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One sample of an update, as the driver hands it out: where its tokens and its values are (None: it has none), and
-    the scalars beside them."""
+    """One sample of an update, as the driver hands it out: where its tokens are, and other models' scores of them (by
+    their name in TokenBatch), and the scalars beside them."""
 
     sample: ray.ObjectRef
     reward: float
     group: GroupStatistics
     weight: float
-    values: ray.ObjectRef | None = None
+    scores: Mapping[str, ray.ObjectRef] = field(default_factory=dict)
 
     @classmethod
     def unscored(cls, sample: ray.ObjectRef) -> Assignment:
@@ -35,10 +35,10 @@ class Assignment:
         return cls(sample, 0.0, GroupStatistics(0.0, 1.0, 1), 0.0)
 
     def fetch(self) -> TrainingSample:
-        return self.training_sample(ray.get(self.sample), None if self.values is None else ray.get(self.values))
+        return self.training_sample(ray.get(self.sample), {name: ray.get(ref) for name, ref in self.scores.items()})
 
-    def training_sample(self, sample: Sample, values: torch.Tensor | None = None) -> TrainingSample:
-        return TrainingSample(sample, self.reward, self.group, self.weight, values)
+    def training_sample(self, sample: Sample, scores: Mapping[str, torch.Tensor]) -> TrainingSample:
+        return TrainingSample(sample, self.reward, self.group, self.weight, scores)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,19 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
     _raise_all([*of_reward, labels, steps, knows_every_token(config, placed, hf_config, reward)])
 
 
+def check_implicit_reward_model(config: Config, hf_config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """The same for the implicit reward model, whose config.json is `own`."""
+    placed = config.implicit_reward
+    model = _completed(config, placed, own)
+    of_model = [rule(config, placed, model) for rule in _PLACED_MODEL_RULES]
+    if score_head_of(model) is not None:
+        raise ValueError(
+            f"{_model(config, placed)}: its architecture is {', '.join(model['architectures'])}, and token rewards "
+            "come from log-probs; take a language model (...ForCausalLM)"
+        )
+    _raise_all([*of_model, knows_every_token(config, placed, hf_config, model)])
+
+
 def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
     per_step, per_update = config.batch.prompts_per_step, config.batch.prompts_per_update
     return _does_not_divide("batch.prompts_per_update", per_update, "prompts per step", per_step, _divisors(per_step))
@@ -181,6 +194,17 @@ def warmup_of_the_critic_ends(config: Config) -> str | None:
     )
 
 
+def token_rewards_need_a_critic(config: Config) -> str | None:
+    coefficient, estimator = config.implicit_reward.coefficient, config.algorithm.advantage.estimator
+    if not config.has_implicit_reward or config.has_critic:
+        return None
+    return (
+        f"implicit_reward.coefficient={coefficient:g}: algorithm.advantage.estimator={estimator} compares whole "
+        "samples and has no use for token rewards; set algorithm.advantage.estimator=gae or "
+        "implicit_reward.coefficient=0"
+    )
+
+
 def something_gives_rewards(config: Config) -> str | None:
     if config.rewards.functions or config.has_reward_model:
         return None
@@ -287,6 +311,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     context_holds_a_prompt_and_a_response,
     warmup_of_the_critic_ends,
     something_gives_rewards,
+    token_rewards_need_a_critic,
     clipped_ratio_stays_positive,
 )
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Role = Literal["actor", "critic"]
+Role = Literal["actor", "critic", "implicit_reward"]
 """Of the models that a run trains."""
 
 MegatronRole = Literal[Role, "reward_model"]
@@ -115,6 +115,15 @@ class Critic(Trained):
 
     path: Annotated[str, Field(min_length=1)] | None
     warmup_steps: NonNegativeInt
+
+
+class ImplicitReward(Trained):
+    section = "implicit_reward"
+
+    path: Annotated[str, Field(min_length=1)] | None
+    coefficient: NonNegativeFloat
+    beta: PositiveFloat
+    success_above: FiniteFloat
 
 
 class RewardModel(Section):
@@ -229,6 +238,7 @@ class Config(Section):
     actor: Actor
     critic: Critic
     reward_model: RewardModel
+    implicit_reward: ImplicitReward
     rollout: Rollout
     algorithm: Algorithm
     batch: Batch
@@ -242,16 +252,22 @@ class Config(Section):
         return self.algorithm.advantage.estimator == "gae"
 
     @property
+    def has_implicit_reward(self) -> bool:
+        return self.implicit_reward.coefficient > 0
+
+    @property
     def has_reward_model(self) -> bool:
         return self.reward_model.path is not None
 
     def placed(self, role: MegatronRole) -> Placed:
         """The section of a model that runs in Megatron."""
-        return {"actor": self.actor, "critic": self.critic, "reward_model": self.reward_model}[role]
+        sections = (self.actor, self.critic, self.reward_model, self.implicit_reward)
+        return next(section for section in sections if section.section == role)
 
     @property
     def all_trained(self) -> tuple[Trained, ...]:
-        return (self.actor, self.critic) if self.has_critic else (self.actor,)
+        critic = (self.critic,) if self.has_critic else ()
+        return (self.actor, *critic, *((self.implicit_reward,) if self.has_implicit_reward else ()))
 
     @property
     def all_placed(self) -> tuple[Placed, ...]:

@@ -24,6 +24,7 @@ def collate(
     old: Mapping[str, torch.Tensor] | None = None,
     reference: Mapping[str, torch.Tensor] | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
+    token_reward: Mapping[str, torch.Tensor] | None = None,
     reads: Reads = "states",
 ) -> TokenBatch:
     """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
@@ -31,6 +32,7 @@ def collate(
     samples          none for an empty microbatch, which consists of padding
     old, reference   sample id -> float32 [R], log-probs per response token
     values           sample id -> float32 [R], the critic's per response token
+    token_reward     sample id -> float32 [R]
     """
     pack = _Pack(packing, reads)
     for item in samples:
@@ -56,6 +58,7 @@ def collate(
         old=_by_row(samples, old),
         reference=_by_row(samples, reference),
         values=_by_row(samples, values),
+        token_reward=_by_row(samples, token_reward),
     )
     batch.validate()
     return batch

@@ -19,7 +19,6 @@ from megarl.megatron.objective import policy_objective
 from megarl.megatron.sums import Sums
 from megarl.megatron.weight_sets import WeightSets
 from megarl.megatron.worker import TrainerWorker
-from megarl.metrics import Metric
 
 Scorer = Literal["old", "reference"]
 """Whose log-probs a forward-only pass computes: the policy's at the start of the step, or the reference's."""
@@ -44,8 +43,3 @@ class ActorWorker(TrainerWorker):
         with weights:
             log_probs = self._forward(samples, microbatches)
         self._keep(scorer, log_probs)
-
-    def update(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> dict[str, Metric]:
-        if self._config.has_critic:
-            self._keep("values", {item.sample.id: item.values for item in samples})
-        return super().update(samples, microbatches)

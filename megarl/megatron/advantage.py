@@ -27,11 +27,12 @@ def _estimate(config: Advantage, batch: TokenBatch) -> TokenBatch:
     if config.estimator == "grpo":
         per_sample = advantages.grpo(batch.reward, batch.group_mean, batch.group_std, config.std_epsilon)
         return replace(batch, advantage=per_sample[batch.row_sample])
-    assert batch.values is not None, "gae needs the critic's values"
     reward = advantages.at_last_token(batch.reward, batch.mask, batch.row_sample)
-    advantage, returns = advantages.gae(
-        reward, batch.values, batch.mask, batch.row_sample, config.gamma, config.gae_lambda
-    )
+    if batch.token_reward is not None:
+        reward = reward + batch.token_reward
+    assert batch.values is not None or not len(reward), "gae needs the critic's values"
+    values = reward if batch.values is None else batch.values
+    advantage, returns = advantages.gae(reward, values, batch.mask, batch.row_sample, config.gamma, config.gae_lambda)
     return replace(batch, advantage=advantage, returns=returns)
 
 

@@ -31,7 +31,9 @@ class CriticWorker(TrainerWorker):
     def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         return value_objective(self._config.algorithm.value, batch, scored)
 
-    def values(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
+    def token_scores(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> dict[str, torch.Tensor]:
         """Forward-only pass: sample id -> value of the state before each response token, float32 [R] on the host.
 
         They stay here, too, for the update of the same samples. One rank of each data-parallel replica returns them.

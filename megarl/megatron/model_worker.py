@@ -54,13 +54,18 @@ class ModelWorker:
             settings,
             hf_config,
             self.dtype,
-            config.rollout.temperature,
+            self.temperature,
             config.rollout.context_length,
             frozen=self._frozen(),
         )
         self._load_weights()
         self.kernels = kernels.describe()
         print(f"{settings.section}: {self.kernels}", flush=True)
+
+    @property
+    def temperature(self) -> float:
+        """What a language model's logits are divided by: of an actor, the temperature that is sampled at."""
+        return self._config.rollout.temperature
 
     @property
     def dtype(self) -> torch.dtype:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from megatron.core import parallel_state
 
-from megarl.algorithms import kl, policy_loss, value_loss
+from megarl.algorithms import implicit_reward, kl, policy_loss, value_loss
 from megarl.batch import TokenBatch
-from megarl.config.schema import Algorithm, Value
+from megarl.config.schema import Algorithm, ImplicitReward, Value
+from megarl.megatron.context_parallel import sum_over_ranks
 from megarl.megatron.sums import Sums, largest, mean, total
 
 Objective = Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]]
@@ -48,6 +50,33 @@ def value_objective(config: Value, batch: TokenBatch, scored: torch.Tensor) -> t
         "value/return_mean": mean(batch.returns, batch.mask),
         "value/error_abs_mean": mean((value - batch.returns).abs(), batch.mask),
         "value/clip_share": mean(error.clipped, batch.mask),
+    }
+
+
+def implicit_reward_objective(
+    config: ImplicitReward, batch: TokenBatch, scored: torch.Tensor
+) -> tuple[torch.Tensor, Sums]:
+    """The implicit reward model's, on whole samples: mean over the update's samples. scored: log-prob and entropy.
+
+    With context parallelism the rows of a sample are on several ranks. Each computes the loss from the sum over all of
+    them, differentiable in its own rows only: the ranks' gradients then add up to the whole one.
+    """
+    assert batch.reference is not None, "the batch has no reference log-probs"
+    rewards = implicit_reward.token_reward(scored[:, 0], batch.reference, config.beta)
+    columns = torch.stack((torch.where(batch.mask, rewards, 0.0), batch.weight, batch.mask.float()), -1)
+    own = columns.new_zeros(len(batch.reward), 3).index_add(0, batch.row_sample, columns)
+    whole = sum_over_ranks(own.detach().clone())
+    reward = whole[:, 0] + own[:, 0] - own[:, 0].detach()
+    count = whole[:, 2]
+    # All trained tokens of a sample have the weight of the sample.
+    weight = whole[:, 1] / count.clamp(min=1)
+    success = (batch.reward > config.success_above).float()
+    loss = (weight * implicit_reward.outcome_cross_entropy(reward, success)).sum()
+    ranks = parallel_state.get_context_parallel_world_size()
+    return loss, {
+        "implicit_reward/loss": total(loss / ranks),
+        "implicit_reward/accuracy": mean((reward > 0) == (success > 0), count > 0),
+        "implicit_reward/mean": mean(reward, count > 0),
     }
 
 

@@ -135,8 +135,10 @@ class TrainerWorker(ModelWorker, ABC):
     def _training_batches(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
     ) -> list[TokenBatch]:
-        """What the update trains on: the samples, what passes gave for them, and their advantages."""
-        batches = self._collate(samples, microbatches, self._kept)
+        """What the update trains on: the samples, what passes and other models gave for them, and their advantages."""
+        names = samples[0].scores if samples else ()
+        handed = {name: {item.sample.id: item.scores[name] for item in samples} for name in names}
+        batches = self._collate(samples, microbatches, self._kept | handed)
         # Only the last stage reads them, and a critic's values are on no other.
         return with_advantages(self._config.algorithm.advantage, batches) if parallel.is_last_stage(None) else batches
 

@@ -96,8 +96,11 @@ def train_critic(store, rank: int, config: Config, folder: Path, steps: list[lis
     values: Values = []
     for updates in steps:
         own = [shares(config, worker.packing, groups, "critic")[worker.data_parallel_rank] for groups in updates]
-        own = [([item.training_sample(item.sample) for item in share.samples], share.microbatches) for share in own]
-        values.append({name: value for share in own for name, value in worker.values(*share).items()})
+        own = [
+            ([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
+            for share in own
+        ]
+        values.append({name: value for share in own for name, value in worker.token_scores(*share).items()})
         metrics = [worker.update(*share) for share in own][-1]
         worker.end_step()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics), values
@@ -107,10 +110,11 @@ def train_actor(store, rank: int, config: Config, folder: Path, steps: list[list
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for updates, of_step in zip(steps, values, strict=True):
         own = [
-            shares(config, worker.packing, groups, "actor", of_step)[worker.data_parallel_rank] for groups in updates
+            shares(config, worker.packing, groups, "actor", {"values": of_step})[worker.data_parallel_rank]
+            for groups in updates
         ]
         own = [
-            ([item.training_sample(item.sample, item.values) for item in share.samples], share.microbatches)
+            ([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
             for share in own
         ]
         if len(updates) > 1:

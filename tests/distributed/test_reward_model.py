@@ -52,7 +52,7 @@ def score(store, rank: int, config: Config, folder: Path) -> dict[str, float]:
     microbatches = schedule([Lengths.of(SampleInfo.of(sample)) for sample in SAMPLES], worker.packing)
     shares = [Share.of([Assignment.unscored(sample) for sample in SAMPLES], own) for own in microbatches]
     share = shares[worker.data_parallel_rank]
-    return worker.scores([item.training_sample(item.sample) for item in share.samples], share.microbatches)
+    return worker.scores([item.training_sample(item.sample, {}) for item in share.samples], share.microbatches)
 
 
 def scores_of(folder: Path, *overrides: str) -> list[float]:

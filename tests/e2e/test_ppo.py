@@ -49,3 +49,24 @@ def test_a_warming_critic_is_trained_alone(learned):
 def test_the_critic_has_processes_of_its_own(learned):
     logs = {file.stem for file in (learned / "logs").glob("**/*.log")}
     assert {"trainer-0", "trainer-1", "critic-0", "critic-1"} <= logs
+
+
+def test_a_critic_and_an_implicit_reward_model_run_together(tmp_path):
+    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
+    run = train(
+        tmp_path,
+        model,
+        "run.steps=3",
+        "algorithm.advantage.estimator=gae",
+        "implicit_reward.coefficient=1.0",
+        "implicit_reward.success_above=0.2",
+        "implicit_reward.layout.dp=2",
+        "implicit_reward.optimizer.lr=0.01",
+        "batch.prompts_per_update=4",
+    )
+    steps = metrics_of(run)
+    assert [step["weights/version"] for step in steps] == [1, 2, 3]
+    # At its start it is its reference: its rewards are 0, and its loss that of a coin.
+    assert steps[0]["implicit_reward/loss"] > 0 and steps[0]["implicit_reward/grad_norm"] > 0
+    assert all(step["value/grad_norm"] > 0 and step["policy/grad_norm"] > 0 for step in steps)
+    assert {"implicit-reward-0", "implicit-reward-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}

@@ -138,7 +138,8 @@ def test_errors_of_a_file_name_its_line_and_come_one_per_line(write: Write) -> N
         f"{path}:4: run.name=7: expected text, found an integer; write '7'",
         f"{path}:3: run.steps=ten: expected an integer, found text",
         f"{path}:7: rollout.functoin: unknown key; did you mean rewards.functions.function?",
-        f"{path}:5: lr: unknown key; did you mean actor.optimizer.lr or critic.optimizer.lr?",
+        f"{path}:5: lr: unknown key; did you mean actor.optimizer.lr or critic.optimizer.lr or "
+        "implicit_reward.optimizer.lr?",
     ]
 
 
@@ -172,8 +173,8 @@ def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
     path.write_text("run: {name: a, folder: b, seed: 0, export: true}\n")
     remedy = "start the file with `base: base.yaml`, which has a default for every other key"
     assert errors(path) == [
-        f"{path}: missing keys resume, model, actor, critic, reward_model, rollout, algorithm, batch, data, rewards, "
-        f"checkpoint, cluster; {remedy}",
+        f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, rollout, algorithm, batch, "
+        f"data, rewards, checkpoint, cluster; {remedy}",
         f"{path}:1: missing key run.steps; {remedy}",
     ]
 

@@ -11,9 +11,13 @@ from megarl.config.names import VERL, keys, suggest
         ("run.step", "did you mean run.steps?"),
         ("rollout.temprature", "did you mean rollout.temperature?"),
         ("actor.optimiser.lr", "did you mean actor.optimizer.lr?"),
-        ("lr", "did you mean actor.optimizer.lr or critic.optimizer.lr?"),
+        ("lr", "did you mean actor.optimizer.lr or critic.optimizer.lr or implicit_reward.optimizer.lr?"),
         ("actor.lr", "did you mean actor.optimizer.lr?"),
-        ("tp", "did you mean actor.layout.tp or critic.layout.tp or reward_model.layout.tp or rollout.tp?"),
+        (
+            "tp",
+            "did you mean actor.layout.tp or critic.layout.tp or reward_model.layout.tp or "
+            "implicit_reward.layout.tp or rollout.tp?",
+        ),
         ("rewards.functions.fn", "did you mean rewards.functions.function?"),
         ("rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
         ("actor_rollout_ref.rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
@@ -35,8 +39,8 @@ from megarl.config.names import VERL, keys, suggest
         ("critic.tp", "did you mean critic.layout.tp?"),
         (
             "quux",
-            "the top level has the keys resume, run, model, actor, critic, reward_model, rollout, algorithm, batch, "
-            "data, rewards, checkpoint, cluster",
+            "the top level has the keys resume, run, model, actor, critic, reward_model, implicit_reward, rollout, "
+            "algorithm, batch, data, rewards, checkpoint, cluster",
         ),
     ],
 )

@@ -124,6 +124,10 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             [GAE, "run.steps=3", "critic.warmup_steps=3"],
             "critic.warmup_steps=3: in these steps only the critic is trained, and the run has run.steps=3; set",
         ),
+        (
+            ["implicit_reward.coefficient=1"],
+            "implicit_reward.coefficient=1: algorithm.advantage.estimator=grpo compares",
+        ),
         (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples; list a function"),
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
     ],

@@ -1,0 +1,27 @@
+"""An implicit reward model: a language model whose log-probs, against those of its reference, are token rewards.
+
+PRIME (https://arxiv.org/abs/2502.01456, eq. 2 and 3).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def token_reward(log_prob: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.Tensor:
+    """r_t = β·(log π_φ(y_t) − log π_ref(y_t)). log_prob, reference: float32 [N]; differentiable in log_prob."""
+    if log_prob.shape != reference.shape:
+        raise ValueError(f"log_prob {tuple(log_prob.shape)} and reference {tuple(reference.shape)} differ in shape")
+    return beta * (log_prob - reference)
+
+
+def outcome_cross_entropy(reward: torch.Tensor, success: torch.Tensor) -> torch.Tensor:
+    """ℓ_i = −o_i·log σ(r_i) − (1 − o_i)·log(1 − σ(r_i)) = softplus(r_i) − o_i·r_i, per sample.
+
+    reward    float32 [S], the sum of each sample's token rewards
+    success   float32 [S], 1 for a sample that succeeded, else 0
+    """
+    if reward.shape != success.shape:
+        raise ValueError(f"reward {tuple(reward.shape)} and success {tuple(success.shape)} differ in shape")
+    return F.softplus(reward) - success * reward

@@ -1,0 +1,121 @@
+"""The implicit reward model through Megatron against plain Hugging Face and torch: token rewards, loss, weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.batch import Sample
+from megarl.config.schema import Config
+from megarl.data.model_folder import read_config
+from megarl.megatron.implicit_reward_worker import ImplicitRewardWorker
+from tests.closeness import relative_error
+from tests.forked import run_ranks
+from tests.parity import (
+    EPS,
+    LR,
+    TOLERANCE,
+    Group,
+    RankResult,
+    assert_equal,
+    config_of,
+    random_groups,
+    shares,
+    whole_tensors,
+)
+from tests.tiny_model import write_tiny_llama
+
+BETA, COEFFICIENT = 0.5, 2.0  # a large beta, so that log-sigmoid is not linear
+STEPS = [random_groups(0), random_groups(1)]
+LAYOUTS = {
+    "1 process": "{}",
+    "TP3, sequence parallel": "{tp: 3, sequence_parallel: true}",
+    "PP2": "{pp: 2}",
+    "DP2": "{dp: 2}",
+    "CP2": "{cp: 2}",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("model"), num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96
+    )
+
+
+def train(store, rank: int, config: Config, folder: Path, steps: list[list[Group]]):
+    """On one rank: of each step the token rewards that it reports, and what it holds in the end."""
+    worker = ImplicitRewardWorker(config, folder, rank, store, threads=1)
+    rewards = []
+    for groups in steps:
+        share = shares(config, worker.packing, groups, "implicit_reward")[worker.data_parallel_rank]
+        samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+        rewards.append(worker.token_scores(samples, share.microbatches))
+        metrics = worker.update(samples, share.microbatches)
+        worker.end_step()
+    return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics), rewards
+
+
+def log_probs(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
+    """Of the response, at temperature 1."""
+    ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+    first = len(sample.prompt.token_ids)
+    return model(ids).logits[0, first - 1 : -1].log_softmax(-1).gather(1, ids[0, first:, None])[:, 0]
+
+
+def plain(folder: Path, steps: list[list[Group]]):
+    """PRIME's eq. 2 and 3, one sample at a time. Returns the model, the token rewards of each step, the last loss."""
+    model, start = (AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager") for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
+    rewards = []
+    for groups in steps:
+        members = [item for group in groups for item in group]
+        losses, of_step = [], {}
+        for sample, outcome in members:
+            token = BETA * (log_probs(model, sample) - log_probs(start, sample).detach())
+            of_step[sample.id] = COEFFICIENT * token.detach()
+            mask = torch.tensor(sample.response_mask)
+            probability = torch.sigmoid(token[mask].sum())
+            likelihood = probability if outcome > 0.5 else 1 - probability
+            losses.append(-likelihood.log() if mask.any() else probability * 0)
+        rewards.append(of_step)
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model, rewards, float(loss.detach())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_steps_equal_plain_torch(folder, layout):
+    config = config_of(
+        folder,
+        "algorithm.advantage.estimator=gae",
+        f"implicit_reward.layout={LAYOUTS[layout]}",
+        f"implicit_reward.coefficient={COEFFICIENT}",
+        f"implicit_reward.beta={BETA}",
+        f"implicit_reward.optimizer.lr={LR}",
+        f"implicit_reward.optimizer.eps={EPS}",
+        "implicit_reward.tokens_per_microbatch=80",
+        "critic.tokens_per_microbatch=80",
+    )
+    results = run_ranks(config.implicit_reward.layout.world_size, train, config, folder, STEPS)
+    model, expected, loss = plain(folder, STEPS)
+
+    for step, of_step in enumerate(expected):
+        reported = [rewards[step] for _, rewards in results]
+        assert sorted(name for rank in reported for name in rank) == sorted(of_step)
+        ours = torch.cat([next(rank[name] for rank in reported if name in rank) for name in of_step])
+        theirs = torch.cat(list(of_step.values()))
+        if step == 0:
+            assert not ours.any() and not theirs.any()  # the model is its reference
+        else:
+            assert relative_error(ours, theirs) <= 10 * TOLERANCE  # a difference of log-probs that are nearly equal
+    ranks = [rank for rank, _ in results]
+    metrics = [rank.metrics for rank in ranks if rank.metrics]
+    assert sum(m["implicit_reward/loss"].value for m in metrics) == pytest.approx(loss, rel=TOLERANCE)
+    assert_equal(whole_tensors(read_config(folder), ranks, "weights"), dict(model.named_parameters()), "weight")
