@@ -126,7 +126,8 @@ class Run:
 
     def ports(self) -> set[int]:
         """TCP ports on which a process of the run listens."""
-        return _listening(c for p in self.processes() for c in p.net_connections("tcp"))
+        own = {process.pid for process in self.processes()}
+        return _listening(c for c in psutil.net_connections("tcp") if c.pid in own)
 
     def scratch(self) -> Path:
         """The folder of the run's temporary files, as Ray's raylet was told."""
@@ -191,4 +192,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def _runs(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
