@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 
 from megarl import report
 from megarl.algorithms import passes
 from megarl.algorithms.aggregation import sample_weights
-from megarl.algorithms.groups import group_statistics
-from megarl.batch import GroupStatistics, SampleInfo, Score
+from megarl.batch import SampleInfo
 from megarl.cluster.cast import Cast, assemble
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.failure import RunFailure
@@ -30,20 +28,9 @@ from megarl.data.prompts import PromptSet, load_prompts
 from megarl.metrics import Metric, merge, values
 from megarl.resume import Start, start
 from megarl.rollout.engine import SamplingRequest
+from megarl.selection import Metrics, ScoredSample, select
 from megarl.sinks import ConsoleSink, JsonlSink
 from megarl.stopwatch import Stopwatch
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredSample:
-    """A sample that the rewards have judged, its reward, and its group's statistics."""
-
-    sample: RemoteSample
-    reward: float
-    group: GroupStatistics
-
-
-Metrics = dict[str, Metric]
 
 
 def main(config: Config, scratch: Path) -> int:
@@ -101,22 +88,6 @@ def step(config: Config, cast: Cast, number: int, prompts: Sequence, rollouts: P
     with watch.phase("refit"):
         cast.refit(version=number)
     return _finish(metrics, watch, groups, number)
-
-
-def select(
-    config: Config, groups: Sequence[Sequence[RemoteSample]], scores: Sequence[Score]
-) -> tuple[list[list[ScoredSample]], Metrics]:
-    """Joins samples with their scores, by group. A sample whose reward failed is left out, and counted; above
-    rewards.failure_limit the run stops."""
-    failures = [score.failure for score in scores if score.failure is not None]
-    if len(failures) > config.rewards.failure_limit * len(scores):
-        raise ValueError(
-            f"{failures[0]} ({len(failures)} of {len(scores)} samples failed; rewards.failure_limit="
-            f"{config.rewards.failure_limit:g} allows {config.rewards.failure_limit * len(scores):g})"
-        )
-    remaining = iter(scores)
-    scored = [_scored_group(config, [(sample, next(remaining)) for sample in group]) for group in groups]
-    return scored, _reward_metrics(scored, scores)
 
 
 def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]], number: int) -> Metrics:
@@ -215,28 +186,6 @@ def _requests(config: Config, number: int, prompts: Sequence) -> list[list[Sampl
 
 def _sampling_seed(*place: int) -> int:
     return random.Random(repr(place)).getrandbits(31)
-
-
-def _scored_group(config: Config, members: Sequence[tuple[RemoteSample, Score]]) -> list[ScoredSample]:
-    judged = [(sample, score.value) for sample, score in members if score.value is not None]
-    if not judged:
-        return []
-    statistics = group_statistics([reward for _, reward in judged], config.algorithm.advantage.std)
-    return [ScoredSample(sample, reward, statistics) for sample, reward in judged]
-
-
-def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], scores: Sequence[Score]) -> Metrics:
-    rewards = [item.reward for group in groups for item in group]
-    if not rewards:
-        raise RunFailure("rewards: no sample of this step could be scored; see the rollouts' failure fields")
-    parts = merge({f"reward/{name}": Metric(value) for name, value in score.parts.items()} for score in scores)
-    uniform = [len({item.reward for item in group}) <= 1 for group in groups]
-    return parts | {
-        "reward/mean": Metric(fmean(rewards)),
-        "reward/std": Metric(pstdev(rewards)),
-        "reward/failed_share": Metric(1 - len(rewards) / len(scores)),
-        "reward/zero_std_groups": Metric(fmean(uniform)),
-    }
 
 
 def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:

@@ -29,7 +29,8 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.piece import Holder
 from megarl.resharding.plan import make_plan
 from megarl.resharding.transports.local import LocalMemory
-from megarl.train import ScoredSample, share_out
+from megarl.selection import ScoredSample
+from megarl.train import share_out
 from tests.closeness import relative_error
 from tests.grpo_reference import GrpoReference
 

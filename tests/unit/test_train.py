@@ -8,7 +8,8 @@ from megarl.batch import SampleInfo, Score
 from megarl.cluster.engine_group import RemoteSample
 from megarl.config.load import load
 from megarl.metrics import values
-from megarl.train import select, share_out
+from megarl.selection import select
+from megarl.train import share_out
 from tests.packing import packing
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
