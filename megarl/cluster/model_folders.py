@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.classifier import as_classifier
+from megarl.config.huggingface import left_out
 from megarl.config.rules import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config, resolve
@@ -40,6 +41,8 @@ def find_models(config: Config) -> ModelFolders:
     actor = resolve(config.model.path)
     hf_config = read_config(actor)
     check_model(config, hf_config)
+    if part := left_out(hf_config):
+        print(f"model: {part} is neither trained nor exported", flush=True)
     check_selections(config.actor, hf_config)
     return ModelFolders(
         actor=actor,

@@ -186,10 +186,15 @@ def latent_attention(model: Mapping[str, Any]) -> LatentAttention | None:
     )
 
 
-def left_out(model: Mapping[str, Any]) -> list[str]:
-    """What the checkpoint may hold that is neither trained nor exported, in words."""
-    layers = model.get("num_nextn_predict_layers")
-    return [f"{layers} layers for multi-token prediction (num_nextn_predict_layers)"] if layers else []
+def left_out(hf_config: Mapping[str, Any]) -> str | None:
+    """What of the checkpoint is neither trained nor exported, in words."""
+    layers = hf_config.get("num_nextn_predict_layers")
+    return f"multi-token prediction (num_nextn_predict_layers={layers})" if layers else None
+
+
+def without_left_out(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a checkpoint of what is trained."""
+    return {**hf_config, **({"num_nextn_predict_layers": 0} if left_out(hf_config) else {})}
 
 
 def _attention(model: Mapping[str, Any]) -> Iterator[str]:
@@ -213,6 +218,8 @@ def _rope(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"partial_rotary_factor {rope['partial_rotary_factor']}"
     if not rope.get("truncate", True):
         yield f"{key} with truncate false"
+    if rope.get("attention_factor") is not None:
+        yield f"{key} with attention_factor {rope['attention_factor']}"
     if not model.get("rope_interleave", True):
         yield "rope_interleave false"
 

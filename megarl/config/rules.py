@@ -496,6 +496,18 @@ def steps_are_of_a_token_classifier(config: Config, kind: str) -> str | None:
     )
 
 
+def engine_routes_as_the_model(config: Config, hf: Mapping[str, Any]) -> str | None:
+    """vLLM takes DeepSeek-V3's router from keys that transformers neither reads nor writes."""
+    wanted = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    missing = [key for key in wanted if key not in hf]
+    if hf["model_type"] != "deepseek_v3" or not missing:
+        return None
+    return (
+        f"model.path={config.model.path}: its config.json lacks {' and '.join(missing)}, and the engine would route by "
+        f"softmax, without the bias; add {' and '.join(f'{key}: {wanted[key]}' for key in missing)}"
+    )
+
+
 _PLACED_MODEL_RULES: tuple[Callable[[Config, Placed, Mapping[str, Any]], str | None], ...] = (
     attention_heads_divide_by_tp,
     kv_heads_divide_by_tp,
@@ -516,6 +528,7 @@ _ENGINE_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
     engine_kv_heads_split_or_repeat,
     engine_mlp_divides_by_tp,
     engine_expert_mlp_divides_by_tp,
+    engine_routes_as_the_model,
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megarl.config.huggingface import without_left_out
 from megarl.resharding.execute import execute, planned_shapes
 from megarl.resharding.plan import Plan
 from megarl.resharding.transports.safetensors import INDEX
@@ -40,19 +41,20 @@ def write_folder(
     """
     if out.exists():
         raise ValueError(f"{out} exists already; give a new folder or remove it")
-    target_dtype = dtype or transport.dtype(plan.copies[0].source, plan.copies[0].source_parameter)
-    shards = _shards(planned_shapes(plan), target_dtype.itemsize, shard_bytes)
+    dtypes = _dtypes(plan, transport, dtype)
+    shards = _shards(planned_shapes(plan), dtypes, shard_bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         folder = Path(temporary) / out.name
         folder.mkdir()
         _carry_over(source_folder, folder)
-        _write_config(hf_config, target_dtype, folder)
+        # Of the first tensor, the embedding: a few small ones may have more precision.
+        _write_config(hf_config, next(iter(dtypes.values())), folder)
         files = {_file_name(i, len(shards)): shard for i, shard in enumerate(shards)}
         file_of = {tensor: name for name, shard in files.items() for tensor in shard}
         parts = plan.grouped_by(lambda entry: file_of[entry.destination_parameter])
         written = sum(
-            _write_shard(parts[name], transport, shapes, target_dtype, cast=dtype is not None, path=folder / name)
+            _write_shard(parts[name], transport, shapes, dtypes, cast=dtype is not None, path=folder / name)
             for name, shapes in files.items()
         )
         if len(files) > 1:
@@ -61,12 +63,19 @@ def write_folder(
     return written
 
 
-def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[dict[str, tuple[int, ...]]]:
+def _dtypes(plan: Plan, transport: Transport, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    sources = {copy.destination_parameter: (copy.source, copy.source_parameter) for copy in plan.copies}
+    return {name: dtype or transport.dtype(*source) for name, source in sources.items()}
+
+
+def _shards(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int
+) -> list[dict[str, tuple[int, ...]]]:
     """Tensors in order, cut into runs of at most `limit` bytes."""
     shards: list[dict[str, tuple[int, ...]]] = []
     room = 0
     for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * itemsize
+        size = torch.Size(shape).numel() * dtypes[name].itemsize
         if not shards or size > room:
             shards.append({})
             room = limit
@@ -79,11 +88,11 @@ def _write_shard(
     plan: Plan,
     transport: Transport,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     cast: bool,
     path: Path,
 ) -> int:
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    tensors = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
     written = execute(plan, tensors, transport, cast)
     save_file(tensors, path, metadata={"format": "pt"})
     return written
@@ -101,7 +110,7 @@ def _write_index(file_of: Mapping[str, str], num_bytes: int, folder: Path) -> No
 def _write_config(hf_config: Mapping[str, Any], dtype: torch.dtype, folder: Path) -> None:
     # transformers before 5 calls it torch_dtype.
     key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
-    config = {**hf_config, key: str(dtype).removeprefix("torch.")}
+    config = {**without_left_out(hf_config), key: str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 

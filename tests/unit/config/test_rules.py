@@ -347,6 +347,48 @@ def test_experts_that_do_not_fit(model: dict[str, Any], overrides: list[str], me
     assert message in line
 
 
+DEEPSEEK = SMOLLM2 | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 9,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_parameters": {"rope_type": "yarn", "factor": 40},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func softmax is not supported"),
+        ({"topk_method": "greedy"}, "topk_method greedy is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
+        ({"topk_group": 2}, "num_experts_per_tok 8 with topk_group 2 is not supported"),
+        ({"rope_interleave": False}, "rope_interleave false is not supported"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters with rope_type llama3 is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters with rope_type yarn without factor is not"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": False}},
+            "rope_parameters with truncate false is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "attention_factor": 0.5}},
+            "rope_parameters with attention_factor 0.5 is not supported",
+        ),
+        ({"attention_bias": True}, "attention_bias true is not supported"),
+    ],
+)
+def test_features_of_deepseek_that_are_not_done_are_named(changed: dict[str, Any], message: str) -> None:
+    check_model(recipe(), DEEPSEEK)
+    (line,) = model_errors(DEEPSEEK | changed)
+    assert message in line
+
+
+def test_router_that_the_engine_would_not_see_is_refused() -> None:
+    (line,) = model_errors({key: value for key, value in DEEPSEEK.items() if key != "topk_method"})
+    assert "its config.json lacks topk_method, and the engine would route by softmax, without the bias; add" in line
+
+
 def test_rows_of_a_dense_mlp_matter_only_where_there_is_one() -> None:
     odd = QWEN3_MOE | {"intermediate_size": 7}
     check_model(recipe("rollout.tp=2", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"), odd)

@@ -48,6 +48,29 @@ def export(source: Path, out: Path, **options) -> int:
     return write_folder(plan, transport, config, source, out, **options)
 
 
+def test_every_tensor_keeps_its_own_dtype(tmp_path):
+    """A router's bias is float32 beside bfloat16; layers that are left out are not promised either."""
+    config = {
+        **dict(model_type="deepseek_v3", vocab_size=32, hidden_size=8, num_attention_heads=2, num_hidden_layers=1),
+        **dict(num_key_value_heads=2, intermediate_size=8, q_lora_rank=4, kv_lora_rank=4, first_k_dense_replace=0),
+        **dict(qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=2, moe_intermediate_size=4, n_routed_experts=4),
+        **dict(num_experts_per_tok=2, n_group=1, topk_group=1, num_nextn_predict_layers=1),
+    }
+    rank, folder = megatron_holder(config, layout_of(), 0), huggingface_holder(config)
+    weights = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in rank.shapes.items()}
+    [bias] = [name for name in weights if name.endswith("expert_bias")]
+    weights[bias] = torch.randn(rank.shapes[bias])
+    (tmp_path / "source").mkdir()
+    transport = LocalMemory({rank.name: weights})
+    write_folder(make_plan([rank], [folder]), transport, config, tmp_path / "source", tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    assert torch.equal(written.pop(name), weights[bias])
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    exported = read_config(tmp_path / "out")
+    assert (exported["dtype"], exported["num_nextn_predict_layers"]) == ("bfloat16", 0)
+
+
 def test_folder_to_megatron_to_folder_is_bit_exact(source, tmp_path):
     out = tmp_path / "new" / "out"
     written = export(source, out)
