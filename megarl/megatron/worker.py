@@ -53,8 +53,9 @@ class TrainerWorker(ModelWorker, ABC):
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         """What passes gave for the samples of this step: name as in TokenBatch -> sample id -> float32 [R]."""
         undecayed = self._chosen("optimizer.no_weight_decay", settings.optimizer.no_weight_decay)
-        named = named_parameters(self.chunks)
-        self.optimizer = build_optimizer(settings, self.chunks, self.dtype, [named[name] for name in undecayed])
+        trained = named_parameters(self.chunks)  # other than a router's bias, which no pattern keeps from decay
+        without_decay = [trained[name] for name in undecayed if name in trained]
+        self.optimizer = build_optimizer(settings, self.chunks, self.dtype, without_decay)
         self._offload = Offload(self.chunks, self.optimizer)
         self.num_updates = 0
         """Optimizer steps done; the learning rate follows from it."""

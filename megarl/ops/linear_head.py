@@ -70,13 +70,17 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         hidden, weight, local_targets, log_sum_exp, entropy = ctx.saved_tensors
-        into_main_grad = getattr(weight, "main_grad", None) is not None
-        weight_grad = weight.main_grad if into_main_grad else torch.zeros_like(weight, dtype=torch.float32)
+        trained, into_main_grad = ctx.needs_input_grad[1], getattr(weight, "main_grad", None) is not None
+        weight_grad = None
+        if trained:
+            weight_grad = weight.main_grad if into_main_grad else torch.zeros_like(weight, dtype=torch.float32)
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
         columns = (hidden, local_targets, log_sum_exp, entropy, gradient[:, 0], gradient[:, 1], hidden_grad)
         for tile in zip(*(column.split(TOKENS_PER_TILE) for column in columns), strict=True):
-            _backward_tokens(*tile, weight[: ctx.num_rows], weight_grad[: ctx.num_rows], ctx.temperature)
-        returned = _autograd_dummy(weight) if into_main_grad else weight_grad.to(weight.dtype)
+            _backward_tokens(*tile, weight[: ctx.num_rows], weight_grad, ctx.temperature)
+        returned = None
+        if trained:
+            returned = _autograd_dummy(weight) if into_main_grad else weight_grad.to(weight.dtype)
         return hidden_grad.to(hidden.dtype), returned, None, None, None, None
 
 
@@ -123,7 +127,7 @@ def _reduce(maximum, total, total_z, target_z, group):
 def _backward_tokens(
     hidden, targets, log_sum_exp, entropy, grad_log_prob, grad_entropy, hidden_grad, weight, weight_grad, temperature
 ):
-    """Adds the tile row's part to hidden_grad [n, h] and weight_grad [v, h], in place."""
+    """Adds the tile row's part to hidden_grad [n, h] and weight_grad [≥ v, h] (None: not trained), in place."""
     for start in range(0, weight.shape[0], VOCABULARY_PER_TILE):
         rows = weight[start : start + VOCABULARY_PER_TILE]
         log_p = _logits(hidden, rows, temperature).sub_(log_sum_exp[:, None])
@@ -132,7 +136,8 @@ def _backward_tokens(
         _add_at(grad_z, targets - start, grad_log_prob)
         grad_z = grad_z.div_(temperature).to(hidden.dtype)
         hidden_grad += grad_z @ rows
-        weight_grad[start : start + VOCABULARY_PER_TILE] += grad_z.t() @ hidden
+        if weight_grad is not None:
+            weight_grad[start : start + len(rows)] += grad_z.t() @ hidden
 
 
 def _logits(hidden, weight, temperature):

@@ -154,12 +154,14 @@ def show_speed(result: Mapping[str, Any]) -> None:
 
 def show_memory(result: Mapping[str, Any]) -> None:
     parts = ("weights", "gradients", "optimizer", "activations", "head", "total")
-    table = Table("MB", *parts, "measured", "ratio", title=_title(result))
+    table = Table(
+        "MB", "weights", "grads", "Adam", "activ.", "head", "total", "measured", "ratio", title=_title(result)
+    )
     for layout, ranks in result["layouts"].items():
         for number, rank in enumerate(ranks):
             form = [f"{rank['closed_form_bytes'][part] / 1e6:.0f}" for part in parts]
             ratio = f"{rank['measured_to_closed_form']:.2f}"
-            table.add_row(f"{layout}, rank {number}", *form, f"{rank['measured_bytes'] / 1e6:.0f}", ratio)
+            table.add_row(f"{layout}, {number}", *form, f"{rank['measured_bytes'] / 1e6:.0f}", ratio)
     Console().print(table)
 
 

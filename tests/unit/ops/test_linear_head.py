@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.ops import linear_head
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
@@ -52,6 +53,16 @@ def test_weight_gradient_goes_into_main_grad():
     (log_prob_and_entropy(h, w, y, 1.0, 40) * gradients).sum().backward()
     torch.testing.assert_close(w.main_grad, expected + 1)
     assert w.grad_added_to_main_grad
+
+
+def test_a_frozen_weight_gets_no_gradient_and_costs_none():
+    h, w, y, gradients = inputs(9, 12, 40, 40)
+    expected = torch.autograd.grad((log_prob_and_entropy(h, w, y, 1.0, 40) * gradients).sum(), h)[0]
+    scored = log_prob_and_entropy(h, w.detach(), y, 1.0, 40)
+    with FlopCounterMode(display=False) as counter:
+        ours = torch.autograd.grad((scored * gradients).sum(), h)[0]
+    assert torch.equal(ours, expected)
+    assert counter.get_total_flops() == 2 * 2 * 9 * 12 * 40  # the logits again, and the gradient of the hidden states
 
 
 def test_no_rows_is_an_empty_batch():
