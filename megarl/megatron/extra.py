@@ -6,10 +6,12 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+T = TypeVar("T")
 
 
 def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str, str | None]) -> dict[str, Any]:
@@ -38,6 +40,14 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
             raise ValueError(f"{key}.{name}={value}: {why}")
         values[name] = _converted(f"{key}.{name}", value, hints[name] | None if defaults[name] is None else hints[name])
     return values
+
+
+def build(section: str, target: type[T], fields: Mapping[str, Any]) -> T:
+    """The dataclass. What it refuses of fields that do not go together is a ValueError that names the section."""
+    try:
+        return target(**fields)
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"{section}: Megatron's {target.__name__} refuses these settings: {error}") from error
 
 
 def _converted(key: str, value: Any, hint: Any) -> Any:

@@ -14,7 +14,7 @@ from megarl import device
 from megarl.config.schema import Layout, Trained
 from megarl.megatron import kernels, parallel
 from megarl.megatron.architecture import architecture
-from megarl.megatron.extra import checked
+from megarl.megatron.extra import build, checked
 from megarl.megatron.head import replace_output_layer
 from megarl.megatron.layer_spec import block_spec, uses_transformer_engine
 from megarl.megatron.precision import precision
@@ -128,7 +128,7 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
     extra = checked(f"{section}.megatron_extra.model", settings.megatron_extra.model, config_class, ours)
     fields = {name: value for group in groups.values() for name, value in group.items()}
     defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING
-    return config_class(**{**fields, **defaults, **extra})
+    return build(section, config_class, {**fields, **defaults, **extra})
 
 
 def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
@@ -142,7 +142,7 @@ def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
         DistributedDataParallelConfig,
         dict.fromkeys((*DDP_DEFAULTS, *fixed)) | dict.fromkeys(overlapped, key),
     )
-    return DistributedDataParallelConfig(**fixed, **overlapped, **extra)
+    return build(settings.section, DistributedDataParallelConfig, fixed | overlapped | extra)
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:

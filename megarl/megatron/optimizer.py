@@ -16,7 +16,7 @@ from megatron.core.optimizer import (
 
 from megarl.config.schema import Trained
 from megarl.megatron import kernels
-from megarl.megatron.extra import checked
+from megarl.megatron.extra import build, checked
 
 WITHOUT_DECAY = ParamKey(
     name="*.bias", attr="without_decay", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1)
@@ -70,7 +70,7 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
     homes = dict.fromkeys((*fixed, *DEFAULTS)) | dict.fromkeys(ours, f"{settings.section}.optimizer")
     key, extra = f"{settings.section}.megatron_extra.optimizer", settings.megatron_extra.optimizer
     extra = checked(key, extra, OptimizerConfig, homes)
-    return OptimizerConfig(**ours, **fixed, **extra)
+    return build(settings.section, OptimizerConfig, ours | fixed | extra)
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.megatron.extra import checked
+from megarl.megatron.extra import build, checked
 
 
 def extra(target: type = TransformerConfig, **fields: Any) -> dict[str, Any]:
@@ -77,3 +77,9 @@ def test_refusal_names_the_field(target: type, fields: dict[str, Any], message: 
     with pytest.raises(ValueError) as error:
         extra(target, **fields)
     assert message in str(error.value)
+
+
+def test_what_megatron_refuses_is_an_error_of_the_section():
+    message = r"actor: Megatron's OptimizerConfig refuses these settings: exp_avg_dtype can only be fp32"
+    with pytest.raises(ValueError, match=message):
+        build("actor", OptimizerConfig, extra(OptimizerConfig, exp_avg_dtype="bfloat16"))
