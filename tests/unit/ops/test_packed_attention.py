@@ -32,14 +32,14 @@ def tensors(documents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_equals_one_mask_over_the_pack(name, kv_heads):
+@pytest.mark.parametrize(("kv_heads", "value_dim"), [(1, 8), (2, 8), (6, 8), (6, 5), (2, 12)])
+def test_equals_one_mask_over_the_pack(name, kv_heads, value_dim):
     torch.manual_seed(0)
     tokens, boundaries = tensors(DOCUMENTS[name])
     num_tokens = int(tokens.max()) + 1
     query = torch.randn(num_tokens, 6, 8, requires_grad=True)
-    key, value = (torch.randn(num_tokens, kv_heads, 8, requires_grad=True) for _ in range(2))
-    gradient = torch.randn(num_tokens, 6, 8)
+    key, value = (torch.randn(num_tokens, kv_heads, dim, requires_grad=True) for dim in (8, value_dim))
+    gradient = torch.randn(num_tokens, 6, value_dim)
     expected = plain_attention(query, key, value, tokens, boundaries, 0.3)
     ours = packed_attention(query, key, value, make_buckets(tokens, boundaries), 0.3)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)

@@ -68,17 +68,25 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
         layer = f"model.layers.{i}."
         tensors[layer + "input_layernorm.weight"] = random(hidden)
         tensors[layer + "post_attention_layernorm.weight"] = random(hidden)
-        for name, rows in (("q", query), ("k", key), ("v", key)):
+        if config["model_type"] == "deepseek_v3":
+            tensors |= {f"{layer}{name}": random(*shape) for name, shape in latent_attention(config).items()}
+        for name, rows in (("q", query), ("k", key), ("v", key)) if config["model_type"] != "deepseek_v3" else ():
             tensors[layer + f"self_attn.{name}_proj.weight"] = random(rows, hidden)
             if config["model_type"] == "qwen2" or config.get("attention_bias"):
                 tensors[layer + f"self_attn.{name}_proj.bias"] = random(rows)
             if config["model_type"].startswith("qwen3") and name != "v":
                 tensors[layer + f"self_attn.{name}_norm.weight"] = random(config["head_dim"])
-        tensors[layer + "self_attn.o_proj.weight"] = random(hidden, query)
+        if config["model_type"] != "deepseek_v3":
+            tensors[layer + "self_attn.o_proj.weight"] = random(hidden, query)
         if config["model_type"] == "llama" and config.get("attention_bias"):
             tensors[layer + "self_attn.o_proj.bias"] = random(hidden)
         if router := router_of(config, i):
             tensors[f"{layer}{router}.weight"] = random(NUM_EXPERTS, hidden)
+        if router and config["model_type"] == "deepseek_v3":
+            tensors[f"{layer}mlp.gate.e_score_correction_bias"] = random(NUM_EXPERTS)
+            shared = config["n_shared_experts"] * config["moe_intermediate_size"]
+            for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
+                tensors[f"{layer}mlp.shared_experts.{name}_proj.weight"] = random(*shape)
         rows = config["moe_intermediate_size"] if router == "mlp.gate" else inner
         for mlp in mlps(config, i):
             for name, shape in zip(mlp, ((rows, hidden), (rows, hidden), (hidden, rows)), strict=True):
@@ -88,11 +96,34 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
     return tensors
 
 
+def latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """DeepSeek-V3's tensors of an attention (arXiv 2412.19437, section 2.1.1)."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    content, position = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    value, kv_rank, query_rank = config["v_head_dim"], config["kv_lora_rank"], config["q_lora_rank"]
+    queries = heads * (content + position)
+    direct = {"q_proj.weight": (queries, hidden)}
+    latent = {
+        "q_a_proj.weight": (query_rank, hidden),
+        "q_a_layernorm.weight": (query_rank,),
+        "q_b_proj.weight": (queries, query_rank),
+    }
+    others = {
+        "kv_a_proj_with_mqa.weight": (kv_rank + position, hidden),
+        "kv_a_layernorm.weight": (kv_rank,),
+        "kv_b_proj.weight": (heads * (content + value), kv_rank),
+        "o_proj.weight": (hidden, heads * value),
+    }
+    return {f"self_attn.{name}": shape for name, shape in ((latent if query_rank else direct) | others).items()}
+
+
 def router_of(config: dict[str, Any], layer: int) -> str | None:
     """The name of a layer's router, if it has one: Mixtral has experts in every layer, and so has Qwen3 but here."""
     match config["model_type"]:
         case "mixtral":
             return "block_sparse_moe.gate"
+        case "deepseek_v3" if layer >= config["first_k_dense_replace"]:
+            return "mlp.gate"
         case "qwen3_moe" if layer not in config.get("mlp_only_layers", ()):
             return "mlp.gate"
     return None
@@ -117,8 +148,20 @@ RENAMED = (
     ("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
     ("self_attention.linear_proj.bias", "self_attn.o_proj.bias"),
     ("mlp.linear_fc2.bias", "mlp.down_proj.bias"),
+    ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
+    ("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+    ("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"),
+    ("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    ("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
 )
-"""Megatron's name in a layer -> Hugging Face's, where each rank has the whole tensor."""
+"""Megatron's name in a layer, Hugging Face's: where each rank has the whole tensor."""
+
+CUT_BY_ROWS = (
+    ("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),
+    ("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
+    ("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
+)
+"""The same, of latent attention, where each rank has the rows of its heads."""
 
 
 def megatron_shard(
@@ -153,9 +196,17 @@ def megatron_shard(
     for chunk, local, i in [(c, local, i) for c, layers in enumerate(chunks) for local, i in enumerate(layers)]:
         theirs, ours = f"model.layers.{i}.", f"chunk{chunk}.decoder.layers.{local}."
         tensors |= {ours + local: checkpoint[theirs + name] for local, name in RENAMED if theirs + name in checkpoint}
-        for kind in [kind for kind in ("weight", "bias") if f"{theirs}self_attn.q_proj.{kind}" in checkpoint]:
+        if config["model_type"] == "deepseek_v3":
+            cut = [(local, checkpoint[theirs + name]) for local, name in CUT_BY_ROWS if theirs + name in checkpoint]
+            tensors |= {ours + local: tensor.chunk(tp)[tp_rank] for local, tensor in cut}
+        for kind in [kind for kind in ("weight", "bias") if f"{theirs}self_attn.k_proj.{kind}" in checkpoint]:
             tensors[f"{ours}self_attention.linear_qkv.{kind}"] = qkv(theirs, kind)
         mixed = router_of(config, i)
+        if f"{theirs}mlp.shared_experts.up_proj.weight" in checkpoint:
+            gate, up, down = (checkpoint[f"{theirs}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down"))
+            halves = [half.chunk(tp)[tp_rank] for half in (gate, up)]
+            tensors[ours + "mlp.shared_experts.linear_fc1.weight"] = torch.cat(halves)
+            tensors[ours + "mlp.shared_experts.linear_fc2.weight"] = down.chunk(tp, 1)[tp_rank]
         if mixed:
             tensors[ours + "mlp.router.weight"] = checkpoint[f"{theirs}{mixed}.weight"]
         for j, number in enumerate(experts[0] if mixed else [0]):
@@ -192,7 +243,15 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
             continue
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = _padded(tensor, 64).chunk(tp)[rank]
-        elif "norm" in name or "gate.weight" in name or "o_proj.bias" in name or "down_proj.bias" in name:
+        elif "q_a_proj" in name:
+            key_value = checkpoint[name.replace("q_a_proj", "kv_a_proj_with_mqa")]
+            tensors[name.replace("q_a_proj", "fused_qkv_a_proj")] = torch.cat([tensor, key_value])
+        elif "kv_a_proj" in name:
+            if config["q_lora_rank"] is None:
+                tensors[name] = tensor
+        elif "_b_proj" in name or ("q_proj" in name and config["model_type"] == "deepseek_v3"):
+            tensors[name] = tensor.chunk(tp)[rank]
+        elif "norm" in name or ".gate." in name or "o_proj.bias" in name or "down_proj.bias" in name:
             tensors[name] = tensor
         elif "o_proj" in name or "down_proj" in name:
             tensors[name] = tensor.chunk(tp, dim=1)[rank]
@@ -223,6 +282,18 @@ def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 NUM_EXPERTS = 4
+LATENT = dict(
+    kv_lora_rank=5,
+    qk_nope_head_dim=2,
+    qk_rope_head_dim=1,
+    v_head_dim=3,
+    first_k_dense_replace=1,
+    n_routed_experts=NUM_EXPERTS,
+    n_shared_experts=2,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+)
 MODELS = [
     {"model_type": "llama"},
     {"model_type": "llama", "attention_bias": True},
@@ -233,6 +304,8 @@ MODELS = [
     {"model_type": "mixtral", "num_local_experts": NUM_EXPERTS},
     {"model_type": "qwen3_moe", "num_experts": NUM_EXPERTS},
     {"model_type": "qwen3_moe", "num_experts": NUM_EXPERTS, "mlp_only_layers": (0, 2)},
+    {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None},
+    {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": 3},
 ]
 
 

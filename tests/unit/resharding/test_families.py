@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config.huggingface import FAMILIES
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
@@ -37,6 +41,16 @@ def test_the_checkpoint_has_the_published_number_of_parameters():
     holder = huggingface_holder(SMOLLM2)
     assert sum(num_elements(piece.local_rectangle) for piece in holder.pieces) == 134_515_008
     assert "lm_head.weight" not in holder.shapes
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_checkpoint_has_as_many_elements_as_the_model_of_transformers(model_type):
+    """In the sizes that transformers has as defaults: up to DeepSeek-V3's 671 thousand million."""
+    config = AutoConfig.for_model(model_type, sliding_window=None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = huggingface_holder(json.loads(config.to_json_string())).shapes
+    assert sum(map(math.prod, shapes.values())) == sum(tensor.numel() for tensor in model.state_dict().values())
 
 
 @pytest.mark.parametrize(

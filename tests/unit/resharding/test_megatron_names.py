@@ -21,7 +21,7 @@ from megarl.megatron.layer_spec import uses_transformer_engine
 from megarl.megatron.model import VOCABULARY_MULTIPLE, build_chunk, transformer_config
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.piece import Holder
-from tests.unit.resharding.cases import config_of, layout_of
+from tests.unit.resharding.cases import LATENT, config_of, layout_of
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
@@ -31,6 +31,14 @@ QWEN3_MOE = {
     "num_experts": 4,
     "moe_intermediate_size": 6,
     "mlp_only_layers": [1],
+}
+DEEPSEEK = {
+    **LATENT,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 6,
+    "q_lora_rank": 4,
+    "moe_intermediate_size": 6,
+    "rms_norm_eps": 1e-6,
 }
 CASES = {
     "1 process": ({}, layout_of()),
@@ -44,6 +52,8 @@ CASES = {
     "experts, EP2, ETP2": (MIXTRAL, layout_of(tp=2, dp=4, ep=2)),
     "experts, EP4, ETP1": (MIXTRAL, layout_of(tp=2, dp=2, ep=4, etp=1)),
     "experts, EP2, CP2, PP2": (QWEN3_MOE, layout_of(tp=2, cp=2, pp=2, ep=2, etp=1)),
+    "latent attention, TP2, EP2, ETP1, PP2": (DEEPSEEK, layout_of(tp=2, pp=2, ep=2, etp=1)),
+    "latent attention, direct queries, TP2": (DEEPSEEK | {"q_lora_rank": None}, layout_of(tp=2)),
     "PP2, uneven": ({"num_hidden_layers": 5}, layout_of(pp=2, last=1)),
     "PP2, uneven, tied": ({"num_hidden_layers": 5, "tie_word_embeddings": True}, layout_of(pp=2, first=2)),
     "PP2, VPP2": ({"num_hidden_layers": 8}, layout_of(pp=2, vpp=2)),
@@ -92,7 +102,8 @@ def real_rank(config: dict, layout: Layout, rank: int) -> RealRank:
             chunks = [build_chunk(megatron_config, hf_config, stage, 16) for stage in range(layout.vpp)]
         shapes, layers, experts = {}, {}, {}
         for i, chunk in enumerate(chunks):
-            shapes |= {f"chunk{i}.{name}": tuple(parameter.shape) for name, parameter in chunk.named_parameters()}
+            biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
+            shapes |= {f"chunk{i}.{name}": tuple(p.shape) for name, p in [*chunk.named_parameters(), *biases]}
             # Megatron counts layers from 1.
             for j, layer in enumerate(chunk.decoder.layers):
                 prefix = f"chunk{i}.decoder.layers.{j}."
