@@ -17,6 +17,7 @@ from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+OFFLOAD = "actor.offload=[gradients, optimizer]"
 REWARD = Path(__file__).with_name("digits.py")
 METRICS = {
     *("step", "reward/mean", "reward/std", "response/length_mean", "policy/entropy", "policy/grad_norm"),
@@ -119,10 +120,10 @@ def test_run_folder_is_complete(learned):
     ("overrides", "ranks"),
     [
         (["actor.layout.tp=3", "actor.layout.sequence_parallel=true"], 3),
-        (["actor.layout.dp=2", "batch.prompts_per_update=4", "algorithm.kl.coefficient=0.01"], 2),
+        (["actor.layout.dp=2", "batch.prompts_per_update=4", "algorithm.kl.coefficient=0.01", OFFLOAD], 2),
         (["actor.layout.cp=2", "actor.layout.pp=2", "actor.layout.vpp=2"], 4),
     ],
-    ids=["tp3-sp", "dp2-two-updates-kl", "cp2-pp2-vpp2"],
+    ids=["tp3-sp", "dp2-two-updates-kl-offload", "cp2-pp2-vpp2"],
 )
 def test_other_layouts_run(tmp_path, overrides, ranks):
     model = write_tiny_llama(
@@ -132,6 +133,9 @@ def test_other_layouts_run(tmp_path, overrides, ranks):
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2]
     assert len(list((run / "logs/attempt_1").glob("trainer-*"))) == ranks
+    if OFFLOAD in overrides:
+        gradients, with_state = (step["memory/actor_offloaded_gb"] for step in steps)
+        assert with_state == pytest.approx(2 * gradients, rel=0.1)  # Adam's two moments, shared by two ranks
     if "algorithm.kl.coefficient=0.01" in overrides:
         # The second update of a step sees a policy that has moved away from the one that sampled, and from the start.
         assert all(step["kl/k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)

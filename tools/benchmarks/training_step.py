@@ -191,7 +191,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("what", choices=list(MEASUREMENTS))
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m", help="default: %(default)s")
-    parser.add_argument("--updates", type=int, default=3, help="of each side, after one to warm up (default: 3)")
+    parser.add_argument("--updates", type=int, default=2, help="of each side, after one to warm up (default: 2)")
     parser.add_argument("--samples", type=int, default=32, help="of an update (default: 32)")
     parser.add_argument("--prompt", type=int, default=96, help="tokens (default: 96)")
     parser.add_argument("--response", type=int, default=32, help="tokens, at equal lengths (default: 32)")
