@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
 
 
@@ -20,6 +21,7 @@ def explain(config: Config) -> str:
             f"{batch.prompts_per_update:,} prompts x {batch.samples_per_prompt:,} samples = {per_update:,} samples, "
             f"{per_update:,} / dp {layout.dp} = {_share(per_update, layout.dp)} per data-parallel rank"
         ),
+        "rate": _rates(config),
         "microbatch": f"samples packed up to {budget:,} tokens per rank, never split",
         "tokens": (
             f"at most {samples:,} samples x {rollout.context_length:,} = {tokens:,} per step, of which "
@@ -31,6 +33,15 @@ def explain(config: Config) -> str:
         "rollout": f"replicas {rollout.replicas} x tp {rollout.tp} = world size {rollout.replicas * rollout.tp}",
     }
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def _rates(config: Config) -> str:
+    optimizer, total = config.actor.optimizer, config.num_updates(config.actor)
+    rates = [learning_rate(optimizer, done, total) for done in range(total)] or [0.0]
+    return (
+        f"{optimizer.schedule.name}, {rates[0]:.3g} at the first of {total:,} updates, at most {max(rates):.3g}, "
+        f"{rates[-1]:.3g} at the last"
+    )
 
 
 def _share(samples: int, ranks: int) -> str:

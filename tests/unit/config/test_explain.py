@@ -23,6 +23,7 @@ def test_arithmetic() -> None:
         "step        16 prompts x 8 samples = 128 samples",
         "updates     16 / 16 prompts = 1 per step",
         "update      16 prompts x 8 samples = 128 samples, 128 / dp 1 = 128 per data-parallel rank",
+        "rate        constant, 1e-06 at the first of 14 updates, at most 1e-06, 1e-06 at the last",
         "microbatch  samples packed up to 1,024 tokens per rank, never split",
         "tokens      at most 128 samples x 256 = 32,768 per step, of which 128 x 16 = 2,048 sampled",
         "trainer     tp 1 x pp 2 x cp 1 x dp 1 = world size 2",
@@ -36,3 +37,8 @@ def test_uneven_shares_and_several_updates() -> None:
     assert "4 prompts x 8 samples = 32 samples, 32 / dp 3 = 10 to 11 per data-parallel rank" in text
     assert "tp 1 x pp 2 x cp 1 x dp 3 = world size 6" in text
     assert "replicas 2 x tp 1 = world size 2" in text
+
+
+def test_learning_rate_of_a_schedule() -> None:
+    text = explain(load(BASE, [*RECIPE, "actor.optimizer.schedule={name: linear, warmup: 4}"]))
+    assert "rate        linear, 2.5e-07 at the first of 14 updates, at most 1e-06, 1e-07 at the last" in text
