@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,21 +29,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from megarl.checkpoints import FileRecord, seal
-from megarl.megatron import kernels, parallel, random_state
+from megarl.megatron import optimizer_state, parallel, random_state
 
-FORMAT = {
-    # The optimizer's state in the shapes of the parameters, so that it too loads under any layout. One rank of each
-    # data-parallel group gathers it in its host memory; with Megatron's default all of them would.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-    "chained_optim_avoid_prefix": True,
-    # Each layer under its own name: as slices of one tensor, frozen layers would be holes in the optimizer's state.
-    "non_homogeneous_layers": True,
-}
+# Each layer under its own name: as slices of one tensor, frozen layers would be holes in the optimizer's state.
+FORMAT = {"non_homogeneous_layers": True}
 RANDOM = "random"
 """Key of the ranks' random states, which mean something under the same layout only."""
 
@@ -51,10 +44,9 @@ class Saving:
     """A save whose copy to host memory is done. A thread writes the files while training goes on."""
 
     def __init__(self, folder: Path, request: AsyncRequest):
-        self._folder, self._request = folder, request
+        self._folder, self._finalize = folder, request.finalize_fns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._written: Future[None] = self._thread.submit(request.async_fn)
-        self._thread.shutdown(wait=False)
+        self._written: Future[None] = self._thread.submit(request.async_fn)  # nobody else has the copies
 
     @property
     def written(self) -> bool:
@@ -69,8 +61,11 @@ class Saving:
         except torch_checkpoint.CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
             raise RuntimeError(f"{self._folder}: {reason}") from error
-        for finalize in self._request.finalize_fns:
+        for finalize in self._finalize:
             finalize()
+        self._thread.shutdown()
+        # glibc would keep what the copies took, and more with every save.
+        ctypes.CDLL(None).malloc_trim(0)
         own = set(self._folder.glob(f"__{dist.get_rank()}_*"))
         shared = set() if dist.get_rank() else set(self._folder.iterdir()) - set(self._folder.glob("__*"))
         return [seal(file, checkpoint) for file in sorted(own | shared)]
@@ -87,10 +82,10 @@ def save(
     counters: what else `load` is to return, the same on all ranks; num_updates among them.
     """
     models = _sharded_models(chunks)
-    # Gathers copies. It looks parameters up by identity, so those of the model are made after it.
-    moments = _sharded_moments(optimizer, models, is_loading=False)
-    for shard in nested_values(models):
-        if isinstance(shard, ShardedTensor | ShardedTensorFactory) and is_main_replica(shard.replica_id):
+    # Copies by itself. It looks parameters up by identity, so those of the model are copied after it.
+    moments = optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=False)
+    for shard in _by_parameter(models).values():
+        if is_main_replica(shard.replica_id):
             shard.data = shard.data.detach().to("cpu", copy=True)
     state = {**models, "optimizer": moments, "counters": dict(counters), RANDOM: _sharded_random()}
     strategy = ThreadStrategy("torch_dist", 1)
@@ -108,7 +103,7 @@ def load(
     same_layout: it was saved from this layout, so that each rank takes its random states too.
     """
     models = _sharded_models(chunks)
-    state = {**models, "optimizer": _sharded_moments(optimizer, models, is_loading=True)}
+    state = {**models, "optimizer": optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=True)}
     if same_layout:
         state[RANDOM] = _sharded_random()
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
@@ -117,9 +112,8 @@ def load(
         raise ValueError(f"{folder}: it is the checkpoint of another model: {sorted(differing)[0]} is in one only")
     for index, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{index}"])
-    for index, part in enumerate(optimizer.chained_optimizers):
-        moments = loaded.get("optimizer", {}).get(index, {})  # nothing where all parameters are frozen
-        _load_part(part, moments, loaded["counters"]["num_updates"])
+    # A rank whose parameters are all frozen has no optimizer state.
+    optimizer_state.restore(optimizer, loaded.get("optimizer", {}), loaded["counters"]["num_updates"])
     if same_layout:
         random_state.restore(loaded[RANDOM])
     return loaded["counters"]
@@ -150,45 +144,11 @@ def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]
     return {f"model{i}": unwrap_model(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 
+def _by_parameter(models: Mapping[str, Any]) -> dict[torch.Tensor, ShardedTensor | ShardedTensorFactory]:
+    shards = (shard for shard in nested_values(models) if isinstance(shard, ShardedTensor | ShardedTensorFactory))
+    return {shard.data: shard for shard in shards}
+
+
 def _sharded_random() -> ShardedObject:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return ShardedObject(RANDOM, random_state.capture(), (world_size,), (rank,), replica_id=0)
-
-
-def _sharded_moments(optimizer: MegatronOptimizer, models: Mapping[str, Any], is_loading: bool) -> dict[int, Any]:
-    """AdamW's moments and main weights, by part: a model with experts has a part for them under some layouts. The
-    groups of parameters and their rates are those of the configuration, not of the checkpoint."""
-    states = {}
-    for index, part in enumerate(optimizer.chained_optimizers):
-        _count_padding(part)
-        if not part.optimizer.state:  # what the first update would make
-            part.init_state_fn(part.optimizer, part.config)
-            _set_count(part, 0)
-        states[index] = part.sharded_param_state_fully_reshardable(models, is_loading, FORMAT)
-    return {index: state for index, state in states.items() if state is not None}  # None: another rank gathers it
-
-
-def _count_padding(part: DistributedOptimizer) -> None:
-    """Megatron gathers a buffer without the padding at the end of its buckets, but looks a parameter up at the place
-    that it has with it: what lies behind a padded bucket would be cut out at the wrong place."""
-    for buffer in part.buffers:
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-
-
-def _load_part(part: DistributedOptimizer, moments: Mapping[int, Any], num_updates: int) -> None:
-    for state in part.optimizer.state.values():
-        state.pop("step", None)  # Megatron would look for it among the loaded tensors
-    part.load_parameter_state_from_fully_reshardable(moments)
-    _set_count(part, num_updates)
-
-
-def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
-    """torch's AdamW counts updates by parameter, the fused kernels of Transformer Engine and Apex by group."""
-    if kernels.adam() == kernels.TORCH_ADAM:
-        for state in part.optimizer.state.values():
-            state["step"] = torch.tensor(float(num_updates))
-    else:
-        for group in part.optimizer.param_groups:
-            group["step"] = num_updates

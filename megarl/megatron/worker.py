@@ -59,7 +59,6 @@ class TrainerWorker(ModelWorker, ABC):
         self._offload = Offload(self.chunks, self.optimizer)
         self.num_updates = 0
         """Optimizer steps done; the learning rate follows from it."""
-        self._saving: sharded_checkpoint.Saving | None = None
 
     @abstractmethod
     def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
@@ -120,9 +119,8 @@ class TrainerWorker(ModelWorker, ABC):
         return self._saving.written
 
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
-        """This rank's files, once they are on the disk. Frees the copies."""
-        saving, self._saving = self._saving, None
-        return saving.finish(checkpoint)
+        """This rank's files, once they are on the disk."""
+        return self._saving.finish(checkpoint)
 
     def _frozen(self) -> Collection[str]:
         return self._chosen("frozen", self._settings.frozen)

@@ -94,7 +94,9 @@ def experts_reference(experts: Path) -> Outcome:
 def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
     share = shares(config, worker.packing, UPDATES[number])[worker.data_parallel_rank]
     gradients = capture_gradients(worker)
-    metrics = worker.update([item.training_sample(item.sample) for item in share.samples], share.microbatches)
+    metrics = worker.update(
+        [item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches
+    )
     worker.end_step()
     weights = {name: p.clone() for name, p in worker.parameters().items()}
     return RankResult(worker.holder, gradients, weights, metrics)

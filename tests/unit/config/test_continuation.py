@@ -31,6 +31,12 @@ def violations(*overrides: str, step: int = 10, saved: dict | None = None) -> li
         [],
         ["run.steps=500", "run.export=false", "run.name=other", "run.folder=/elsewhere", "resume=auto"],
         ["actor.layout.pp=2", "actor.layout.dp=4", "actor.threads=3", "actor.tokens_per_microbatch=8192"],
+        [
+            "actor.recompute=full",
+            "critic.offload=[optimizer]",
+            "actor.overlap_communication=false",
+            "critic.layout.tp=2",
+        ],
         ["rollout.tp=2", "rollout.replicas=2", "rollout.kv_cache_gib=3.5", "rollout.vllm_extra.block_size=32"],
         ["checkpoint.every_steps=null", "checkpoint.keep=9", "cluster.step_timeout_s=7", "rewards.failure_limit=0.1"],
     ],
