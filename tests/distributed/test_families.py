@@ -92,7 +92,7 @@ def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) 
     worker = ActorWorker(config, folder, rank, store, threads=1)
     captured = capture_logits(worker)
     [share] = shares(config, worker.packing, groups)
-    samples = [item.training_sample(item.sample) for item in share.samples]
+    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
     worker.score("old", samples, share.microbatches)
     order = [samples[i].sample for members in share.microbatches for i in members]
     parts = torch.cat(captured).split([len(sample.response_ids) for sample in order])

@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
 
 def update(worker: ActorWorker, config: Config, seed: int) -> None:
     share = shares(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]
-    worker.update([item.training_sample(item.sample) for item in share.samples], share.microbatches)
+    worker.update([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
     worker.end_step()
 
 

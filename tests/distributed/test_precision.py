@@ -42,7 +42,7 @@ def small_updates(store, rank: int, config: Config, folder: Path, num_updates: i
     worker = ActorWorker(config, folder, rank, store, threads=1)
     start = {name: p.detach().clone() for name, p in named_parameters(worker.chunks).items()}
     share = shares(config, worker.packing, random_groups(0))[0]
-    samples = [item.training_sample(item.sample) for item in share.samples]
+    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
     for _ in range(num_updates):
         worker.update(samples, share.microbatches)
     live = named_parameters(worker.chunks)

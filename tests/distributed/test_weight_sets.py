@@ -25,7 +25,7 @@ def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> 
     scored = []
     for seed in range(2):
         share = shares(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]
-        samples = [item.training_sample(item.sample) for item in share.samples]
+        samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
         if with_passes:
             worker.score("reference", samples, share.microbatches)
             scored.append(torch.cat(list(worker._kept.pop("reference").values())))
