@@ -3,7 +3,7 @@ GAE (arXiv 1506.02438, eq. 16), PPO (arXiv 1707.06347, eq. 7 and 9) and the valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,14 +52,17 @@ class PpoReference:
             estimates = {sample.id: self.estimate(sample, reward, values[sample.id]) for sample, reward in members}
             advantages = self.advantages({name: advantage for name, (advantage, _) in estimates.items()})
             policy = torch.stack([self.policy_loss(s, old[s.id], advantages[s.id]) for s, _ in members]).mean()
-            errors = [self.value_losses(s, values[s.id], estimates[s.id][1]) for s, _ in members]
-            value = torch.cat(errors).mean()
-            for model, loss in ((self.actor, policy), (self.critic, value)):
-                self.optimizers[model].zero_grad()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                self.optimizers[model].step()
+            value = self.mean_value_loss([self.value_losses(s, values[s.id], estimates[s.id][1]) for s, _ in members])
+            self.policy_and_value(policy, value)
         return float(policy.detach()), float(value.detach())
+
+    def policy_and_value(self, policy: torch.Tensor, value: torch.Tensor) -> None:
+        """One optimizer step of each model, each on its own loss."""
+        for model, loss in ((self.actor, policy), (self.critic, value)):
+            self.optimizers[model].zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            self.optimizers[model].step()
 
     def log_probs(self, sample: Sample) -> torch.Tensor:
         ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
@@ -98,9 +101,43 @@ class PpoReference:
             return ratio.sum()
         return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
+    def mean_value_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Over all trained tokens."""
+        return torch.cat(list(losses)).mean()
+
     def value_losses(self, sample: Sample, old: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
         """Of every trained token."""
         mask, clip = torch.tensor(sample.response_mask), self.settings.value_clip
         value, old = self.values(sample)[mask], old[mask]
         plain = (value - returns) ** 2
         return plain if clip is None else torch.maximum(plain, (old + (value - old).clamp(-clip, clip) - returns) ** 2)
+
+
+class SharedTrunkReference(PpoReference):
+    """The critic is an MLP on the actor's last hidden states; one loss, one optimizer."""
+
+    def __init__(self, actor: Path, head: Mapping[str, torch.Tensor], settings: PpoSettings, coefficient: float):
+        """head: its parameters at the start, fc1 and fc2."""
+        super().__init__(actor, actor, settings)
+        hidden = self.actor.config.hidden_size
+        self.head = torch.nn.Sequential(torch.nn.Linear(hidden, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, 1))
+        for layer, name in ((self.head[0], "fc1"), (self.head[2], "fc2")):
+            layer.load_state_dict({"weight": head[f"{name}.weight"], "bias": head[f"{name}.bias"]})
+        self.coefficient = coefficient
+        self.parameters = [*self.actor.parameters(), *self.head.parameters()]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.lr, eps=settings.eps, weight_decay=0.0)
+
+    def values(self, sample: Sample) -> torch.Tensor:
+        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        hidden = self.actor.model(ids).last_hidden_state[0]
+        return self.head(hidden)[len(sample.prompt.token_ids) - 1 : -1, 0]
+
+    def mean_value_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Over samples, of the means over their trained tokens, as the policy's."""
+        return torch.stack([own.mean() if len(own) else own.sum() for own in losses]).mean()
+
+    def policy_and_value(self, policy: torch.Tensor, value: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        (policy + self.coefficient * value).backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()

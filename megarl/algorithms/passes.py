@@ -15,16 +15,9 @@ class Pass:
 
 
 def passes(config: Config) -> tuple[Pass, ...]:
-    batch, coefficient = config.batch, config.algorithm.kl.coefficient
-    updates = batch.prompts_per_step // batch.prompts_per_update
+    coefficient = config.algorithm.kl.coefficient
     return (
-        Pass(
-            "old log-probs",
-            updates > 1,
-            f"{updates} updates per step: the policy moves between them"
-            if updates > 1
-            else "one update per step: the policy that is updated is the old one, the ratio is exp(lp − lp.detach())",
-        ),
+        _old_log_probs(config),
         Pass(
             "reference log-probs",
             coefficient > 0,
@@ -44,9 +37,21 @@ def passes(config: Config) -> tuple[Pass, ...]:
             config.has_critic,
             "gae takes them as its baseline"
             if config.has_critic
+            else "critic.trunk=actor: they come with the old log-probs"
+            if config.actor_has_values
             else f"{config.algorithm.advantage.estimator} takes the group's mean as its baseline",
         ),
     )
+
+
+def _old_log_probs(config: Config) -> Pass:
+    updates = config.batch.prompts_per_step // config.batch.prompts_per_update
+    if updates > 1:
+        return Pass("old log-probs", True, f"{updates} updates per step: the policy moves between them")
+    if config.actor_has_values:
+        return Pass("old log-probs", True, "critic.trunk=actor: the critic's values come with them")
+    reason = "one update per step: the policy that is updated is the old one, the ratio is exp(lp − lp.detach())"
+    return Pass("old log-probs", False, reason)
 
 
 def describe(config: Config) -> list[str]:

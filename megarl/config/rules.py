@@ -186,6 +186,11 @@ def every_data_parallel_rank_has_a_sample(config: Config, placed: Placed) -> str
 
 def warmup_of_the_critic_ends(config: Config) -> str | None:
     warmup, steps = config.critic.warmup_steps, config.run.steps
+    if config.actor_has_values and warmup:
+        return (
+            f"critic.warmup_steps={warmup}: with critic.trunk=actor the critic is not trained without the actor; set "
+            "critic.warmup_steps=0 or critic.trunk=own"
+        )
     if not config.has_critic or warmup < steps:
         return None
     return (
@@ -196,7 +201,7 @@ def warmup_of_the_critic_ends(config: Config) -> str | None:
 
 def token_rewards_need_a_critic(config: Config) -> str | None:
     coefficient, estimator = config.implicit_reward.coefficient, config.algorithm.advantage.estimator
-    if not config.has_implicit_reward or config.has_critic:
+    if not config.has_implicit_reward or estimator == "gae":
         return None
     return (
         f"implicit_reward.coefficient={coefficient:g}: algorithm.advantage.estimator={estimator} compares whole "

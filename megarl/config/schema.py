@@ -113,6 +113,7 @@ class Actor(Trained):
 class Critic(Trained):
     section = "critic"
 
+    trunk: Literal["own", "actor"]
     path: Annotated[str, Field(min_length=1)] | None
     warmup_steps: NonNegativeInt
 
@@ -178,6 +179,7 @@ class Objective(Section):
 
 
 class Value(Section):
+    coefficient: PositiveFloat
     clip: PositiveFloat | None
     aggregation: Aggregation
 
@@ -249,7 +251,12 @@ class Config(Section):
 
     @property
     def has_critic(self) -> bool:
-        return self.algorithm.advantage.estimator == "gae"
+        """A model of its own; the other critic is a head on the actor."""
+        return self.algorithm.advantage.estimator == "gae" and self.critic.trunk == "own"
+
+    @property
+    def actor_has_values(self) -> bool:
+        return self.algorithm.advantage.estimator == "gae" and self.critic.trunk == "actor"
 
     @property
     def has_implicit_reward(self) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from megarl.batch import TokenBatch, TrainingSample
 from megarl.config.schema import Config
+from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron.model import named_weights
@@ -29,7 +30,10 @@ class ActorWorker(TrainerWorker):
     metrics = "policy"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)
+        hf_config = read_config(model_folder)
+        if config.actor_has_values:
+            hf_config = with_value_head(hf_config)
+        super().__init__(config, hf_config, model_folder, rank, store, threads)
         self._weight_sets = WeightSets(named_weights(self.chunks))
         if config.algorithm.kl.coefficient:
             self._weight_sets.keep("reference")
@@ -38,8 +42,17 @@ class ActorWorker(TrainerWorker):
         return policy_objective(self._config.algorithm, batch, scored)
 
     def score(self, scorer: Scorer, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> None:
-        """Forward-only pass; the log-probs stay here, for the update of the same samples."""
+        """Forward-only pass; the log-probs stay here, for the update of the same samples, and so do the values that
+        come with the policy's."""
         weights = self._weight_sets.swapped_in("reference") if scorer == "reference" else nullcontext()
         with weights:
-            log_probs = self._forward(samples, microbatches)
-        self._keep(scorer, log_probs)
+            scored = self._forward(samples, microbatches)
+        self._keep(scorer, {name: columns[:, 0] for name, columns in scored.items()})
+        if scorer == "old" and self._config.actor_has_values:
+            self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})
+
+    def _load_weights(self) -> None:
+        super()._load_weights()
+        for chunk in self.chunks:
+            if self._config.actor_has_values and chunk.module.post_process:
+                chunk.module.output_layer.value_head.initialise(self._config.run.seed)

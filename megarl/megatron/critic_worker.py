@@ -38,6 +38,6 @@ class CriticWorker(TrainerWorker):
 
         They stay here, too, for the update of the same samples. One rank of each data-parallel replica returns them.
         """
-        values = self._forward(samples, microbatches)
+        values = {name: columns[:, 0] for name, columns in self._forward(samples, microbatches).items()}
         self._keep("values", values)
         return {name: value.cpu() for name, value in values.items()} if parallel.returns_results() else {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -17,6 +18,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.classifier import ScoreHead, score_head_of
+from megarl.config.value_head import value_head_shapes
 from megarl.ops.linear_head import log_prob_and_entropy
 from megarl.resharding.families.shape import ModelShape
 
@@ -39,6 +41,8 @@ class LogProbHead(ColumnParallelLinear):
     temperature: float
     vocab_size: int
     request: HeadRequest | None = None
+    value_head: ValueHead | None
+    """Adds a third column: the value."""
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         request, self.request = self.request, None
@@ -55,6 +59,8 @@ class LogProbHead(ColumnParallelLinear):
             self.vocab_size,
             self.tp_group,
         )
+        if self.value_head is not None:
+            scored = torch.cat((scored, self.value_head(input_, request.rows)), -1)
         return scored[:, None], None
 
 
@@ -79,16 +85,44 @@ class ScoreLayer(torch.nn.Module):
     def forward(self, input_, weight=None, runtime_gather_output=None):
         request, self.request = self.request, None
         assert request is not None, "the model was called without a head request"
-        hidden = input_
-        if self.sequence_parallel:
-            # Whole on every rank, which then has the whole gradient of the weight, and of the hidden states: its own
-            # part of these goes back, and nothing is summed over the ranks.
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        rows = hidden[:, 0][request.rows].float()
+        rows = _replicated_rows(input_, request.rows, self.sequence_parallel, self.tp_group)
         bias = None if self.bias is None else self.bias.float()
-        return torch.nn.functional.linear(rows, self.weight.float(), bias)[:, None], None
+        return F.linear(rows, self.weight.float(), bias)[:, None], None
+
+
+class ValueHead(torch.nn.Module):
+    """Values of the rows, float32 [N, 1], by an MLP on a language model's hidden states; whole on every rank, too."""
+
+    def __init__(self, config: TransformerConfig, tp_group):
+        super().__init__()
+        self.fc1 = torch.nn.Linear(config.hidden_size, config.hidden_size, dtype=config.params_dtype)
+        self.fc2 = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
+        self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """The same on every rank. Values start at 0; were fc1 zero as well, it would stay so."""
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(self.fc1.weight.shape, generator=generator) / self.fc1.in_features**0.5
+        self.fc1.weight.copy_(weight)
+        for parameter in (self.fc1.bias, self.fc2.weight, self.fc2.bias):
+            parameter.zero_()
+
+    def forward(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        wanted = _replicated_rows(hidden, rows, self.sequence_parallel, self.tp_group)
+        inner = F.gelu(F.linear(wanted, self.fc1.weight.float(), self.fc1.bias.float()))
+        return F.linear(inner, self.fc2.weight.float(), self.fc2.bias.float())
+
+
+def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel: bool, tp_group) -> torch.Tensor:
+    """Rows of the pack, float32 [N, hidden], for a head that every tensor-parallel rank has and computes whole.
+
+    Each rank then has the whole gradient of the head's weight, and of the hidden states: under sequence parallelism its
+    own part of these goes back, and nothing is summed over the ranks.
+    """
+    if sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
+    return hidden[:, 0][rows].float()
 
 
 def replace_output_layer(model: GPTModel, hf_config: Mapping[str, Any], temperature: float) -> None:
@@ -102,3 +136,5 @@ def replace_output_layer(model: GPTModel, hf_config: Mapping[str, Any], temperat
     model.output_layer.__class__ = LogProbHead
     model.output_layer.temperature = temperature
     model.output_layer.vocab_size = ModelShape.of(hf_config).vocab
+    has_values = bool(value_head_shapes(hf_config))
+    model.output_layer.value_head = ValueHead(model.config, model.output_layer.tp_group) if has_values else None

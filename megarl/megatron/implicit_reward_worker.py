@@ -43,9 +43,9 @@ class ImplicitRewardWorker(TrainerWorker):
         returns the rewards.
         """
         with self._weight_sets.swapped_in("reference"):
-            reference = self._forward(samples, microbatches)
+            reference = self._log_probs(samples, microbatches)
         self._keep("reference", reference)
-        log_probs = self._forward(samples, microbatches)
+        log_probs = self._log_probs(samples, microbatches)
         if not parallel.returns_results():
             return {}
         config = self._config.implicit_reward
@@ -53,6 +53,11 @@ class ImplicitRewardWorker(TrainerWorker):
             name: config.coefficient * token_reward(log_prob, reference[name], config.beta).cpu()
             for name, log_prob in log_probs.items()
         }
+
+    def _log_probs(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> dict[str, torch.Tensor]:
+        return {name: columns[:, 0] for name, columns in self._forward(samples, microbatches).items()}
 
     def _training_batches(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]

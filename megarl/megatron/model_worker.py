@@ -13,6 +13,7 @@ from megarl import device
 from megarl.batch import TokenBatch, TrainingSample
 from megarl.config.classifier import BIAS, WEIGHT
 from megarl.config.schema import Config, MegatronRole
+from megarl.config.value_head import value_head_shapes
 from megarl.data.collate import Reads, collate
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
@@ -96,9 +97,9 @@ class ModelWorker:
         return self.holder.shapes
 
     def _load_weights(self) -> None:
-        """From the folder. A score head that the folder's model does not have starts at zero."""
+        """From the folder. A score or value head that the folder's model does not have starts at zero."""
         source = huggingface_holder(read_config(self._folder))
-        missing = {WEIGHT, BIAS}.difference(source.shapes)
+        missing = {WEIGHT, BIAS, *value_head_shapes(self._hf_config)}.difference(source.shapes)
         plan = make_plan([source], [self.holder.zeroed(missing)])
         with SafetensorsFolder(self._folder) as transport:
             transport.check(source)
@@ -107,12 +108,13 @@ class ModelWorker:
     def _forward(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
     ) -> dict[str, torch.Tensor]:
-        """Forward-only pass: sample id -> first column of the head, float32 [R]; empty before the last stage."""
+        """Forward-only pass: sample id -> what the head gives for its response tokens, float32 [R, columns]; empty
+        before the last stage."""
         scored = step.score(self.chunks, self._collate(samples, microbatches, {}))
         results = {}
         for microbatch, columns in zip(microbatches, scored, strict=False):
             members = [samples[i].sample for i in microbatch]
-            parts = columns[:, 0].split([len(sample.response_ids) for sample in members])
+            parts = columns.split([len(sample.response_ids) for sample in members])
             results |= {sample.id: part for sample, part in zip(members, parts, strict=True)}
         return results
 

@@ -18,9 +18,9 @@ Objective = Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]]
 
 
 def policy_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """The actor's. scored: log-prob and entropy of each row."""
+    """The actor's. scored: log-prob and entropy of each row, and its value where the critic is a head on the actor."""
     assert batch.advantage is not None, "the batch has no advantages"
-    log_prob, entropy = scored.unbind(-1)
+    log_prob, entropy = scored[:, 0], scored[:, 1]
     # One update a step: the current policy is the old one, the ratio is 1, and its gradient that of log_prob.
     old = log_prob.detach() if batch.old is None else batch.old
     policy = policy_loss.clip(
@@ -35,6 +35,9 @@ def policy_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tens
         loss = loss + algorithm.kl.coefficient * (batch.weight * estimate).sum()
         sums[f"kl/{algorithm.kl.estimator}"] = mean(estimate, batch.mask)
     sums["policy/loss"] = total(loss)
+    if scored.shape[-1] == 3:  # the critic is a head on the actor
+        loss_of_values, of_values = value_objective(algorithm.value, batch, scored[:, 2:])
+        loss, sums = loss + loss_of_values, sums | of_values
     return loss, sums
 
 
@@ -43,7 +46,7 @@ def value_objective(config: Value, batch: TokenBatch, scored: torch.Tensor) -> t
     assert batch.values is not None and batch.returns is not None, "the batch has no returns"
     [value] = scored.unbind(-1)
     error = value_loss.squared_error(value, batch.values, batch.returns, config.clip)
-    loss = (batch.weight * error.loss).sum()
+    loss = config.coefficient * (batch.weight * error.loss).sum()
     return loss, {
         "value/loss": total(loss),
         "value/mean": mean(value, batch.mask),

@@ -33,7 +33,7 @@ class RewardModelWorker(ModelWorker):
         by_token = self._forward(samples, microbatches)
         if not parallel.returns_results():
             return {}
-        return {item.sample.id: self._reward(item.sample, by_token[item.sample.id].tolist()) for item in samples}
+        return {item.sample.id: self._reward(item.sample, by_token[item.sample.id][:, 0].tolist()) for item in samples}
 
     def _reward(self, sample: Sample, scores: Sequence[float]) -> float:
         settings = self._config.reward_model

@@ -14,6 +14,7 @@ from megarl.batch import TokenBatch, TrainingSample
 from megarl.checkpoints import Checkpoint, FileRecord
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config, Role
+from megarl.config.value_head import without_value_head
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel, sharded_checkpoint, step
 from megarl.megatron.advantage import with_advantages
@@ -96,7 +97,7 @@ class TrainerWorker(ModelWorker, ABC):
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
         """Writes the model, read from all ranks by the transport, as a Hugging Face folder."""
-        write_folder(plan, transport, self._hf_config, self._folder, out)
+        write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
 
     def check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
         """This rank's share of the role's files. Raises ValueError that names a damaged one."""

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from megarl.batch import Sample
 from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
+from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config
 from megarl.megatron.actor_worker import ActorWorker
 from megarl.megatron.critic_worker import CriticWorker
@@ -29,7 +30,7 @@ from tests.parity import (
     shares,
     whole_tensors,
 )
-from tests.ppo_reference import PpoReference, PpoSettings
+from tests.ppo_reference import PpoReference, PpoSettings, SharedTrunkReference
 from tests.tiny_model import write_tiny_llama
 
 Values = list[dict[str, torch.Tensor]]
@@ -73,7 +74,9 @@ def critic(actor, tmp_path_factory) -> Path:
     return folder
 
 
-def ppo_config(actor: Path, critic: Path | None, layouts: tuple[str, str], settings: PpoSettings) -> Config:
+def ppo_config(
+    actor: Path, critic: Path | None, layouts: tuple[str, str], settings: PpoSettings, *overrides: str
+) -> Config:
     return config_of(
         actor,
         "algorithm.advantage.estimator=gae",
@@ -87,6 +90,7 @@ def ppo_config(actor: Path, critic: Path | None, layouts: tuple[str, str], setti
         f"critic.optimizer.lr={settings.lr}",
         f"critic.optimizer.eps={settings.eps}",
         "critic.tokens_per_microbatch=80",
+        *overrides,
     )
 
 
@@ -106,18 +110,17 @@ def train_critic(store, rank: int, config: Config, folder: Path, steps: list[lis
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics), values
 
 
-def train_actor(store, rank: int, config: Config, folder: Path, steps: list[list[list[Group]]], values: Values):
+def train_actor(store, rank: int, config: Config, folder: Path, steps: list[list[list[Group]]], values: Values | None):
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    for updates, of_step in zip(steps, values, strict=True):
-        own = [
-            shares(config, worker.packing, groups, "actor", {"values": of_step})[worker.data_parallel_rank]
-            for groups in updates
-        ]
+    move_value_head(worker)
+    for i, updates in enumerate(steps):
+        scores = {} if values is None else {"values": values[i]}
+        own = [shares(config, worker.packing, groups, "actor", scores)[worker.data_parallel_rank] for groups in updates]
         own = [
             ([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
             for share in own
         ]
-        if len(updates) > 1:
+        if len(updates) > 1 or config.actor_has_values:
             for share in own:
                 worker.score("old", *share)
         metrics = [worker.update(*share) for share in own][-1]
@@ -170,6 +173,44 @@ def test_two_updates_of_one_step_share_their_values(actor, critic, settings):
 def test_a_critic_from_the_actors_model_starts_at_zero(actor):
     config = ppo_config(actor, None, ("{}", "{tp: 3}"), PLAIN)
     check(config, actor, actor, PLAIN, [[random_groups(0)], [random_groups(1)]])
+
+
+@pytest.mark.parametrize(
+    "layout", ["{}", "{tp: 3, sequence_parallel: true}", "{tp: 3}", "{pp: 2}", "{dp: 2}", "{cp: 2}"]
+)
+def test_a_value_head_on_the_actor_equals_plain_torch(actor, layout):
+    steps, coefficient, settings = [[random_groups(0)], [random_groups(1)]], 0.7, EVERYTHING
+    config = ppo_config(actor, None, (layout, "{}"), settings, "critic.trunk=actor", "algorithm.value.coefficient=0.7")
+    start = run_ranks(1, value_head, ppo_config(actor, None, ("{}", "{}"), settings, "critic.trunk=actor"), actor)[0]
+    ranks = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, None)
+    reference = SharedTrunkReference(actor, start, settings, coefficient)
+    for updates in steps:
+        policy_loss, value_loss = reference.step(updates)
+    reported = [rank.metrics for rank in ranks if rank.metrics]
+    assert sum(m["policy/loss"].value for m in reported) == pytest.approx(policy_loss, rel=TOLERANCE, abs=1e-6)
+    ours = sum(m["value/loss"].value for m in reported)
+    assert ours == pytest.approx(coefficient * value_loss, rel=TOLERANCE, abs=1e-6)
+    head = {"value_head.fc1": reference.head[0], "value_head.fc2": reference.head[2]}
+    theirs = {f"{name}.{kind}": p for name, layer in head.items() for kind, p in layer.named_parameters()}
+    weights = whole_tensors(with_value_head(read_config(actor)), ranks, "weights")
+    assert_equal(weights, dict(reference.actor.named_parameters()) | theirs, "weight")
+
+
+def value_head(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    """That the actor starts with, without the prefix of its names."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    assert not any(p.any() for name, p in worker.parameters().items() if "value_head.fc2" in name)
+    move_value_head(worker)
+    named = worker.parameters().items()
+    return {name.partition("value_head.")[2]: p.clone() for name, p in named if "value_head" in name}
+
+
+def move_value_head(worker: ActorWorker) -> None:
+    """Away from its zeros, which nothing would flow through in the first step."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in worker.parameters().items():
+        if "value_head" in name and not parameter.any():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
 def renamed(sample: Sample) -> Sample:

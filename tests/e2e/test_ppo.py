@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from megarl.config.value_head import KEY
 from tests.e2e.test_train import metrics_of, train
 from tests.tiny_model import write_tiny_llama
 
@@ -70,3 +73,16 @@ def test_a_critic_and_an_implicit_reward_model_run_together(tmp_path):
     assert steps[0]["implicit_reward/loss"] > 0 and steps[0]["implicit_reward/grad_norm"] > 0
     assert all(step["value/grad_norm"] > 0 and step["policy/grad_norm"] > 0 for step in steps)
     assert {"implicit-reward-0", "implicit-reward-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
+
+
+def test_the_critic_may_be_a_head_on_the_actor(tmp_path):
+    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
+    overrides = ["algorithm.advantage.estimator=gae", "critic.trunk=actor", "actor.layout.pp=2"]
+    run = train(tmp_path, model, "run.steps=3", *overrides)
+    steps = metrics_of(run)
+    assert [step["weights/version"] for step in steps] == [1, 2, 3]
+    assert steps[0]["value/mean"] == 0 != steps[-1]["value/mean"]
+    assert not list((run / "logs").glob("**/critic-*"))
+    exported = AutoModelForCausalLM.from_pretrained(run / "model")  # without the head, which no such model has
+    assert KEY not in json.loads((run / "model" / "config.json").read_text())
+    assert exported.num_parameters() == AutoModelForCausalLM.from_pretrained(model).num_parameters()

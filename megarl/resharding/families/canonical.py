@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.classifier import score_head_of
+from megarl.config.value_head import value_head_shapes
 from megarl.resharding.families.attention import attention_parts
 from megarl.resharding.families.experts import expert_parts
 from megarl.resharding.families.latent_attention import latent_attention_parts
@@ -32,6 +33,8 @@ class Canonical:
             self.outer_shapes |= self.score_head.shapes(self.model.hidden)
         elif not self.model.tied:
             self.outer_shapes[HEAD] = (self.model.vocab, self.model.hidden)
+        self.value_head = value_head_shapes(hf_config)
+        self.outer_shapes |= self.value_head
 
     @property
     def head(self) -> str:

@@ -56,6 +56,8 @@ def megatron_holder(
     # With tied weights the last stage has a copy of the embedding, unless it is the first stage too.
     elif last and not (model.tied and first):
         builder.add(f"{last_chunk}output_layer.weight", Padded((canonical.head,), padded=padded), share)
+    for tensor in canonical.value_head if last else ():
+        builder.add(f"{last_chunk}output_layer.{tensor}", Whole((tensor,)), share)
     return builder.build(f"megatron:{rank}")
 
 

@@ -7,6 +7,7 @@ import pytest
 from megarl.algorithms import passes
 from megarl.config.load import load
 
+GAE = "algorithm.advantage.estimator=gae"
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 
 
@@ -22,11 +23,16 @@ def config(*overrides: str):
         (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient = 0"),
         (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),
         (["batch.prompts_per_update=8"], "critic values", False, "group's mean"),
+        (["batch.prompts_per_update=8", GAE], "critic values", True, "gae takes them"),
+        (["batch.prompts_per_update=8", GAE, "critic.trunk=actor"], "critic values", False, "with the old log-probs"),
+        (["batch.prompts_per_update=8", GAE, "critic.trunk=actor"], "old log-probs", True, "critic's values come with"),
+        (["batch.prompts_per_update=8"], "implicit rewards", False, "coefficient = 0"),
+        (["batch.prompts_per_update=8", GAE, "implicit_reward.coefficient=2"], "implicit rewards", True, "= 2"),
     ],
 )
 def test_passes(overrides, name, needed, reason):
     made = config(*overrides)
     assert passes.needed(made, name) == needed
-    [line] = [line for line in passes.describe(made) if name in line]
+    [line] = [line for line in passes.describe(made) if f": {name} (" in line]
     assert line.startswith("pass made" if needed else "pass left out")
     assert reason in line

@@ -128,6 +128,10 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             ["implicit_reward.coefficient=1"],
             "implicit_reward.coefficient=1: algorithm.advantage.estimator=grpo compares",
         ),
+        (
+            [GAE, "critic.trunk=actor", "critic.warmup_steps=1"],
+            "critic.warmup_steps=1: with critic.trunk=actor the critic is not trained without the actor; set",
+        ),
         (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples; list a function"),
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
     ],
