@@ -32,9 +32,12 @@ from megarl.resharding.families.shape import ModelShape
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """Megatron's description of a pack, and the index tensors of our attention, made once for all layers."""
+    """Megatron's description of a pack; the index tensors of our attention, made once for all layers; and for the
+    rotary embedding the positions (int64 [T]), in the order in which Megatron shares out the pack over context-parallel
+    ranks."""
 
     buckets: tuple[Bucket, ...] = ()
+    positions: torch.Tensor | None = None
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -17,7 +17,6 @@ from megarl.ops.packed_attention import make_buckets
 @dataclass(frozen=True, slots=True)
 class ModelInput:
     """tokens, positions   int64 [1, T/cp]: of this context-parallel rank
-    rotary_positions    int64 [T]: of the whole pack, as PositionRotary reads them
     attention           which tokens attend to each other
     head                the rows to score among this rank's tokens
     rows                the batch with the fields of these rows only, N' of its N: what the loss reads
@@ -27,7 +26,6 @@ class ModelInput:
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    rotary_positions: torch.Tensor
     attention: PackedSeqParams
     head: HeadRequest
     rows: TokenBatch
@@ -42,7 +40,6 @@ class ModelInput:
         return cls(
             tokens=batch.tokens[shares.own][None],
             positions=batch.positions[shares.own][None],
-            rotary_positions=batch.positions[shares.sequence],
             attention=_attention(batch, shares),
             head=HeadRequest(places, rows.targets),
             rows=rows,
@@ -67,4 +64,12 @@ def _attention(batch: TokenBatch, shares: ContextShares) -> PackedSeqParams:
     whole = torch.tensor([0, num_tokens], dtype=torch.int32)
     parts = (shares.own, shares.all) if len(shares.places) > 1 else ()
     buckets = make_buckets(batch.document_tokens, batch.boundaries, *parts)
-    return PackedDocuments("thd", whole, whole, max_seqlen_q=num_tokens, max_seqlen_kv=num_tokens, buckets=buckets)
+    return PackedDocuments(
+        "thd",
+        whole,
+        whole,
+        max_seqlen_q=num_tokens,
+        max_seqlen_kv=num_tokens,
+        buckets=buckets,
+        positions=batch.positions[shares.sequence],
+    )

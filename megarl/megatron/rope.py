@@ -19,8 +19,8 @@ from megarl.resharding.families.shape import ModelShape
 class PositionRotary(RotaryEmbedding):
     """Rotary angles of the positions that a pack's tokens have in their documents, which its order does not tell.
 
-    The positions (int64 [T]) are set right before each call of the model, in the order in which Megatron shares out
-    the pack over context-parallel ranks.
+    The positions are those of PackedDocuments, set right before each call of the module that reads the angles: a layer
+    that is computed again in the backward pass needs those of its own microbatch.
     """
 
     positions: torch.Tensor
@@ -44,15 +44,22 @@ class PositionYarn(YarnRotaryEmbedding):
 def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
     """Gives the model, and with latent attention all of its layers, the one embedding that config.json describes."""
     shape, rope = ModelShape.of(hf_config), rope_parameters(completed(hf_config))
+    readers: list[torch.nn.Module] = [model]
     if shape.latent:
-        attentions = [layer.self_attention for layer in model.decoder.layers]
-        model.rotary_pos_emb = attentions[0].rotary_pos_emb
-        for attention in attentions:
+        readers = [layer.self_attention for layer in model.decoder.layers]
+        model.rotary_pos_emb = readers[0].rotary_pos_emb
+        for attention in readers:
             attention.rotary_pos_emb = model.rotary_pos_emb
     if rope["rope_type"] != "yarn":
         model.rotary_pos_emb.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
     if not uses_transformer_engine():
         model.rotary_pos_emb.__class__ = PositionYarn if rope["rope_type"] == "yarn" else PositionRotary
+        for reader in readers:
+            reader.register_forward_pre_hook(_set_positions, with_kwargs=True)
+
+
+def _set_positions(reader: torch.nn.Module, _: tuple, keywords: dict[str, Any]) -> None:
+    reader.rotary_pos_emb.positions = keywords["packed_seq_params"].positions
 
 
 def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:

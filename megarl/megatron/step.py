@@ -82,7 +82,6 @@ def _run(
         unwrapped = unwrap_model(chunk)
         if unwrapped.post_process:
             unwrapped.output_layer.request = item.head
-        unwrapped.rotary_pos_emb.positions = item.rotary_positions  # read by PositionRotary
         output = chunk(
             input_ids=item.tokens,
             position_ids=item.positions,

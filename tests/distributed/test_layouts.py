@@ -37,6 +37,11 @@ EXPERTS = {
     "EP2, CP2": "cp: 2, ep: 2",
     "EP2, PP2, VPP2": "dp: 2, pp: 2, vpp: 2, ep: 2",
 }
+LATENT = {
+    "PP2": "pp: 2",
+    "PP2, VPP2": "pp: 2, vpp: 2",
+    "CP2, EP2": "cp: 2, ep: 2",
+}
 CONTEXT = 64
 VARIANTS = {
     "packed, several microbatches": ([], {}),
@@ -82,6 +87,37 @@ def of_experts(experts: Path) -> Outcome:
 
 
 @pytest.fixture(scope="module")
+def latent(tmp_path_factory) -> Path:
+    return write_tiny_model(
+        tmp_path_factory.mktemp("latent"),
+        "deepseek_v3",
+        vocab_size=128,
+        hidden_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=4,
+        intermediate_size=80,
+        max_position_embeddings=CONTEXT,
+        q_lora_rank=12,
+        kv_lora_rank=20,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        first_k_dense_replace=1,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def of_latent(latent: Path) -> Outcome:
+    return plain_training(latent, UPDATES, KL)
+
+
+@pytest.fixture(scope="module")
 def of_dense(dense: Path) -> Outcome:
     return plain_training(dense, UPDATES, KL)
 
@@ -103,3 +139,9 @@ def test_dense_model(dense, of_dense, layout, variant):
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_mixture_of_experts(experts, of_experts, layout, variant):
     check(experts, of_experts, EXPERTS[layout], variant)
+
+
+@pytest.mark.parametrize("variant", ["packed, several microbatches", "padded", "full recompute"])
+@pytest.mark.parametrize("layout", LATENT)
+def test_latent_attention(latent, of_latent, layout, variant):
+    check(latent, of_latent, LATENT[layout], variant)
