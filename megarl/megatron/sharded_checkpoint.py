@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -60,7 +61,9 @@ class Saving:
             self._written.result()
         except torch_checkpoint.CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
-            raise RuntimeError(f"{self._folder}: {reason}") from error
+            # torch's own words for a full disk do not tell that it is one.
+            free = shutil.disk_usage(self._folder).free / 1e9
+            raise RuntimeError(f"{self._folder}, on a disk with {free:.2f} GB free: {reason}") from error
         for finalize in self._finalize:
             finalize()
         self._thread.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -294,3 +295,22 @@ def test_killed_at_any_moment_of_a_save_the_checkpoint_before_loads(model, tmp_p
         process.kill()
         process.join()
     run_ranks(1, load, config, model, Checkpoint.open(checkpoints.latest()))
+
+
+def save_without_space(store, rank: int, config: Config, model: Path, folder: Path) -> str:
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    worker.save_checkpoint(folder, "actor")
+    try:
+        worker.finish_checkpoint(folder)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_file_that_cannot_be_written_is_an_error_that_says_why(model, tmp_path):
+    hidden = Checkpoints(tmp_path).begin(1)
+    (hidden / "actor").mkdir()
+    config = config_of(model, "actor.layout.pp=2")
+    messages = run_ranks(2, save_without_space, config, model, hidden)
+    assert all(message.startswith(f"{hidden}/actor, on a disk with ") for message in messages)
