@@ -58,7 +58,10 @@ def start(config: Config, prompts: PromptSet) -> Start:
             f"{prompts.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with resume=never"
         )
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
-    if path.parent == checkpoints.path:
+    if path.parent.resolve() == checkpoints.path.resolve():
+        latest = checkpoints.latest()
+        if latest is None or path.name != latest.name:
+            checkpoint.verify(checkpoint.files)  # those after it are removed, which may be the only good ones
         # In this order: killed in between, the run is one that was killed before it went on.
         checkpoints.go_back_to(checkpoint.step)
         folder = RunFolder.reopen(config, checkpoint.step, prompts.data_hash)
@@ -72,7 +75,8 @@ def _checkpoint_path(config: Config) -> Path | None:
         return None
     if config.resume == "auto":
         return Checkpoints(RunFolder.of(config).checkpoints).latest()
-    path = Path(config.resume).expanduser().absolute()
+    # Without links: the run's folder is moved away, unless the checkpoint is found to lie in it.
+    path = Path(config.resume).expanduser().resolve()
     if not path.is_dir():
         raise ValueError(
             f"resume={config.resume}: there is no such folder; give never, auto or the folder of a checkpoint"

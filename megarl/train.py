@@ -95,6 +95,7 @@ def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]], 
     tokens for others."""
     size = config.batch.prompts_per_update
     updates = [[sample for group in groups[i : i + size] for sample in group] for i in range(0, len(groups), size)]
+    updates = [update for update in updates if update]  # one whose samples all failed has nothing to learn from
     metrics: Metrics = {}
     scores: dict[str, Scores] = {}
     if passes.needed(config, "implicit rewards"):

@@ -159,10 +159,11 @@ def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
 
 
 def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str | None:
-    """The budget is of one rank, and a sample's tokens are shared out over the context-parallel ranks."""
+    """The budget is of one rank, and a sample's tokens are shared out over the context-parallel ranks, in two chunks
+    of equal size for each."""
     role = placed.section
     budget, cp, context = placed.tokens_per_microbatch, placed.layout.cp, config.rollout.context_length
-    needed = -(-context // cp)
+    needed = -(-context // (2 * cp)) * 2 if cp > 1 else context
     if budget >= needed:
         return None
     ranks = f" on {role}.layout.cp={cp} ranks" if cp > 1 else ""
@@ -364,6 +365,14 @@ def expert_mlp_divides_by_etp(config: Config, placed: Placed, hf: Mapping[str, A
     return _does_not_divide(key, layout.expert_tp, "MLP rows of an expert", rows, _divisors(rows))
 
 
+def shared_experts_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    mixture = experts(hf)
+    if mixture is None or not mixture.shared_intermediate:
+        return None
+    rows, tp = mixture.shared_intermediate, placed.layout.tp
+    return _does_not_divide(f"{placed.section}.layout.tp", tp, "MLP rows of the shared experts", rows, _divisors(rows))
+
+
 def experts_and_tensor_parallel_need_sequence_parallel(
     config: Config, placed: Placed, hf: Mapping[str, Any]
 ) -> str | None:
@@ -519,6 +528,7 @@ _PLACED_MODEL_RULES: tuple[Callable[[Config, Placed, Mapping[str, Any]], str | N
     mlp_divides_by_tp,
     experts_divide_by_ep,
     expert_mlp_divides_by_etp,
+    shared_experts_divide_by_tp,
     experts_and_tensor_parallel_need_sequence_parallel,
     layers_tile_the_stages,
     virtual_stages_tile_each_stage,

@@ -24,7 +24,7 @@ from megarl.resharding.families.shape import ModelShape
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this times tp, as Megatron does."""
 
-MODEL_DEFAULTS = ("calculate_per_token_loss", "fp16", "mtp_num_layers", "overlap_moe_expert_parallel_comm")
+MODEL_DEFAULTS = ("calculate_per_token_loss", "fp16", "mtp_num_layers", "overlap_moe_expert_parallel_comm", "use_mup")
 DDP_DEFAULTS = ("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp")
 """Fields of Megatron's TransformerConfig and DistributedDataParallelConfig that loss, head and weights rely on."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -25,11 +26,17 @@ def update(
     batches: Sequence[TokenBatch],
 ) -> tuple[dict[str, Metric], float]:
     """One optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Returns the objective's metrics on this
-    rank (none before the last stage), and the norm of the gradient before clipping."""
+    rank (none before the last stage), and the norm of the gradient before clipping.
+
+    Raises RuntimeError, on all ranks, for a gradient that is not finite. The weights are lost then.
+    """
     parts = accumulate_gradients(chunks, objective, batches)
-    succeeded, grad_norm, _ = optimizer.step()
-    if not succeeded:
-        raise RuntimeError("the optimizer refused the step: a gradient is infinite or not a number")
+    _, grad_norm, _ = optimizer.step()
+    if not math.isfinite(grad_norm):
+        raise RuntimeError(
+            f"the gradient is not finite (norm {grad_norm}); the run ends before these weights are used or saved: go "
+            "on from its last checkpoint with resume=auto, after a look at the last rollouts and at the learning rate"
+        )
     return merge(read(sums) for sums in parts), float(grad_norm)
 
 

@@ -9,9 +9,10 @@ import torch
 
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
+from megarl.megatron.actor_worker import ActorWorker
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
-from tests.parity import TOLERANCE, assert_equal, canonical, config_of, random_groups, train
+from tests.parity import TOLERANCE, assert_equal, canonical, config_of, random_groups, shares, train
 from tests.tiny_model import write_tiny_llama
 
 
@@ -53,3 +54,27 @@ def test_decay_and_schedule_equal_plain_torch(folder, layout):
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates)
     assert_equal(canonical(folder, ranks, "weights"), reference_weights(folder, config, updates), "weight")
     assert ranks[0].metrics["policy/lr"].value == pytest.approx(1e-4 + 9e-4 * 0.5, rel=TOLERANCE)
+
+
+def spoiled_update(store, rank: int, config: Config, folder: Path, factor: float) -> str:
+    """What an update says whose loss is multiplied by the factor."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    objective = worker.objective
+
+    def spoiled(batch, scored):
+        loss, sums = objective(batch, scored)
+        return factor * loss, sums
+
+    worker.objective = spoiled
+    share = shares(config, worker.packing, random_groups(0))[worker.data_parallel_rank]
+    with pytest.raises(RuntimeError) as error:
+        worker.update([item.training_sample(item.sample, {}) for item in share.samples], share.microbatches)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize("clip", ["1", "0"])
+def test_a_gradient_that_is_not_finite_ends_the_run(folder, factor, clip):
+    config = config_of(folder, "actor.layout.pp=2", f"actor.optimizer.clip_grad_norm={clip}.0")
+    messages = run_ranks(2, spoiled_update, config, folder, factor)
+    assert all("the gradient is not finite" in message for message in messages)

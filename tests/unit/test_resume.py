@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.batch import Prompt
-from megarl.checkpoints import Checkpoints
+from megarl.checkpoints import Checkpoints, seal
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptSet
@@ -34,9 +34,10 @@ def save(begin: Start, settings: Config, step: int) -> Path:
         begin.state.step += 1
     begin.folder.metrics.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, step + 2)))
     checkpoints = Checkpoints(begin.folder.checkpoints)
-    checkpoints.begin(step)
+    weights = checkpoints.begin(step) / "weights"
+    weights.write_bytes(bytes([step] * 8))
     state = {"config": settings.model_dump(), "data_hash": PROMPTS.data_hash, "run": begin.state.dump()}
-    return checkpoints.commit(step, state, []).path
+    return checkpoints.commit(step, state, [seal(weights, weights.parent)]).path
 
 
 def test_never_starts_anew_and_keeps_the_earlier_folder(root: Path) -> None:
@@ -105,3 +106,22 @@ def test_what_is_refused_leaves_the_folder_untouched(root, prepare, prompts, pro
         start(config(root, "resume=auto", override), prompts)
     assert sorted(root.rglob("*")) == before
     assert len((root / "a" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_newest_run_is_found_by_its_link(root: Path) -> None:
+    """The link to the newest run, through which its checkpoints have another path."""
+    first = start(config(root), PROMPTS)
+    save(first, config(root), 1)
+    again = start(config(root, f"resume={root}/latest/checkpoints/step_000001"), PROMPTS)
+    assert (again.folder.path, again.folder.moved, again.state.step) == (root / "a", None, 1)
+    assert again.checkpoint.path.exists()
+
+
+def test_a_damaged_earlier_checkpoint_costs_no_later_one(root: Path) -> None:
+    first = start(config(root), PROMPTS)
+    earlier, newest = save(first, config(root), 1), save(first, config(root), 2)
+    (earlier / "weights").write_bytes(bytes(8))
+    with pytest.raises(ValueError, match=r"step_000001: weights is damaged: its SHA-256"):
+        start(config(root, f"resume={earlier}"), PROMPTS)
+    assert newest.exists()
+    assert start(config(root, "resume=auto"), PROMPTS).state.step == 2

@@ -117,6 +117,7 @@ def _check_sizes(model: ModelShape, layout: Layout) -> None:
     if experts is not None:
         sizes.append(("ep", layout.ep, "the number of experts", experts.count))
         sizes.append(("etp", layout.expert_tp, "the experts' intermediate size", experts.intermediate))
+        sizes.append(("tp", tp, "the shared experts' intermediate size", experts.shared_intermediate))
     for key, ranks, name, size in sizes:
         if size % ranks:
             raise ValueError(f"actor.layout.{key}={ranks}: {name} {size} does not divide by {ranks}; choose a divisor")

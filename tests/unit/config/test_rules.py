@@ -80,9 +80,9 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
         (["actor.tokens_per_microbatch=255"], "(255 < 256); set actor.tokens_per_microbatch to at least 256"),
         (
-            ["actor.layout.cp=2", "actor.tokens_per_microbatch=127"],
-            "may have rollout.context_length=256 tokens on actor.layout.cp=2 ranks and is never split over "
-            "microbatches (127 < 128); set actor.tokens_per_microbatch to at least 128",
+            ["actor.layout.cp=6", "actor.tokens_per_microbatch=43"],
+            "may have rollout.context_length=256 tokens on actor.layout.cp=6 ranks and is never split over "
+            "microbatches (43 < 44); set actor.tokens_per_microbatch to at least 44",
         ),
         (["actor.layout.dp=129"], "actor.layout.dp=129: an update has 128 samples (16 prompts x 8 samples), fewer"),
         (
