@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,14 @@ RANDOM = "random"
 
 
 class Saving:
-    """A save whose copy to host memory is done. A thread writes the files while training goes on."""
+    """A save whose copy to host memory is done. A thread writes the files, and reads them back, while training goes
+    on."""
 
     def __init__(self, folder: Path, request: AsyncRequest):
         self._folder, self._finalize = folder, request.finalize_fns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._written: Future[None] = self._thread.submit(request.async_fn)  # nobody else has the copies
+        write = request.async_fn  # nobody else has the copies
+        self._written: Future[list[FileRecord]] = self._thread.submit(_write, folder, write, dist.get_rank())
 
     @property
     def written(self) -> bool:
@@ -58,7 +61,7 @@ class Saving:
         """Together on all ranks. Waits for the thread, raises its error, and returns the files of this rank, which are
         on the disk then. checkpoint: the folder that their paths are relative to."""
         try:
-            self._written.result()
+            own = self._written.result()
         except torch_checkpoint.CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
             # torch's own words for a full disk do not tell that it is one.
@@ -69,9 +72,16 @@ class Saving:
         self._thread.shutdown()
         # glibc would keep what the copies took, and more with every save.
         ctypes.CDLL(None).malloc_trim(0)
-        own = set(self._folder.glob(f"__{dist.get_rank()}_*"))
+        # Small ones, some of which `finalize` has just written.
         shared = set() if dist.get_rank() else set(self._folder.iterdir()) - set(self._folder.glob("__*"))
-        return [seal(file, checkpoint) for file in sorted(own | shared)]
+        records = own + [seal(file, self._folder) for file in sorted(shared)]
+        return [replace(record, path=str((self._folder / record.path).relative_to(checkpoint))) for record in records]
+
+
+def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecord]:
+    """Writes this rank's part of the model. Returns its files, relative to the folder."""
+    write()
+    return [seal(file, folder) for file in sorted(folder.glob(f"__{rank}_*"))]
 
 
 def save(

@@ -10,7 +10,9 @@ from vllm.outputs import CompletionOutput
 
 from megarl import device
 from megarl.batch import Sample, VersionRun
+from megarl.config.huggingface import completed, latent_attention
 from megarl.config.schema import Rollout
+from megarl.data.model_folder import read_config
 from megarl.resharding.plan import Plan
 from megarl.resharding.transports.transport import Transport
 from megarl.rollout.engine import SamplingRequest
@@ -20,6 +22,7 @@ class VllmEngine:
     """Starts without weights (`version` None) and gets them by `refit`, as after every later update."""
 
     def __init__(self, config: Rollout, model_folder: Path, dtype: str, replica: int, seed: int):
+        _check_model(model_folder)
         self.version: int | None = None
         self._config = config
         self._replica = replica
@@ -80,6 +83,14 @@ class VllmEngine:
             max_tokens=self._config.max_new_tokens,
             logprobs=0,
             seed=seed,
+        )
+
+
+def _check_model(folder: Path) -> None:
+    if not device.on_cuda() and latent_attention(completed(read_config(folder))):
+        raise ValueError(
+            f"{folder}: vLLM's CPU build computes other log-probs with latent attention than transformers does (by about "
+            "0.15), so that nothing could be learned from its samples; run this model on GPUs"
         )
 
 
