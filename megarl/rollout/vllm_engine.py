@@ -89,8 +89,8 @@ class VllmEngine:
 def _check_model(folder: Path) -> None:
     if not device.on_cuda() and latent_attention(completed(read_config(folder))):
         raise ValueError(
-            f"{folder}: vLLM's CPU build computes other log-probs with latent attention than transformers does (by about "
-            "0.15), so that nothing could be learned from its samples; run this model on GPUs"
+            f"{folder}: vLLM's CPU build computes other log-probs with latent attention than transformers does (by "
+            "about 0.15), so that nothing could be learned from its samples; run this model on GPUs"
         )
 
 
