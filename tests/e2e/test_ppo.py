@@ -86,3 +86,20 @@ def test_the_critic_may_be_a_head_on_the_actor(tmp_path):
     exported = AutoModelForCausalLM.from_pretrained(run / "model")  # without the head, which no such model has
     assert KEY not in json.loads((run / "model" / "config.json").read_text())
     assert exported.num_parameters() == AutoModelForCausalLM.from_pretrained(model).num_parameters()
+
+
+def test_a_run_with_a_critic_goes_on_bit_by_bit(tmp_path):
+    """From its checkpoint, with one thread a process: several add up numbers in an order of their own."""
+    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
+    overrides = [
+        *("algorithm.advantage.estimator=gae", "algorithm.kl.coefficient=0.05", "batch.prompts_per_update=4"),
+        *("actor.threads=1", "critic.threads=1", "rollout.threads=1", "checkpoint.every_steps=1", "run.export=false"),
+    ]
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole = metrics_of(train(tmp_path / "whole", model, "run.steps=2", *overrides))
+    train(tmp_path / "parts", model, "run.steps=1", *overrides)
+    parts = metrics_of(train(tmp_path / "parts", model, "run.steps=2", "resume=auto", *overrides))
+    learned = {name for name in whole[-1] if name.partition("/")[0] in ("reward", "policy", "value", "kl")}
+    assert len(learned) > 15
+    assert {name: parts[-1][name] for name in learned} == {name: whole[-1][name] for name in learned}
