@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.classifier import ScoreHead, score_head_of
 from megarl.config.value_head import value_head_shapes
 from megarl.ops.linear_head import log_prob_and_entropy
+from megarl.ops.packed_attention import take
 from megarl.resharding.families.shape import ModelShape
 
 
@@ -52,7 +53,7 @@ class LogProbHead(ColumnParallelLinear):
         else:
             hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         scored = log_prob_and_entropy(
-            hidden[:, 0][request.rows],
+            take(hidden[:, 0], request.rows),
             self.weight if weight is None else weight,
             request.targets,
             self.temperature,
@@ -122,7 +123,7 @@ def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel
     """
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
-    return hidden[:, 0][rows].float()
+    return take(hidden[:, 0], rows).float()
 
 
 def replace_output_layer(model: GPTModel, hf_config: Mapping[str, Any], temperature: float) -> None:

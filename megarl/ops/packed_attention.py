@@ -105,6 +105,12 @@ def _padded(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([F.pad(row, (0, longest - len(row)), value=int(row[-1])) for row in rows])
 
 
+def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """rows[index], whose gradient is the same in every run: that of indexing sums rows which stand more than once in the
+    order in which threads happen to reach them."""
+    return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
+
+
 def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -119,7 +125,7 @@ def packed_attention(
     """
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for bucket in buckets:
-        q, k, v = query[bucket.queries], key[bucket.keys], value[bucket.keys]
+        q, k, v = take(query, bucket.queries), take(key, bucket.keys), take(value, bucket.keys)
         attended = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
             attn_mask=bucket.visible,

@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 
-from megarl.ops.packed_attention import make_buckets, packed_attention, plain_attention
+from megarl.ops.packed_attention import make_buckets, packed_attention, plain_attention, take
 
 
 def separate(lengths: list[int]) -> list[list[int]]:
@@ -79,3 +79,18 @@ def test_padding_stays_below_one_step_per_document():
     lengths = torch.randint(1, 200, (50,), generator=torch.Generator().manual_seed(0)).tolist()
     padded = sum(bucket.keys.numel() for bucket in make_buckets(*tensors(separate(lengths))))
     assert padded - sum(lengths) < 16 * len(lengths)
+
+
+def test_gradients_are_the_same_in_every_run():
+    """Sums over rows that stand more than once, as those of a shared prompt, in one order whatever threads do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rows, index = torch.randn(300, 576, requires_grad=True), torch.randint(0, 300, (64, 90))
+        gradient = torch.randn(64, 90, 576)
+        first = torch.autograd.grad(take(rows, index), rows, gradient)[0]
+        for _ in range(20):
+            assert torch.equal(torch.autograd.grad(take(rows, index), rows, gradient)[0], first)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(first, torch.autograd.grad(rows[index], rows, gradient)[0])
