@@ -106,7 +106,7 @@ def _padded(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """rows[index], whose gradient is the same in every run: that of indexing sums rows which stand more than once in the
+    """rows[index], whose gradient is the same in every run: that of indexing sums rows that stand more than once in the
     order in which threads happen to reach them."""
     return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
