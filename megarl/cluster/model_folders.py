@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config.classifier import as_classifier
 from megarl.config.huggingface import left_out
-from megarl.config.rules import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
+from megarl.config.model_rules import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config, resolve
 from megarl.data.tokenizer import load_tokenizer

@@ -59,6 +59,11 @@ class Layout(Section):
         return self.tp * self.pp * self.cp * self.dp
 
     @property
+    def uneven_stages(self) -> dict[str, int | None]:
+        """The keys that give a stage layers of its own."""
+        return {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
+
+    @property
     def expert_tp(self) -> int:
         """Tensor parallel size of the experts."""
         return self.tp if self.etp is None else self.etp

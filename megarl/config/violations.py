@@ -1,8 +1,8 @@
-"""What a document breaks of the schema, in words: the key, the value, where it was given, and the remedy."""
+"""What is wrong with a configuration, in words: the key, the value, where it was given, and the remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -92,3 +92,10 @@ def _leaves(key: Key, value: Any) -> Iterator[Key]:
 
 def _dotted(key: Key) -> str:
     return ".".join(str(part) for part in key)
+
+
+def raise_all(violations: Iterable[str | None]) -> None:
+    """Raises ValueError with a line for each violation, if there are any."""
+    found = [violation for violation in violations if violation is not None]
+    if found:
+        raise ValueError("\n".join(found))

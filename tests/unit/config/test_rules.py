@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config.huggingface import FAMILIES
 from megarl.config.load import load
-from megarl.config.rules import check_critic_model, check_model, check_reward_model
+from megarl.config.model_rules import check_critic_model, check_model, check_reward_model
 from megarl.config.schema import Config
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"

@@ -1,0 +1,332 @@
+"""The rules between the configuration and a model's config.json: one function each, named as the rule.
+
+A rule returns None where it is kept, otherwise one line with the keys, the arithmetic and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import gcd
+from typing import Any
+
+from megarl.config.classifier import score_head_of
+from megarl.config.divisors import divisors, does_not_divide
+from megarl.config.huggingface import attention_window, completed, experts, kv_heads, unsupported
+from megarl.config.schema import Config, Placed
+from megarl.config.violations import raise_all
+
+
+def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Checks the keys against the content of the model's config.json. Raises ValueError with a line per broken rule."""
+    model = _completed(config, config.actor, hf_config)
+    of_actor = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
+    raise_all(of_actor + [rule(config, model) for rule in _ENGINE_RULES])
+
+
+def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
+    """The same for the model that the critic starts from, whose config.json is critic_hf_config."""
+    critic = _completed(config, config.critic, critic_hf_config)
+    of_critic = [rule(config, config.critic, critic) for rule in _PLACED_MODEL_RULES]
+    head = score_head_of(critic)
+    labels = None if head is None else has_one_label(config, config.critic, head.num_labels)
+    raise_all([*of_critic, labels, knows_every_token(config, config.critic, hf_config, critic)])
+
+
+def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_config: Mapping[str, Any]) -> None:
+    """The same for the reward model, whose config.json is reward_hf_config."""
+    placed = config.reward_model
+    reward = _completed(config, placed, reward_hf_config)
+    of_reward = [rule(config, placed, reward) for rule in _PLACED_MODEL_RULES]
+    head = score_head_of(reward)
+    if head is None:
+        architectures = ", ".join(reward.get("architectures") or ["none"])
+        raise ValueError(
+            f"{_model(config, placed)}: its architecture is {architectures}, without scores; take a classification "
+            "checkpoint (...ForSequenceClassification or ...ForTokenClassification)"
+        )
+    labels = has_one_label(config, placed, head.num_labels)
+    steps = steps_are_of_a_token_classifier(config, head.kind)
+    raise_all([*of_reward, labels, steps, knows_every_token(config, placed, hf_config, reward)])
+
+
+def check_implicit_reward_model(config: Config, hf_config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """The same for the implicit reward model, whose config.json is `own`."""
+    placed = config.implicit_reward
+    model = _completed(config, placed, own)
+    of_model = [rule(config, placed, model) for rule in _PLACED_MODEL_RULES]
+    if score_head_of(model) is not None:
+        raise ValueError(
+            f"{_model(config, placed)}: its architecture is {', '.join(model['architectures'])}, and token rewards "
+            "come from log-probs; take a language model (...ForCausalLM)"
+        )
+    raise_all([*of_model, knows_every_token(config, placed, hf_config, model)])
+
+
+def model_config_is_complete(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    needed = ("intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
+    missing = [name for name in needed if name not in hf]
+    if not missing:
+        return None
+    lacking = ", ".join(missing)
+    return f"{_model(config, placed)}: its config.json lacks {lacking}; take the config.json of the original model"
+
+
+def attention_heads_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    return _tensor_parallel(config, placed, hf, "attention heads", hf["num_attention_heads"])
+
+
+def kv_heads_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    return _tensor_parallel(config, placed, hf, "KV heads", kv_heads(hf))
+
+
+def mlp_divides_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    if not _has_dense_layers(hf):
+        return None
+    return _tensor_parallel(config, placed, hf, "MLP rows (intermediate_size)", hf["intermediate_size"])
+
+
+def experts_divide_by_ep(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    role = placed.section
+    ep, mixture = placed.layout.ep, experts(hf)
+    if mixture is not None:
+        return does_not_divide(f"{role}.layout.ep", ep, "experts", mixture.count, divisors(mixture.count))
+    if ep == 1:
+        return None
+    return f"{role}.layout.ep={ep}: {_model(config, placed)} has no experts to share out; set {role}.layout.ep=1"
+
+
+def expert_mlp_divides_by_etp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    role = placed.section
+    mixture = experts(hf)
+    if mixture is None:
+        return None
+    layout, rows = placed.layout, mixture.intermediate
+    key = f"{role}.layout.tp" if layout.etp is None else f"{role}.layout.etp"
+    return does_not_divide(key, layout.expert_tp, "MLP rows of an expert", rows, divisors(rows))
+
+
+def shared_experts_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    mixture = experts(hf)
+    if mixture is None or not mixture.shared_intermediate:
+        return None
+    rows, tp = mixture.shared_intermediate, placed.layout.tp
+    return does_not_divide(f"{placed.section}.layout.tp", tp, "MLP rows of the shared experts", rows, divisors(rows))
+
+
+def experts_and_tensor_parallel_need_sequence_parallel(
+    config: Config, placed: Placed, hf: Mapping[str, Any]
+) -> str | None:
+    role, layout = placed.section, placed.layout
+    if layout.tp == 1 or layout.sequence_parallel or experts(hf) is None:
+        return None
+    return (
+        f"{role}.layout.tp={layout.tp}, sequence_parallel=false: with experts every rank would dispatch all tokens, "
+        f"which Megatron refuses; set {role}.layout.sequence_parallel=true"
+    )
+
+
+def layers_tile_the_stages(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    """Layers left by a first or last stage of its own size divide evenly over the other stages, at least one each."""
+    role = placed.section
+    layout, num_layers = placed.layout, hf["num_hidden_layers"]
+    given = {name: layers for name, layers in layout.uneven_stages.items() if layers is not None}
+    left, stages = num_layers - sum(given.values()), layout.pp - len(given)
+    if (left == 0) if stages == 0 else (left >= stages and left % stages == 0):
+        return None
+    taken = "".join(f" - {layers}" for layers in given.values())
+    keys = "".join(f", {name}={layers}" for name, layers in given.items())
+    rest = f"{num_layers}{taken} = {left}" if given else f"{num_layers}"
+    problem = (
+        f"{role}.layout.pp={layout.pp}{keys}: {num_layers} layers do not tile the stages: {rest} layers over {stages} "
+        f"{'other ' if given else ''}{'stage' if stages == 1 else 'stages'}"
+    )
+    if stages > 0:
+        problem += f" ({left} / {stages} = {left / stages:.4g})"
+    return f"{problem}; {_stage_remedy(layout.pp, num_layers)}"
+
+
+def virtual_stages_tile_each_stage(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    """Each pipeline stage's layers divide evenly over its virtual stages."""
+    role = placed.section
+    layout, num_layers = placed.layout, hf["num_hidden_layers"]
+    if layers_tile_the_stages(config, placed, hf) is not None:
+        return None
+    given = {name: layers for name, layers in layout.uneven_stages.items() if layers is not None}
+    others = layout.pp - len(given)
+    sizes = given | ({"the other stages": (num_layers - sum(given.values())) // others} if others else {})
+    broken = [f"{layers} layers ({name})" for name, layers in sizes.items() if layers % layout.vpp]
+    if not broken:
+        return None
+    choices = ", ".join(str(value) for value in divisors(gcd(*sizes.values())))
+    return (
+        f"{role}.layout.vpp={layout.vpp}: {' and '.join(broken)} of a pipeline stage do not divide into {layout.vpp} "
+        f"virtual stages; choose from {choices}"
+    )
+
+
+def engine_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    heads, sizes = hf["num_attention_heads"], _engine_sizes(hf)
+    return does_not_divide("rollout.tp", config.rollout.tp, "attention heads", heads, sizes)
+
+
+def engine_kv_heads_split_or_repeat(config: Config, hf: Mapping[str, Any]) -> str | None:
+    """The engine shards KV heads over its ranks, or repeats each on several where there are more ranks than heads."""
+    tp, heads = config.rollout.tp, kv_heads(hf)
+    if tp % heads == 0:
+        return None
+    return does_not_divide("rollout.tp", tp, "KV heads", heads, _engine_sizes(hf))
+
+
+def engine_mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    rows = hf["intermediate_size"]
+    if not _has_dense_layers(hf):
+        return None
+    return does_not_divide("rollout.tp", config.rollout.tp, "MLP rows (intermediate_size)", rows, _engine_sizes(hf))
+
+
+def engine_expert_mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+    mixture = experts(hf)
+    if mixture is None:
+        return None
+    rows, sizes = mixture.intermediate, _engine_sizes(hf)
+    return does_not_divide("rollout.tp", config.rollout.tp, "MLP rows of an expert", rows, sizes)
+
+
+def context_fits_the_positions(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    context, positions = config.rollout.context_length, hf["max_position_embeddings"]
+    if context <= positions:
+        return None
+    return (
+        f"rollout.context_length={context}: the model has {positions} positions (max_position_embeddings); set "
+        f"rollout.context_length to at most {positions}"
+    )
+
+
+def attention_is_full(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    """A window that is as long as the longest sample hides nothing."""
+    window, context = attention_window(hf), config.rollout.context_length
+    if window is None or context <= window:
+        return None
+    return (
+        f"rollout.context_length={context}: with sliding_window {window} the model would not see the tokens before, "
+        f"which the trainer's attention does; set rollout.context_length to at most {window}"
+    )
+
+
+def features_are_supported(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+    found = unsupported(hf)
+    if not found:
+        return None
+    return (
+        f"{_model(config, placed)}: {' and '.join(found)} is not supported by this version; choose a model without it"
+    )
+
+
+def has_one_label(config: Config, placed: Placed, num_labels: int) -> str | None:
+    if num_labels == 1:
+        return None
+    return (
+        f"{_model(config, placed)}: it has {num_labels} labels (id2label), and a score is one number; take a "
+        "classification checkpoint with num_labels=1"
+    )
+
+
+def knows_every_token(config: Config, placed: Placed, actor: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """It reads the ids that the actor's tokenizer and engine make."""
+    if own["vocab_size"] >= actor["vocab_size"]:
+        return None
+    return (
+        f"{_model(config, placed)}: its vocab_size {own['vocab_size']} is below the actor's {actor['vocab_size']}, "
+        "whose token ids it must read; take a model with the actor's tokenizer"
+    )
+
+
+def steps_are_of_a_token_classifier(config: Config, kind: str) -> str | None:
+    if config.reward_model.step_end is None or kind == "token":
+        return None
+    return (
+        f"reward_model.step_end={config.reward_model.step_end!r}: {_model(config, config.reward_model)} scores whole "
+        "samples (...ForSequenceClassification); set reward_model.step_end=null"
+    )
+
+
+def engine_routes_as_the_model(config: Config, hf: Mapping[str, Any]) -> str | None:
+    """vLLM takes DeepSeek-V3's router from keys that transformers neither reads nor writes."""
+    wanted = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    missing = [key for key in wanted if key not in hf]
+    if hf["model_type"] != "deepseek_v3" or not missing:
+        return None
+    return (
+        f"model.path={config.model.path}: its config.json lacks {' and '.join(missing)}, and the engine would route by "
+        f"softmax, without the bias; add {' and '.join(f'{key}: {wanted[key]}' for key in missing)}"
+    )
+
+
+_PLACED_MODEL_RULES: tuple[Callable[[Config, Placed, Mapping[str, Any]], str | None], ...] = (
+    attention_heads_divide_by_tp,
+    kv_heads_divide_by_tp,
+    mlp_divides_by_tp,
+    experts_divide_by_ep,
+    expert_mlp_divides_by_etp,
+    shared_experts_divide_by_tp,
+    experts_and_tensor_parallel_need_sequence_parallel,
+    layers_tile_the_stages,
+    virtual_stages_tile_each_stage,
+    context_fits_the_positions,
+    attention_is_full,
+    features_are_supported,
+)
+"""Those that the config.json of each of these models keeps."""
+
+_ENGINE_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
+    engine_heads_divide_by_tp,
+    engine_kv_heads_split_or_repeat,
+    engine_mlp_divides_by_tp,
+    engine_expert_mlp_divides_by_tp,
+    engine_routes_as_the_model,
+)
+
+
+def _completed(config: Config, placed: Placed, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        model = completed(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{_model(config, placed)}: {error}") from None
+    if violation := model_config_is_complete(config, placed, model):
+        raise ValueError(violation)
+    return model
+
+
+def _tensor_parallel(config: Config, placed: Placed, hf: Mapping[str, Any], what: str, number: int) -> str | None:
+    role = placed.section
+    rows = [hf["intermediate_size"]] if _has_dense_layers(hf) else []
+    legal = divisors(gcd(hf["num_attention_heads"], kv_heads(hf), *rows))
+    return does_not_divide(f"{role}.layout.tp", placed.layout.tp, what, number, legal)
+
+
+def _has_dense_layers(hf: Mapping[str, Any]) -> bool:
+    mixture = experts(hf)
+    return mixture is None or not all(mixture.layers)
+
+
+def _engine_sizes(hf: Mapping[str, Any]) -> list[int]:
+    mixture, heads = experts(hf), kv_heads(hf)
+    rows = [hf["intermediate_size"]] if _has_dense_layers(hf) else []
+    rows += [mixture.intermediate] if mixture else []
+    sizes = divisors(gcd(hf["num_attention_heads"], *rows))
+    return [tp for tp in sizes if heads % tp == 0 or tp % heads == 0]
+
+
+def _stage_remedy(pp: int, num_layers: int) -> str:
+    choices = ", ".join(str(value) for value in divisors(num_layers))
+    remedy = f"choose pp from {choices} with first_stage_layers and last_stage_layers null"
+    per_stage = -(-num_layers // pp)
+    last = num_layers - (pp - 1) * per_stage
+    if pp in divisors(num_layers) or last < 1:
+        return remedy
+    return f"{remedy}, or last_stage_layers={last} alone ({pp - 1} x {per_stage} + {last} = {num_layers})"
+
+
+def _model(config: Config, placed: Placed) -> str:
+    own = None if placed is config.actor else placed.path
+    return f"model.path={config.model.path}" if own is None else f"{placed.section}.path={own}"
