@@ -44,6 +44,11 @@ LAYOUTS = {
     "actor 1 process, critic DP2": ("{}", "{dp: 2}"),
     "actor CP2, critic PP2 VPP2": ("{cp: 2}", "{pp: 2, vpp: 2}"),
     "actor DP2, critic CP2": ("{dp: 2}", "{cp: 2}"),
+    "actor TP3 PP2 SP, critic CP2 TP3 SP": (
+        "{tp: 3, pp: 2, sequence_parallel: true}",
+        "{cp: 2, tp: 3, sequence_parallel: true}",
+    ),
+    "actor CP2 TP3 SP, critic PP4": ("{cp: 2, tp: 3, sequence_parallel: true}", "{pp: 4}"),
 }
 PLAIN = PpoSettings(1.0, 0.95, None, False, LR, EPS, TEMPERATURE)
 EVERYTHING = PpoSettings(0.9, 0.8, 0.1, True, LR, EPS, TEMPERATURE)
