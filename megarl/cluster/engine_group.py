@@ -56,6 +56,7 @@ class EngineActor:
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[RemoteSample]:
         samples = self._engine.generate(requests)
+        segments.note(self._scratch)  # vLLM makes some only when it generates
         return [RemoteSample(SampleInfo.of(sample), ray.put(sample)) for sample in samples]
 
     def refit(self, plan: Plan, transport: SharedMemory, version: int) -> int:

@@ -47,4 +47,7 @@ class Watchdog:
 
 
 def _runs(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False

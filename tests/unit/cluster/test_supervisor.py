@@ -88,8 +88,10 @@ def test_a_signal_to_the_parent_interrupts(number: int) -> None:
 
 
 def test_an_impatient_ctrl_c_interrupts_once() -> None:
-    clean_up = "\n    ".join(("try: time.sleep(60)", "finally: time.sleep(0.5); print('clean')"))
+    waiting = "try: print('waiting', flush=True); time.sleep(60)"
+    clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
     with program(clean_up) as run:
+        assert run.process.stdout.readline() == "waiting\n"
         for _ in range(5):
             os.killpg(run.process.pid, signal.SIGINT)
             time.sleep(0.05)
