@@ -20,8 +20,6 @@ FREE = (
     "*.recompute",
     "*.offload",
     "*.threads",
-    "*.recompute",
-    "*.offload",
     "*.overlap_communication",
     "rollout.replicas",
     "rollout.tp",

@@ -103,7 +103,7 @@ def bundle(lengths: Sequence[Lengths], packing: Packing) -> list[Bundle]:
 def _check_fits(index: int, item: Lengths, packing: Packing) -> None:
     if (needed := packing.padded(item.num_tokens)) > packing.token_budget:
         raise ValueError(
-            f"actor.tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, and sample {index} alone "
+            f"tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, and sample {index} alone "
             f"has {needed}; a sample is never split over microbatches, so raise it to at least {needed} (divided by "
             "the context-parallel ranks)"
         )

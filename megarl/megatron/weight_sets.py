@@ -11,10 +11,10 @@ from megarl import device
 
 
 class WeightSets:
-    """Named copies of this rank's parameters: the reference, older policies."""
+    """Named copies of this rank's weights, such as the reference's."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
-        self._parameters = parameters
+    def __init__(self, weights: Mapping[str, torch.Tensor]):
+        self._weights = weights
         self._sets: dict[str, dict[str, torch.Tensor]] = {}
 
     def keep(self, name: str) -> None:
@@ -41,4 +41,4 @@ class WeightSets:
         device.synchronize()
 
     def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((key, parameter.detach()) for key, parameter in self._parameters.items())
+        return ((key, weight.detach()) for key, weight in self._weights.items())

@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-TOKENS_PER_TILE = 1024
-VOCABULARY_PER_TILE = 4096
+from megarl.planning.memory import TILE
+
+TOKENS_PER_TILE, VOCABULARY_PER_TILE = TILE
 
 
 def plain_log_prob_and_entropy(

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
+TILE = (1024, 4096)
+"""Tokens × vocabulary of a tile of the head's logits, of which megarl/ops/linear_head.py makes one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,3 @@ def _head(shape, layout, own_tokens, own_rows, num_bytes) -> int:
     rows = own_rows * shape.hidden * (num_bytes + FLOAT32)
     tiles = 3 * min(own_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1]) * FLOAT32
     return norm + rows + tiles
-
-
-TILE = (1024, 4096)
-"""Tokens × vocabulary of a tile of the head's logits."""

@@ -43,6 +43,14 @@ LATENT = {
     "CP2, EP2": "cp: 2, ep: 2",
 }
 CONTEXT = 64
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_hidden_layers=4,
+    intermediate_size=96,
+    max_position_embeddings=CONTEXT,
+)
 VARIANTS = {
     "packed, several microbatches": ([], {}),
     "packed, few microbatches": (["actor.tokens_per_microbatch=256"], {}),
@@ -66,18 +74,13 @@ def experts(tmp_path_factory) -> Path:
     return write_tiny_model(
         tmp_path_factory.mktemp("experts"),
         "qwen3_moe",
-        vocab_size=128,
-        hidden_size=64,
-        num_attention_heads=4,
+        **SIZES,
         num_key_value_heads=2,
         head_dim=16,
-        num_hidden_layers=4,
-        intermediate_size=96,
         moe_intermediate_size=32,
         num_experts=4,
         num_experts_per_tok=2,
         mlp_only_layers=[1],
-        max_position_embeddings=CONTEXT,
     )
 
 
@@ -91,13 +94,8 @@ def latent(tmp_path_factory) -> Path:
     return write_tiny_model(
         tmp_path_factory.mktemp("latent"),
         "deepseek_v3",
-        vocab_size=128,
-        hidden_size=48,
-        num_attention_heads=4,
+        **SIZES,
         num_key_value_heads=4,
-        num_hidden_layers=4,
-        intermediate_size=80,
-        max_position_embeddings=CONTEXT,
         q_lora_rank=12,
         kv_lora_rank=20,
         qk_nope_head_dim=8,

@@ -135,7 +135,7 @@ def test_going_back_discards_what_came_after(checkpoints: Checkpoints) -> None:
 
 
 class Killed(BaseException):
-    pass
+    """Stands for the end of the process: no `except Exception` of the program may see it."""
 
 
 def operations(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:

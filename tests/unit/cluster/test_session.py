@@ -30,6 +30,9 @@ class Call:
 class FakeRay:
     now: float = 0.0
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     def wait(self, calls: Sequence[Call], num_returns: int = 1, timeout: float = NEVER) -> tuple[list, list]:
         assert calls, "Ray refuses to wait for nothing"
         enough = sorted(call.at for call in calls)[num_returns - 1]
@@ -73,8 +76,7 @@ class FakeWatchdog:
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     monkeypatch.setattr(module, "ray", fake)
-    sleep = lambda seconds: setattr(fake, "now", fake.now + seconds)  # noqa: E731
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=sleep))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=fake.sleep))
     return fake
 
 
