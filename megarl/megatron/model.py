@@ -161,7 +161,8 @@ def _parallelism(layout: Layout) -> dict[str, Any]:
         # Packs differ in length; megatron-core asks for this dispatcher then, of dense models too.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        deallocate_pipeline_outputs=True,
+        # The interleaved schedule releases outputs before their sends are complete: the next stage would get garbage.
+        deallocate_pipeline_outputs=layout.vpp == 1,
         # Batched point-to-point communication is silently wrong with virtual stages on a pipeline of two.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
