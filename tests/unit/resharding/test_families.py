@@ -13,20 +13,10 @@ from megarl.config.huggingface import FAMILIES
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers, stage_sizes
 from megarl.resharding.families.shape import ModelShape
-from megarl.resharding.piece import num_elements
+from tests.published_models import CONFIGS, PARAMETERS
 from tests.unit.resharding.cases import config_of, layout_of
 
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4)
-SMOLLM2 = dict(
-    model_type="llama",
-    hidden_size=576,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    intermediate_size=1536,
-    vocab_size=49152,
-    tie_word_embeddings=True,
-)
 
 
 def test_shape_fills_in_what_a_config_may_leave_out():
@@ -37,10 +27,11 @@ def test_shape_fills_in_what_a_config_may_leave_out():
     assert ModelShape.of(config_of(model_type="qwen2")).qkv_bias
 
 
-def test_the_checkpoint_has_the_published_number_of_parameters():
-    holder = huggingface_holder(SMOLLM2)
-    assert sum(num_elements(piece.local_rectangle) for piece in holder.pieces) == 134_515_008
-    assert "lm_head.weight" not in holder.shapes
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_the_checkpoint_has_the_published_number_of_parameters(model):
+    shapes = huggingface_holder(CONFIGS[model]).shapes
+    assert sum(map(math.prod, shapes.values())) == PARAMETERS[model]
+    assert ("lm_head.weight" in shapes) != CONFIGS[model]["tie_word_embeddings"]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -127,7 +118,7 @@ def test_transformer_engine_fuses_norms_into_the_linears():
     ("holder", "message"),
     [
         (
-            lambda: megatron_holder(SMOLLM2, layout_of(tp=2), 0),
+            lambda: megatron_holder(CONFIGS["SmolLM2-135M"], layout_of(tp=2), 0),
             "actor.layout.tp=2: num_attention_heads 9 does not divide by 2",
         ),
         (

@@ -1,0 +1,232 @@
+"""Architectures of published models, as their config.json has them, and their number of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+}
+_SMOLLM2 = _LLAMA | {"vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+_MISTRAL = {
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32768,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-05,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+_MIXTRAL = _MISTRAL | {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_QWEN2 = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}
+_QWEN3 = _QWEN2 | {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+_QWEN3_MOE = _QWEN3 | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+_DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": _SMOLLM2
+    | {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+    },
+    "SmolLM2-1.7B": _SMOLLM2
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 8192,
+    },
+    "Llama-3.2-1B": _LLAMA
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    },
+    "Llama-3.1-8B": _LLAMA
+    | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
+    "Llama-3.1-405B": _LLAMA
+    | {"hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128, "intermediate_size": 53248},
+    "Mistral-7B-v0.3": _MISTRAL,
+    "Mixtral-8x7B": _MIXTRAL | {"vocab_size": 32000},
+    "Mixtral-8x22B": _MIXTRAL
+    | {
+        "hidden_size": 6144,
+        "num_hidden_layers": 56,
+        "num_attention_heads": 48,
+        "intermediate_size": 16384,
+        "max_position_embeddings": 65536,
+        "vocab_size": 32000,
+    },
+    "Qwen2.5-0.5B": _QWEN2
+    | {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "Qwen2.5-7B": _QWEN2
+    | {
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+    },
+    "Qwen2.5-72B": _QWEN2
+    | {
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 29568,
+    },
+    "Qwen3-0.6B": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-32B": _QWEN3
+    | {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "intermediate_size": 25600},
+    "Qwen3-30B-A3B": _QWEN3_MOE
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+    },
+    "Qwen3-235B-A22B": _QWEN3_MOE
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+    },
+    "Moonlight-16B-A3B": _DEEPSEEK
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 8192,
+        "vocab_size": 163840,
+    },
+    "DeepSeek-V3": _DEEPSEEK
+    | {
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 163840,
+        "vocab_size": 129280,
+    },
+}
+"""Without what has no bearing on weights (rotary scaling), and DeepSeek-V3's without its quantisation and without its
+layer for multi-token prediction."""
+
+PARAMETERS: dict[str, int] = {
+    "SmolLM2-135M": 134_515_008,
+    "SmolLM2-1.7B": 1_711_376_384,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-405B": 405_853_388_800,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "Mixtral-8x7B": 46_702_792_704,
+    "Mixtral-8x22B": 140_620_634_112,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "DeepSeek-V3": 671_026_419_200,
+}
+"""Numbers in the tensors, tied weights counted once."""
