@@ -105,7 +105,10 @@ def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]], 
         metrics |= of_critic
         if number <= config.critic.warmup_steps:
             return metrics
-    return metrics | train_actor(config, cast.trainers, updates, scores)
+    metrics |= train_actor(config, cast.trainers, updates, scores)
+    if config.algorithm.kl.renews_after(number):
+        cast.trainers.renew_reference()
+    return metrics
 
 
 def train_scorer(

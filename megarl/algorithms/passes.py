@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.schema import Config
+from megarl.config.schema import KL, Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ def passes(config: Config) -> tuple[Pass, ...]:
         Pass(
             "reference log-probs",
             coefficient > 0,
-            f"algorithm.kl.coefficient = {coefficient:g}"
+            f"algorithm.kl.coefficient = {coefficient:g}; {_reference(config.algorithm.kl)}"
             if coefficient > 0
             else "algorithm.kl.coefficient = 0: no term reads them",
         ),
@@ -42,6 +42,13 @@ def passes(config: Config) -> tuple[Pass, ...]:
             else f"{config.algorithm.advantage.estimator} takes the group's mean as its baseline",
         ),
     )
+
+
+def _reference(kl: KL) -> str:
+    if kl.renew_steps is None:
+        return "the reference is the model that the run starts from"
+    share = "" if kl.renew_share == 1 else f"{kl.renew_share:g} of "
+    return f"the reference takes up {share}the policy every {kl.renew_steps} steps"
 
 
 def _old_log_probs(config: Config) -> Pass:

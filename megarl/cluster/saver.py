@@ -21,11 +21,15 @@ OPTIMIZER_BYTES = 12
 
 
 def checkpoint_bytes(config: Config, model_folders: Iterable[Path]) -> int:
-    """What a checkpoint of models like those in the folders takes on the disk, within a few percent."""
+    """What a checkpoint of models like those in the folders, the actor's first, takes on the disk, within a few
+    percent."""
     holders = [huggingface_holder(read_config(folder)) for folder in model_folders]
-    num_parameters = sum(prod(shape) for holder in holders for shape in holder.shapes.values())
+    num_parameters = [sum(prod(shape) for shape in holder.shapes.values()) for holder in holders]
     weight_bytes = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    return round(1.05 * num_parameters * (weight_bytes + OPTIMIZER_BYTES))
+    kl = config.algorithm.kl
+    reference_bytes = 0 if kl.renew_steps is None else weight_bytes if kl.renew_share == 1 else 4
+    trained = sum(num_parameters) * (weight_bytes + OPTIMIZER_BYTES)
+    return round(1.05 * (trained + num_parameters[0] * reference_bytes))
 
 
 class Saver:

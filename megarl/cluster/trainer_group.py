@@ -41,6 +41,9 @@ class TrainerActor(RankActor):
     def end_step(self) -> None:
         self._worker.end_step()
 
+    def renew_reference(self) -> None:
+        self._worker.renew_reference()
+
     def offload(self) -> dict[str, Metric]:
         return self._worker.offload()
 
@@ -108,6 +111,11 @@ class TrainerGroup(RankGroup):
     def end_step(self) -> None:
         calls = {name: actor.end_step.remote() for name, actor in self._actors.items()}
         self._session.wait(calls, "end of step")
+
+    def renew_reference(self) -> None:
+        """Of the actor."""
+        calls = {name: actor.renew_reference.remote() for name, actor in self._actors.items()}
+        self._session.wait(calls, "renewal of the reference")
 
     def offload(self) -> Mapping[str, Metric]:
         """Makes room on the devices, until `onload`. Returns by how much, over all ranks."""

@@ -183,6 +183,21 @@ def clipped_ratio_stays_positive(config: Config) -> str | None:
     )
 
 
+def renewal_is_of_a_reference(config: Config) -> str | None:
+    kl = config.algorithm.kl
+    if kl.renew_steps is not None and not kl.coefficient:
+        return (
+            f"algorithm.kl.renew_steps={kl.renew_steps}: with algorithm.kl.coefficient=0 there is no reference to "
+            "renew; set renew_steps=null or a coefficient above 0"
+        )
+    if kl.renew_steps is None and kl.renew_share != 1:
+        return (
+            f"algorithm.kl.renew_share={kl.renew_share:g}: with algorithm.kl.renew_steps=null the reference is never "
+            "renewed; set renew_steps=1 for a moving average, or renew_share=1"
+        )
+    return None
+
+
 def fp8_needs_bfloat16(config: Config, trained: Trained) -> str | None:
     dtype = config.model.dtype
     if trained.fp8 is None or dtype == "bfloat16":
@@ -272,4 +287,5 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     something_gives_rewards,
     token_rewards_need_a_critic,
     clipped_ratio_stays_positive,
+    renewal_is_of_a_reference,
 )

@@ -192,6 +192,11 @@ class Value(Section):
 class KL(Section):
     estimator: Literal["k1", "k2", "k3"]
     coefficient: NonNegativeFloat
+    renew_steps: PositiveInt | None
+    renew_share: Annotated[float, Field(gt=0, le=1)]
+
+    def renews_after(self, step: int) -> bool:
+        return self.renew_steps is not None and step % self.renew_steps == 0
 
 
 class Algorithm(Section):

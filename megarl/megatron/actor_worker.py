@@ -15,10 +15,8 @@ from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
-from megarl.megatron.model import named_weights
 from megarl.megatron.objective import policy_objective
 from megarl.megatron.sums import Sums
-from megarl.megatron.weight_sets import WeightSets
 from megarl.megatron.worker import TrainerWorker
 
 Scorer = Literal["old", "reference"]
@@ -34,9 +32,9 @@ class ActorWorker(TrainerWorker):
         if config.actor_has_values:
             hf_config = with_value_head(hf_config)
         super().__init__(config, hf_config, model_folder, rank, store, threads)
-        self._weight_sets = WeightSets(named_weights(self.chunks))
-        if config.algorithm.kl.coefficient:
-            self._weight_sets.keep("reference")
+        kl = config.algorithm.kl
+        if kl.coefficient:
+            self._weight_sets.keep("reference", None if kl.renew_steps is None else kl.renew_share)
 
     def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         return policy_objective(self._config.algorithm, batch, scored)
@@ -50,6 +48,10 @@ class ActorWorker(TrainerWorker):
         self._keep(scorer, {name: columns[:, 0] for name, columns in scored.items()})
         if scorer == "old" and self._config.actor_has_values:
             self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})
+
+    def renew_reference(self) -> None:
+        """After a step: the reference takes algorithm.kl.renew_share of the policy."""
+        self._weight_sets.renew("reference")
 
     def _load_weights(self) -> None:
         super()._load_weights()

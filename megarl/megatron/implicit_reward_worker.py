@@ -14,10 +14,8 @@ from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
-from megarl.megatron.model import named_weights
 from megarl.megatron.objective import implicit_reward_objective
 from megarl.megatron.sums import Sums
-from megarl.megatron.weight_sets import WeightSets
 from megarl.megatron.worker import TrainerWorker
 
 
@@ -28,7 +26,6 @@ class ImplicitRewardWorker(TrainerWorker):
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)
-        self._weight_sets = WeightSets(named_weights(self.chunks))
         self._weight_sets.keep("reference")
 
     def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:

@@ -77,11 +77,16 @@ def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, tor
     return _named([chunk.module for chunk in chunks])
 
 
-def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
+def named_tensors(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
     """The parameters, and what a checkpoint has beside them: the biases of routers, which no gradient trains."""
     buffers = {f"chunk{i}.{name}": b for i, chunk in enumerate(chunks) for name, b in chunk.module.named_buffers()}
     biases = {name: buffer for name, buffer in buffers.items() if name.endswith(".router.expert_bias")}
-    return {name: parameter.data for name, parameter in named_parameters(chunks).items()} | biases
+    return named_parameters(chunks) | biases
+
+
+def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
+    """The same, without their gradients."""
+    return {name: tensor.data for name, tensor in named_tensors(chunks).items()}
 
 
 def build_chunk(config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int) -> GPTModel:

@@ -36,7 +36,9 @@ def sharded(
     none. To be loaded into, every rank has all of it.
     """
     return {
-        number: {key: _like(models[parameter], key, tensor) for key, tensor in tensors.items()}
+        number: {
+            key: sharded_like(models[parameter], f"optimizer.state.{key}", tensor) for key, tensor in tensors.items()
+        }
         for number, (parameter, tensors) in enumerate(_whole_tensors(optimizer, is_loading))
     }
 
@@ -115,9 +117,9 @@ def _whole_tensors(
                 yield parameter, {key: tensor[place].view(parameter.shape) for key, tensor in whole.items()}
 
 
-def _like(model: Shard, key: str, tensor: torch.Tensor) -> Shard:
-    """The tensor, sharded as the model's parameter is."""
-    changes: dict[str, Any] = {"key": f"optimizer.state.{key}.{model.key}", "data": tensor}
+def sharded_like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
+    """The tensor, sharded as the model's parameter is, and named as it with the prefix."""
+    changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
     if isinstance(model, ShardedTensor):  # a factory, which splits a tensor into several, has no dtype of its own
         changes["dtype"] = tensor.dtype
     return replace(model, **changes)

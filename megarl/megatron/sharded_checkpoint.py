@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +35,13 @@ from megatron.core.utils import unwrap_model
 
 from megarl.checkpoints import FileRecord, seal
 from megarl.megatron import optimizer_state, parallel, random_state
+from megarl.megatron.model import named_tensors
+from megarl.megatron.optimizer_state import Shard, sharded_like
+from megarl.megatron.weight_sets import WeightSets
 
 # Each layer under its own name: as slices of one tensor, frozen layers would be holes in the optimizer's state.
 FORMAT = {"non_homogeneous_layers": True}
+SETS = "weight_sets"
 RANDOM = "random"
 """Key of the ranks' random states, which mean something under the same layout only."""
 
@@ -87,6 +91,7 @@ def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecor
 def save(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
+    weight_sets: WeightSets,
     counters: Mapping[str, int],
     folder: Path,
 ) -> Saving:
@@ -97,10 +102,11 @@ def save(
     models = _sharded_models(chunks)
     # Copies by itself. It looks parameters up by identity, so those of the model are copied after it.
     moments = optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=False)
-    for shard in _by_parameter(models).values():
+    sets = _sharded_sets(weight_sets, chunks, models)
+    for shard in _shards([models, sets]):
         if is_main_replica(shard.replica_id):
             shard.data = shard.data.detach().to("cpu", copy=True)
-    state = {**models, "optimizer": moments, "counters": dict(counters), RANDOM: _sharded_random()}
+    state = {**models, SETS: sets, "optimizer": moments, "counters": dict(counters), RANDOM: _sharded_random()}
     strategy = ThreadStrategy("torch_dist", 1)
     return Saving(folder, dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True))
 
@@ -108,6 +114,7 @@ def save(
 def load(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
+    weight_sets: WeightSets,
     folder: Path,
     same_layout: bool,
 ) -> dict[str, int]:
@@ -116,7 +123,11 @@ def load(
     same_layout: it was saved from this layout, so that each rank takes its random states too.
     """
     models = _sharded_models(chunks)
-    state = {**models, "optimizer": optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=True)}
+    state = {
+        **models,
+        SETS: _sharded_sets(weight_sets, chunks, models),
+        "optimizer": optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=True),
+    }
     if same_layout:
         state[RANDOM] = _sharded_random()
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
@@ -125,6 +136,7 @@ def load(
         raise ValueError(f"{folder}: it is the checkpoint of another model: {sorted(differing)[0]} is in one only")
     for index, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{index}"])
+    weight_sets.restore(loaded.get(SETS, {}))
     # A rank whose parameters are all frozen has no optimizer state.
     optimizer_state.restore(optimizer, loaded.get("optimizer", {}), loaded["counters"]["num_updates"])
     if same_layout:
@@ -157,9 +169,23 @@ def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]
     return {f"model{i}": unwrap_model(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 
-def _by_parameter(models: Mapping[str, Any]) -> dict[torch.Tensor, ShardedTensor | ShardedTensorFactory]:
-    shards = (shard for shard in nested_values(models) if isinstance(shard, ShardedTensor | ShardedTensorFactory))
-    return {shard.data: shard for shard in shards}
+def _sharded_sets(
+    weight_sets: WeightSets, chunks: Sequence[DistributedDataParallel], models: Mapping[str, Any]
+) -> dict[str, dict[str, Shard]]:
+    """The weight sets that change, sharded as the model's weights are."""
+    live, shards = named_tensors(chunks), _by_parameter(models)
+    return {
+        name: {key: sharded_like(shards[live[key]], f"{SETS}.{name}", weight) for key, weight in weights.items()}
+        for name, weights in weight_sets.state().items()
+    }
+
+
+def _by_parameter(models: Mapping[str, Any]) -> dict[torch.Tensor, Shard]:
+    return {shard.data: shard for shard in _shards(models)}
+
+
+def _shards(state: Any) -> Iterator[Shard]:
+    return (shard for shard in nested_values(state) if isinstance(shard, ShardedTensor | ShardedTensorFactory))
 
 
 def _sharded_random() -> ShardedObject:

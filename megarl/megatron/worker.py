@@ -18,11 +18,12 @@ from megarl.config.value_head import without_value_head
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel, sharded_checkpoint, step
 from megarl.megatron.advantage import with_advantages
-from megarl.megatron.model import named_parameters
+from megarl.megatron.model import named_parameters, named_weights
 from megarl.megatron.model_worker import ModelWorker
 from megarl.megatron.offload import Offload
 from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.sums import Sums
+from megarl.megatron.weight_sets import WeightSets
 from megarl.metrics import Metric
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.folder import write_folder
@@ -58,6 +59,7 @@ class TrainerWorker(ModelWorker, ABC):
         without_decay = [trained[name] for name in undecayed if name in trained]
         self.optimizer = build_optimizer(settings, self.chunks, self.dtype, without_decay)
         self._offload = Offload(self.chunks, self.optimizer)
+        self._weight_sets = WeightSets(named_weights(self.chunks))
         self.num_updates = 0
         """Optimizer steps done; the learning rate follows from it."""
 
@@ -105,16 +107,20 @@ class TrainerWorker(ModelWorker, ABC):
         checkpoint.verify(files[self._rank :: self._settings.layout.world_size])
 
     def load_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
-        """Weights, optimizer, counts and random states, in place. A reference stays: it is the model that the run
-        started from, as its folder has it."""
+        """Weights, optimizer, counts, random states and the weight sets that change, in place. A reference that does
+        not is the model that the run started from, as its folder has it."""
         same_layout = checkpoint.state["config"][role]["layout"] == self._settings.layout.model_dump()
-        counters = sharded_checkpoint.load(self.chunks, self.optimizer, checkpoint.path / role, same_layout)
+        counters = sharded_checkpoint.load(
+            self.chunks, self.optimizer, self._weight_sets, checkpoint.path / role, same_layout
+        )
         self.num_updates = counters["num_updates"]
 
     def save_checkpoint(self, checkpoint: Path, role: Role) -> None:
         """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on."""
         counters = {"num_updates": self.num_updates}
-        self._saving = sharded_checkpoint.save(self.chunks, self.optimizer, counters, checkpoint / role)
+        self._saving = sharded_checkpoint.save(
+            self.chunks, self.optimizer, self._weight_sets, counters, checkpoint / role
+        )
 
     def checkpoint_written(self) -> bool:
         return self._saving.written

@@ -93,12 +93,16 @@ def experts_reference(experts: Path) -> Outcome:
 
 
 def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
+    """A step of one update."""
     share = shares(config, worker.packing, UPDATES[number])[worker.data_parallel_rank]
+    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
     gradients = capture_gradients(worker)
-    metrics = worker.update(
-        [item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches
-    )
+    if config.algorithm.kl.coefficient:
+        worker.score("reference", samples, share.microbatches)
+    metrics = worker.update(samples, share.microbatches)
     worker.end_step()
+    if config.algorithm.kl.renews_after(number + 1):
+        worker.renew_reference()
     weights = {name: p.clone() for name, p in worker.parameters().items()}
     return RankResult(worker.holder, gradients, weights, metrics)
 
@@ -186,6 +190,18 @@ def test_bfloat16_goes_on_from_its_float32_weights(model, tmp_path):
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     uninterrupted, checkpoint = saved_by(config, model, tmp_path)
     assert_same_weights(run_ranks(2, go_on, config, model, checkpoint), uninterrupted)
+
+
+@pytest.mark.parametrize("renewal", ["renew_steps: 2", "renew_steps: 1, renew_share: 0.3"])
+def test_a_renewed_reference_goes_on_and_goes_through_another_layout(experts, tmp_path, renewal):
+    """After the save the update's gradient depends on it. The embedding is tied, and in two places with PP2."""
+    kl = f"algorithm.kl={{coefficient: 10.0, {renewal}}}"
+    layouts = "{dp: 2, ep: 2, pp: 2}", "{tp: 2, sequence_parallel: true}"
+    first, second = (config_of(experts, "model.dtype=bfloat16", kl, f"actor.layout={layout}") for layout in layouts)
+    uninterrupted, checkpoint = saved_by(first, experts, tmp_path / "first")
+    assert_same_weights(run_ranks(4, go_on, first, experts, checkpoint), uninterrupted)
+    _, converted = saved_by(second, experts, tmp_path / "second", checkpoint)
+    assert_same_weights(run_ranks(4, go_on, first, experts, converted), uninterrupted)
 
 
 def save_late(store, rank: int, config: Config, model: Path, folder: Path) -> Saved:

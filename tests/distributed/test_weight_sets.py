@@ -37,6 +37,34 @@ def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> 
     return worker.parameters() | tensors | ({"scored": scored[0]} if scored else {})
 
 
+def ratios(store, rank: int, config: Config, folder: Path) -> list[float]:
+    """Largest |log π − log π_ref| of an update's samples: after an update, after a renewal, and an update later."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    share = shares(config, worker.packing, random_groups(0))[worker.data_parallel_rank]
+    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+
+    def largest() -> float:
+        for scorer in ("old", "reference"):
+            worker.score(scorer, samples, share.microbatches)
+        old, reference = (torch.cat(list(worker._kept.pop(name).values())) for name in ("old", "reference"))
+        return float((old - reference).abs().max())
+
+    found = []
+    for renew in (False, True, False):
+        worker.renew_reference() if renew else worker.update(samples, share.microbatches)
+        worker.end_step()
+        found.append(largest())
+    return found
+
+
+def test_a_renewed_reference_is_the_policy_until_it_moves_on(folder):
+    kl = "algorithm.kl={coefficient: 0.1, renew_steps: 1}"
+    for before, renewed, later in run_ranks(2, ratios, config_of(folder, kl, "actor.layout.tp=2"), folder):
+        assert before > 1e-4
+        assert renewed == 0
+        assert later > 1e-4
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 def test_reference_passes_leave_no_trace(folder, dp):
     config = config_of(folder, "model.dtype=bfloat16", f"actor.layout.dp={dp}", "algorithm.kl.coefficient=0.1")

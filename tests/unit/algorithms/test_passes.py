@@ -22,6 +22,12 @@ def config(*overrides: str):
         (["batch.prompts_per_update=4"], "old log-probs", True, "2 updates per step"),
         (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient = 0"),
         (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),
+        (
+            ["batch.prompts_per_update=8", "algorithm.kl={coefficient: 0.01, renew_steps: 5, renew_share: 0.3}"],
+            "reference log-probs",
+            True,
+            "the reference takes up 0.3 of the policy every 5 steps",
+        ),
         (["batch.prompts_per_update=8"], "critic values", False, "group's mean"),
         (["batch.prompts_per_update=8", GAE], "critic values", True, "gae takes them"),
         (["batch.prompts_per_update=8", GAE, "critic.trunk=actor"], "critic values", False, "with the old log-probs"),

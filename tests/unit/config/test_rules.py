@@ -133,6 +133,14 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             "critic.warmup_steps=1: with critic.trunk=actor the critic is not trained without the actor; set",
         ),
         (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples; list a function"),
+        (
+            ["algorithm.kl.renew_steps=2"],
+            "algorithm.kl.renew_steps=2: with algorithm.kl.coefficient=0 there is no reference to renew; set",
+        ),
+        (
+            ["algorithm.kl.coefficient=0.1", "algorithm.kl.renew_share=0.1"],
+            "algorithm.kl.renew_share=0.1: with algorithm.kl.renew_steps=null the reference is never renewed; set",
+        ),
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
     ],
 )
