@@ -110,11 +110,13 @@ class Score:
     value      the weighted sum of the parts; None if any part failed
     parts      reward function name -> its own value
     failure    None, or one line that names the reward function and the error
+    of_tokens  how much of the value is the sum of rewards that its tokens have one by one
     """
 
     value: float | None
     parts: dict[str, float]
     failure: str | None = None
+    of_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class TrainingSample:
 
 ROW_FIELDS = (
     *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "old", "reference", "values"),
-    *("token_reward", "advantage", "returns"),
+    *("token_reward", "process_reward", "advantage", "returns"),
 )
 """Fields of a TokenBatch with one element per row."""
 
@@ -178,7 +180,9 @@ class TokenBatch:
     reference         float32 [N]    log-prob under the reference; None: no term reads it
     values            float32 [N]    the critic's value of the state in which each target was sampled, from the start of
                                      the step; None: there is no critic
-    token_reward      float32 [N]    reward of each token, beside that of the sample; None: there is none
+    token_reward      float32 [N]    an implicit reward model's, beside the sample's; None: there is none
+    process_reward    float32 [N]    a reward model's for each token, which `reward` then does not contain; None: there
+                                     is none
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    what the critic learns; None: not estimated yet, or there is no critic
     """
@@ -200,6 +204,7 @@ class TokenBatch:
     reference: torch.Tensor | None = None
     values: torch.Tensor | None = None
     token_reward: torch.Tensor | None = None
+    process_reward: torch.Tensor | None = None
     advantage: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 

@@ -18,11 +18,15 @@ Metrics = dict[str, Metric]
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A sample that the rewards have judged, its reward, and its group's statistics."""
+    """A sample that the rewards have judged, its reward, and its group's statistics.
+
+    of_tokens   how much of the reward is the sum of those that its tokens have one by one
+    """
 
     sample: RemoteSample
     reward: float
     group: GroupStatistics
+    of_tokens: float = 0.0
 
 
 def select(
@@ -42,11 +46,11 @@ def select(
 
 
 def _scored_group(config: Config, members: Sequence[tuple[RemoteSample, Score]]) -> list[ScoredSample]:
-    judged = [(sample, score.value) for sample, score in members if score.value is not None]
+    judged = [(sample, score.value, score.of_tokens) for sample, score in members if score.value is not None]
     if not judged:
         return []
-    statistics = group_statistics([reward for _, reward in judged], config.algorithm.advantage.std)
-    return [ScoredSample(sample, reward, statistics) for sample, reward in judged]
+    statistics = group_statistics([reward for _, reward, _ in judged], config.algorithm.advantage.std)
+    return [ScoredSample(sample, reward, statistics, of_tokens) for sample, reward, of_tokens in judged]
 
 
 def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], scores: Sequence[Score]) -> Metrics:

@@ -81,23 +81,25 @@ def step(config: Config, cast: Cast, number: int, prompts: Sequence, rollouts: P
     with watch.phase("rollout"), cast.offloaded() as offloaded:
         groups = cast.engines.generate(_requests(config, number, prompts))
     with watch.phase("reward"):
-        scores = cast.rewards.score([sample for group in groups for sample in group], number, rollouts)
+        scores, process = cast.rewards.score([sample for group in groups for sample in group], number, rollouts)
     scored, metrics = select(config, groups, scores)
     with watch.phase("train"):
-        metrics |= offloaded | train(config, cast, scored, number)
+        metrics |= offloaded | train(config, cast, scored, number, process)
     with watch.phase("refit"):
         cast.refit(version=number)
     return _finish(metrics, watch, groups, number)
 
 
-def train(config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]], number: int) -> Metrics:
+def train(
+    config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]], number: int, process: Scores
+) -> Metrics:
     """One optimizer step of every model that is trained for every prompts_per_update groups: first of those that score
-    tokens for others."""
+    tokens for others. process: where the rewards of single tokens are that a reward model gave, if it did."""
     size = config.batch.prompts_per_update
     updates = [[sample for group in groups[i : i + size] for sample in group] for i in range(0, len(groups), size)]
     updates = [update for update in updates if update]  # one whose samples all failed has nothing to learn from
     metrics: Metrics = {}
-    scores: dict[str, Scores] = {}
+    scores: dict[str, Scores] = {"process_reward": process} if process else {}
     if passes.needed(config, "implicit rewards"):
         metrics, scores["token_reward"] = train_scorer(config, cast.implicit_reward, "implicit_reward", updates, {})
     if passes.needed(config, "critic values"):
@@ -150,14 +152,15 @@ def share_out(
     scores: Mapping[str, Scores] | None = None,
 ) -> list[Share]:
     """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss.
-    scores: what other models say of its tokens, by the name that it has in TokenBatch."""
+    scores: what other models say of its tokens, by the name that it has in TokenBatch. What tokens are rewarded with
+    one by one is not given to the sample again."""
     infos = [item.sample.info for item in samples]
     weights = sample_weights(_aggregation(config, role), [info.num_trained_tokens for info in infos])
     scores = scores or {}
     assignments = [
         Assignment(
             item.sample.ref,
-            item.reward,
+            item.reward - item.of_tokens if "process_reward" in scores else item.reward,
             item.group,
             weight,
             {name: by_sample[item.sample.info.id] for name, by_sample in scores.items()},

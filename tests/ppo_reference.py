@@ -28,10 +28,13 @@ class PpoSettings:
 
 
 class PpoReference:
-    def __init__(self, actor: Path, critic: Path, settings: PpoSettings):
-        """critic: a language model's folder gives a value head of zeros."""
+    def __init__(
+        self, actor: Path, critic: Path, settings: PpoSettings, of_tokens: Mapping[str, torch.Tensor] | None = None
+    ):
+        """critic: a language model's folder gives a value head of zeros. of_tokens: by sample, the rewards of its
+        response tokens (None: only whole samples have one)."""
         plain = dict(dtype=torch.float32, attn_implementation="eager")
-        self.settings = settings
+        self.settings, self.of_tokens = settings, of_tokens
         self.actor = AutoModelForCausalLM.from_pretrained(actor, **plain)
         self.critic = AutoModelForSequenceClassification.from_pretrained(critic, num_labels=1, **plain)
         if actor == critic:
@@ -78,10 +81,13 @@ class PpoReference:
 
     def estimate(self, sample: Sample, reward: float, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Advantages and returns of the trained tokens, from the last to the first; the reward comes with the last."""
-        values = values[torch.tensor(sample.response_mask)].tolist()
+        mask = torch.tensor(sample.response_mask)
+        values = values[mask].tolist()
+        of_tokens = [0.0] * len(values) if self.of_tokens is None else self.of_tokens[sample.id][mask].tolist()
         advantages, following, later = [], 0.0, 0.0
         for t in reversed(range(len(values))):
-            delta = (reward if t == len(values) - 1 else 0.0) + self.settings.gamma * following - values[t]
+            given = of_tokens[t] + (reward if t == len(values) - 1 else 0.0)
+            delta = given + self.settings.gamma * following - values[t]
             later = delta + self.settings.gamma * self.settings.gae_lambda * later
             following = values[t]
             advantages.insert(0, later)

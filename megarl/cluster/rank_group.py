@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from megarl.cluster.logs import log_to
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
-from megarl.cluster.share import Share
+from megarl.cluster.share import Scores, Share
 from megarl.config.schema import Config, MegatronRole
 from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
@@ -62,6 +62,11 @@ class RankActor:
         worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
         self._worker: Any = worker
         return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
+
+    def token_scores(self, share: Share) -> Scores:
+        """Puts the scores of each sample where they can be fetched by reference."""
+        scores = self._worker.token_scores([item.fetch() for item in share.samples], share.microbatches)
+        return {sample: ray.put(score) for sample, score in scores.items()}
 
     def close(self) -> None:
         self._worker.close()
@@ -112,6 +117,12 @@ class RankGroup:
         self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
         self.holders = [rank.holder for rank in started]
         self.packing, self.kernels = started[0].packing, started[0].kernels
+
+    def token_scores(self, shares: Sequence[Share]) -> Scores:
+        """A critic's values or a reward model's scores, of every sample; shares: by data-parallel rank."""
+        calls = {name: actor.token_scores.remote(share) for name, actor, share in self._dealt(shares)}
+        answers = self._session.wait(calls, f"{self._role}: scores")
+        return {sample: ref for answer in answers for sample, ref in answer.items()}
 
     def close(self) -> None:
         """Leaves the process group together, so that no rank sees the others vanish."""

@@ -12,7 +12,7 @@ from megarl.checkpoints import Checkpoint, FileRecord
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_group import RankActor, RankGroup
 from megarl.cluster.session import Session
-from megarl.cluster.share import Scores, Share
+from megarl.cluster.share import Share
 from megarl.config.schema import Config, Role
 from megarl.metrics import Metric, merge
 
@@ -29,11 +29,6 @@ class TrainerActor(RankActor):
 
     def score(self, scorer: Scorer, share: Share) -> None:
         self._worker.score(scorer, [item.fetch() for item in share.samples], share.microbatches)
-
-    def token_scores(self, share: Share) -> Scores:
-        """Puts the scores of each sample where they can be fetched by reference."""
-        scores = self._worker.token_scores([item.fetch() for item in share.samples], share.microbatches)
-        return {sample: ray.put(score) for sample, score in scores.items()}
 
     def update(self, share: Share) -> dict[str, Metric]:
         return self._worker.update([item.fetch() for item in share.samples], share.microbatches)
@@ -96,12 +91,6 @@ class TrainerGroup(RankGroup):
         """shares: by data-parallel rank."""
         calls = {name: actor.score.remote(scorer, share) for name, actor, share in self._dealt(shares)}
         self._session.wait(calls, f"{scorer} log-probs")
-
-    def token_scores(self, shares: Sequence[Share]) -> Scores:
-        """A critic's values or an implicit reward model's rewards, of every sample; shares: by data-parallel rank."""
-        calls = {name: actor.token_scores.remote(share) for name, actor, share in self._dealt(shares)}
-        answers = self._session.wait(calls, f"{self._role}: scores")
-        return {sample: ref for answer in answers for sample, ref in answer.items()}
 
     def update(self, shares: Sequence[Share]) -> Mapping[str, Metric]:
         """One optimizer step; shares: by data-parallel rank. Returns metrics over all ranks."""

@@ -144,7 +144,7 @@ class RewardModel(Section):
     path: Annotated[str, Field(min_length=1)] | None
     weight: FiniteFloat
     step_end: Annotated[str, Field(min_length=1)] | None
-    aggregation: Literal["mean", "sum", "min", "last"]
+    aggregation: Literal["mean", "sum", "min", "last"] | None
     layout: Layout
     tokens_per_microbatch: PositiveInt
     threads: PositiveInt | None

@@ -25,14 +25,15 @@ def collate(
     reference: Mapping[str, torch.Tensor] | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
     token_reward: Mapping[str, torch.Tensor] | None = None,
+    process_reward: Mapping[str, torch.Tensor] | None = None,
     reads: Reads = "states",
 ) -> TokenBatch:
     """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
 
-    samples          none for an empty microbatch, which consists of padding
-    old, reference   sample id -> float32 [R], log-probs per response token
-    values           sample id -> float32 [R], the critic's per response token
-    token_reward     sample id -> float32 [R]
+    samples                        none for an empty microbatch, which consists of padding
+    old, reference                 sample id -> float32 [R], log-probs per response token
+    values                         sample id -> float32 [R], the critic's per response token
+    token_reward, process_reward   sample id -> float32 [R]
     """
     pack = _Pack(packing, reads)
     for item in samples:
@@ -59,6 +60,7 @@ def collate(
         reference=_by_row(samples, reference),
         values=_by_row(samples, values),
         token_reward=_by_row(samples, token_reward),
+        process_reward=_by_row(samples, process_reward),
     )
     batch.validate()
     return batch

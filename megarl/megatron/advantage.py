@@ -28,8 +28,9 @@ def _estimate(config: Advantage, batch: TokenBatch) -> TokenBatch:
         per_sample = advantages.grpo(batch.reward, batch.group_mean, batch.group_std, config.std_epsilon)
         return replace(batch, advantage=per_sample[batch.row_sample])
     reward = advantages.at_last_token(batch.reward, batch.mask, batch.row_sample)
-    if batch.token_reward is not None:
-        reward = reward + batch.token_reward
+    for of_tokens in (batch.token_reward, batch.process_reward):
+        if of_tokens is not None:
+            reward = reward + of_tokens
     assert batch.values is not None or not len(reward), "gae needs the critic's values"
     values = reward if batch.values is None else batch.values
     advantage, returns = advantages.gae(reward, values, batch.mask, batch.row_sample, config.gamma, config.gae_lambda)

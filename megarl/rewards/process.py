@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 Aggregation = Literal["mean", "sum", "min", "last"]
@@ -19,6 +19,20 @@ _AGGREGATIONS: dict[Aggregation, Callable[[Sequence[float]], float]] = {
 def aggregated(how: Aggregation, scores: Sequence[float]) -> float:
     """One number for at least one score. Not finite where one of them is not."""
     return _AGGREGATIONS[how](scores) if all(map(math.isfinite, scores)) else math.nan
+
+
+def on_trained_tokens(scores: Mapping[int, float], mask: Sequence[bool]) -> list[float]:
+    """Scores of some tokens (by index) as rewards of all, 0 for most.
+
+    A token that is not trained on is no action: its score is a reward of the last trained one before it, which led to
+    it. What comes before the first trained one follows from none of them, and is left out.
+    """
+    rewards, action = [0.0] * len(mask), None
+    for i, trained in enumerate(mask):
+        action = i if trained else action
+        if i in scores and action is not None:
+            rewards[action] += scores[i]
+    return rewards
 
 
 def step_ends(pieces: Sequence[str], step_end: str) -> list[int]:

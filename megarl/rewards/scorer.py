@@ -10,6 +10,7 @@ from typing import Any
 from megarl.batch import Sample, Score
 from megarl.config import schema
 from megarl.rewards import registry
+from megarl.rewards.classifier import ModelReward
 
 MODEL = "reward_model"
 """The name of a reward model's part."""
@@ -30,10 +31,10 @@ class Scorer:
         self._functions = {name: registry.resolve(name) for name in names}
         self._weights = {entry.function: entry.weight for entry in functions} | {MODEL: model_weight}
 
-    def score(self, sample: Sample, model_score: float | None = None) -> Score:
+    def score(self, sample: Sample, of_model: ModelReward | None = None) -> Score:
         """Calls every function; the value is the weighted sum of what they and the model (None: there is none) say, if
         all of them say something."""
-        results: dict[str, Any] = {} if model_score is None else {MODEL: model_score}
+        results: dict[str, Any] = {} if of_model is None else {MODEL: of_model.value}
         parts: dict[str, float] = {}
         failures: list[str] = []
         for name, function in self._functions.items():
@@ -51,7 +52,9 @@ class Scorer:
                 parts[name] = value
         if failures:
             return Score(value=None, parts=parts, failure=f"rewards.functions: {'; '.join(failures)}")
-        return Score(value=sum(self._weights[name] * part for name, part in parts.items()), parts=parts)
+        weighted = {name: self._weights[name] * part for name, part in parts.items()}
+        in_tokens = of_model is not None and of_model.by_token is not None
+        return Score(sum(weighted.values()), parts, of_tokens=weighted[MODEL] if in_tokens else 0.0)
 
 
 def _finite(result: Any) -> float | None:

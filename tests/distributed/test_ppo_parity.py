@@ -33,6 +33,9 @@ from tests.parity import (
 from tests.ppo_reference import PpoReference, PpoSettings, SharedTrunkReference
 from tests.tiny_model import write_tiny_llama
 
+TokenScores = dict[str, dict[str, torch.Tensor]]
+"""Name as in TokenBatch -> sample id -> one number per response token."""
+
 Values = list[dict[str, torch.Tensor]]
 """Of each step: sample id -> values."""
 
@@ -99,12 +102,12 @@ def ppo_config(
     )
 
 
-def train_critic(store, rank: int, config: Config, folder: Path, steps: list[list[list[Group]]]):
+def train_critic(store, rank: int, config: Config, folder: Path, steps: list[list[list[Group]]], given: TokenScores):
     """On one rank: of every step the values, then the updates. Returns what it holds and the values that it reports."""
     worker = CriticWorker(config, folder, rank, store, threads=1)
     values: Values = []
     for updates in steps:
-        own = [shares(config, worker.packing, groups, "critic")[worker.data_parallel_rank] for groups in updates]
+        own = [shares(config, worker.packing, groups, "critic", given)[worker.data_parallel_rank] for groups in updates]
         own = [
             ([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
             for share in own
@@ -115,11 +118,19 @@ def train_critic(store, rank: int, config: Config, folder: Path, steps: list[lis
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics), values
 
 
-def train_actor(store, rank: int, config: Config, folder: Path, steps: list[list[list[Group]]], values: Values | None):
+def train_actor(
+    store,
+    rank: int,
+    config: Config,
+    folder: Path,
+    steps: list[list[list[Group]]],
+    values: Values | None,
+    given: TokenScores,
+):
     worker = ActorWorker(config, folder, rank, store, threads=1)
     move_value_head(worker)
     for i, updates in enumerate(steps):
-        scores = {} if values is None else {"values": values[i]}
+        scores = given if values is None else given | {"values": values[i]}
         own = [shares(config, worker.packing, groups, "actor", scores)[worker.data_parallel_rank] for groups in updates]
         own = [
             ([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
@@ -133,14 +144,16 @@ def train_actor(store, rank: int, config: Config, folder: Path, steps: list[list
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)
 
 
-def run_both(config: Config, actor: Path, critic: Path, steps) -> tuple[list[RankResult], list[RankResult]]:
-    results = run_ranks(config.critic.layout.world_size, train_critic, config, critic, steps)
+def run_both(
+    config: Config, actor: Path, critic: Path, steps, given: TokenScores
+) -> tuple[list[RankResult], list[RankResult]]:
+    results = run_ranks(config.critic.layout.world_size, train_critic, config, critic, steps, given)
     values: Values = [{} for _ in steps]
     for _, of_rank in results:
         for known, own in zip(values, of_rank, strict=True):
             assert not known.keys() & own.keys(), "two ranks give the values of one sample"
             known |= own
-    actors = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, values)
+    actors = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, values, given)
     return actors, [rank for rank, _ in results]
 
 
@@ -148,9 +161,12 @@ def assert_same_weights(ranks: list[RankResult], hf_config: dict, model: torch.n
     assert_equal(whole_tensors(hf_config, ranks, "weights"), dict(model.named_parameters()), f"{what}'s weight")
 
 
-def check(config: Config, actor: Path, critic: Path, settings: PpoSettings, steps) -> None:
-    actors, critics = run_both(config, actor, critic, steps)
-    reference = PpoReference(actor, critic, settings)
+def check(
+    config: Config, actor: Path, critic: Path, settings: PpoSettings, steps, of_tokens: dict | None = None
+) -> None:
+    """of_tokens: rewards of single tokens, by sample."""
+    actors, critics = run_both(config, actor, critic, steps, {"process_reward": of_tokens} if of_tokens else {})
+    reference = PpoReference(actor, critic, settings, of_tokens)
     for updates in steps:
         policy_loss, value_loss = reference.step(updates)
     reported = [rank.metrics for rank in actors if rank.metrics]
@@ -165,6 +181,15 @@ def check(config: Config, actor: Path, critic: Path, settings: PpoSettings, step
 def test_two_steps_equal_plain_torch(actor, critic, layouts):
     config = ppo_config(actor, critic, LAYOUTS[layouts], EVERYTHING)
     check(config, actor, critic, EVERYTHING, [[random_groups(0)], [random_groups(1)]])
+
+
+@pytest.mark.parametrize("layouts", [("{pp: 2}", "{dp: 2}"), ("{dp: 2}", "{cp: 2}"), ("{cp: 2}", "{}")])
+def test_rewards_of_single_tokens_reach_both_models(actor, critic, layouts):
+    groups = random_groups(0)
+    generator = torch.Generator().manual_seed(11)
+    of_tokens = {s.id: torch.randn(len(s.response_ids), generator=generator) for group in groups for s, _ in group}
+    config = ppo_config(actor, critic, layouts, EVERYTHING)
+    check(config, actor, critic, EVERYTHING, [[groups]], of_tokens)
 
 
 @pytest.mark.parametrize("settings", [PLAIN, EVERYTHING], ids=["plain", "everything"])
@@ -187,7 +212,7 @@ def test_a_value_head_on_the_actor_equals_plain_torch(actor, layout):
     steps, coefficient, settings = [[random_groups(0)], [random_groups(1)]], 0.7, EVERYTHING
     config = ppo_config(actor, None, (layout, "{}"), settings, "critic.trunk=actor", "algorithm.value.coefficient=0.7")
     start = run_ranks(1, value_head, ppo_config(actor, None, ("{}", "{}"), settings, "critic.trunk=actor"), actor)[0]
-    ranks = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, None)
+    ranks = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, None, {})
     reference = SharedTrunkReference(actor, start, settings, coefficient)
     for updates in steps:
         policy_loss, value_loss = reference.step(updates)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from megarl.batch import Sample, SampleInfo
+from megarl.cluster.reward_worker import classifier_reward
 from megarl.cluster.share import Assignment, Share
 from megarl.config.schema import Config
 from megarl.data.packing import Lengths, schedule
@@ -47,21 +48,24 @@ def reward_model(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     return folder, model
 
 
-def score(store, rank: int, config: Config, folder: Path) -> dict[str, float]:
+def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
     worker = RewardModelWorker(config, folder, rank, store, threads=1)
     microbatches = schedule([Lengths.of(SampleInfo.of(sample)) for sample in SAMPLES], worker.packing)
     shares = [Share.of([Assignment.unscored(sample) for sample in SAMPLES], own) for own in microbatches]
     share = shares[worker.data_parallel_rank]
-    return worker.scores([item.training_sample(item.sample, {}) for item in share.samples], share.microbatches)
+    samples = [item.training_sample(item.sample, {}) for item in share.samples]
+    return worker.token_scores(samples, share.microbatches)
 
 
 def scores_of(folder: Path, *overrides: str) -> list[float]:
-    """In the order of the samples; each comes from one rank."""
+    """Of the samples, in their order, by what the rank that reports a sample says of its tokens."""
     required = [f"reward_model.path={folder}", "reward_model.tokens_per_microbatch=80"]
     config = config_of(folder, *required, *overrides)
     ranks = run_ranks(config.reward_model.layout.world_size, score, config, folder)
     assert sorted(name for rank in ranks for name in rank) == sorted(sample.id for sample in SAMPLES)
-    return [next(rank[sample.id] for rank in ranks if sample.id in rank) for sample in SAMPLES]
+    scores = [next(rank[sample.id] for rank in ranks if sample.id in rank).tolist() for sample in SAMPLES]
+    rule = classifier_reward(config, folder)
+    return [rule.reward(sample, own).value for sample, own in zip(SAMPLES, scores, strict=True)]
 
 
 def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
@@ -75,7 +79,7 @@ def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
 def test_scores_equal_those_of_transformers(reward_model, layout):
     folder, model = reward_model
     expected = [fmean(token_scores(model, sample)) for sample in SAMPLES]
-    ours = scores_of(folder, f"reward_model.layout={LAYOUTS[layout]}")
+    ours = scores_of(folder, f"reward_model.layout={LAYOUTS[layout]}", "reward_model.aggregation=mean")
     assert max(map(abs, expected)) > 0.1
     assert ours == pytest.approx(expected, rel=0, abs=TOLERANCE * max(map(abs, expected)))
 

@@ -48,6 +48,19 @@ def test_failures_above_the_limit_stop_the_run():
         select(config(), GROUPS, [*map(score, [1.0, None, 1.0, 0.0])])
 
 
+def test_what_tokens_are_rewarded_with_is_not_given_to_the_sample_again():
+    settings = config()
+    scores = [Score(3.0, {}, of_tokens=2.5), Score(1.0, {}, of_tokens=-1.0), score(0.0), score(0.5)]
+    groups, _ = select(settings, GROUPS, scores)
+    samples = [item for group in groups for item in group]
+    process = {"process_reward": {item.sample.info.id: f"of {item.sample.info.id}" for item in samples}}
+    [handed_out] = share_out(settings, samples, packing(), scores=process)
+    assert [item.reward for item in handed_out.samples] == [0.5, 2.0, 0.0, 0.5]
+    assert [item.scores["process_reward"] for item in handed_out.samples][:2] == ["of 1.0.0", "of 1.0.1"]
+    [whole] = share_out(settings, samples, packing())
+    assert [item.reward for item in whole.samples] == [3.0, 1.0, 0.0, 0.5]
+
+
 def test_shares_cover_the_update_once_and_weights_sum_to_one():
     settings = config("actor.layout.dp=2")
     lengths = [1, 16, 3, 9, 2, 7, 5, 11]

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from megarl.rewards.process import aggregated, step_ends
+from megarl.rewards.process import aggregated, on_trained_tokens, step_ends
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,11 @@ def test_aggregations():
     scores = [0.5, -1.0, 2.0]
     assert [aggregated(how, scores) for how in ("mean", "sum", "min", "last")] == [0.5, 1.5, -1.0, 2.0]
     assert math.isnan(aggregated("last", [math.inf, 1.0]))
+
+
+def test_a_score_of_an_untrained_token_is_a_reward_of_the_action_before_it():
+    scores = {0: 1.0, 1: 2.0, 2: 4.0, 4: 8.0, 5: 16.0}
+    mask = [False, True, False, True, True, False]
+    assert on_trained_tokens(scores, mask) == [0.0, 2.0 + 4.0, 0.0, 0.0, 8.0 + 16.0, 0.0]
+    assert on_trained_tokens(scores, [True] * 6) == [1.0, 2.0, 4.0, 0.0, 8.0, 16.0]
+    assert on_trained_tokens(scores, [False] * 6) == [0.0] * 6

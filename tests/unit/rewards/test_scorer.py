@@ -5,6 +5,7 @@ import pytest
 
 from megarl.batch import Prompt, Sample, Score, VersionRun
 from megarl.config.schema import RewardFunction
+from megarl.rewards.classifier import ModelReward
 from megarl.rewards.scorer import Scorer
 
 
@@ -95,8 +96,11 @@ def test_torch_is_not_needed():
 
 def test_a_models_score_is_a_part_like_others():
     scorer = Scorer([RewardFunction(function="exact_match")], model_weight=0.5)
-    assert scorer.score(sample_of("12"), 3.0) == Score(value=2.5, parts={"reward_model": 3.0, "exact_match": 1.0})
+    parts = {"reward_model": 3.0, "exact_match": 1.0}
+    assert scorer.score(sample_of("12"), ModelReward(3.0)) == Score(value=2.5, parts=parts)
+    of_tokens = scorer.score(sample_of("12"), ModelReward(3.0, [1.0, 2.0]))
+    assert of_tokens == Score(value=2.5, parts=parts, of_tokens=1.5)
     assert scorer.score(sample_of("12")) == Score(value=1.0, parts={"exact_match": 1.0})
-    failed = scorer.score(sample_of("12"), float("nan"))
+    failed = scorer.score(sample_of("12"), ModelReward(float("nan")))
     assert failed.value is None and failed.parts == {"exact_match": 1.0}
     assert "reward_model returned nan, not a finite number" in failed.failure

@@ -1,0 +1,59 @@
+import math
+from pathlib import Path
+
+import pytest
+
+from megarl.batch import Prompt, Sample, VersionRun
+from megarl.config.load import load
+from megarl.config.schema import RewardModel
+from megarl.rewards.classifier import ClassifierReward, ModelReward
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+MASK = (True, False, True, True, False)
+SCORES = [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def sample(response: str = "ab.c.") -> Sample:
+    n = len(response)
+    ids = tuple(map(ord, response))
+    return Sample("s", Prompt("p", "", (1,)), ids, (-1.0,) * n, MASK[:n], (VersionRun(0, n),), "stop", response)
+
+
+def settings(*overrides: str) -> RewardModel:
+    return load(BASE, ["model.path=m", "data.source=arithmetic", "reward_model.path=r", *overrides]).reward_model
+
+
+def reward(*overrides: str, kind: str = "token", rewards_tokens: bool = True, scores=SCORES) -> ModelReward:
+    return ClassifierReward(kind, settings(*overrides), Letters(), rewards_tokens).reward(sample(), scores)
+
+
+def test_every_token_is_rewarded_with_its_score():
+    assert reward() == ModelReward(31.0, [1.0 + 2.0, 0.0, 4.0, 8.0 + 16.0, 0.0])
+
+
+def test_steps_are_rewarded_where_they_end():
+    assert reward("reward_model.step_end=.") == ModelReward(20.0, [0.0, 0.0, 4.0, 16.0, 0.0])
+
+
+def test_whole_samples_are_compared_by_the_sum():
+    assert reward(rewards_tokens=False) == ModelReward(31.0, None)
+
+
+@pytest.mark.parametrize(("how", "value"), [("mean", 6.2), ("sum", 31.0), ("min", 1.0), ("last", 16.0)])
+def test_an_aggregation_makes_it_an_outcome(how, value):
+    assert reward(f"reward_model.aggregation={how}") == ModelReward(value, None)
+
+
+def test_a_sequence_classifier_rewards_the_sample():
+    assert reward(kind="sequence", scores=[3.0]) == ModelReward(3.0, None)
+
+
+def test_a_score_that_is_not_finite_is_no_reward():
+    assert math.isnan(reward(scores=[1.0, math.inf, 0.0, 0.0, 0.0]).value)
