@@ -15,6 +15,7 @@ from megarl.batch import SampleInfo
 from megarl.cluster.cast import Cast, assemble
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.failure import RunFailure
+from megarl.cluster.machine import check_machine
 from megarl.cluster.memory import MemorySampler
 from megarl.cluster.model_folders import find_models
 from megarl.cluster.placement import place
@@ -45,6 +46,7 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
+    check_machine(config)
     models = find_models(config)
     prompts = load_prompts(config, models.actor)
     begin = start(config, prompts)

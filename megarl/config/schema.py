@@ -106,7 +106,7 @@ class Trained(Section):
     recompute: Literal["none", "selective", "full"]
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None
     frozen: list[Annotated[str, Field(min_length=1)]]
-    offload: list[Literal["gradients", "optimizer"]]
+    offload: list[Literal["parameters", "gradients", "optimizer"]]
     threads: PositiveInt | None
     megatron_extra: MegatronExtra
 

@@ -18,6 +18,12 @@ def seed(value: int) -> None:
     model_parallel_cuda_manual_seed(value)
 
 
+def seed_anew(value: int, num_updates: int) -> None:
+    """For ranks that go on after num_updates in a layout whose states were not saved. The same for every run that goes
+    on from there, and other numbers than at the start."""
+    seed(random.Random(f"{value}.{num_updates}").getrandbits(31))
+
+
 def capture() -> dict[str, Any]:
     """Python's, torch's, the device's, and those that Megatron keeps for tensor-parallel regions."""
     return {

@@ -16,7 +16,7 @@ from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config, Role
 from megarl.config.value_head import without_value_head
 from megarl.data.packing import Microbatch
-from megarl.megatron import parallel, sharded_checkpoint, step
+from megarl.megatron import parallel, random_state, sharded_checkpoint, step
 from megarl.megatron.advantage import with_advantages
 from megarl.megatron.model import named_parameters, named_weights
 from megarl.megatron.model_worker import ModelWorker
@@ -85,8 +85,12 @@ class TrainerWorker(ModelWorker, ABC):
 
     def offload(self) -> dict[str, Metric]:
         """Moves what the section's key `offload` names to host memory, until `onload`."""
-        num_bytes = sum(self._offload.move_out(part) for part in sorted(set(self._settings.offload)))
-        return {f"memory/{self._settings.section}_offloaded_gb": Metric(num_bytes / 1e9, reduction="sum")}
+        section, parts = self._settings.section, sorted(set(self._settings.offload))
+        num_bytes = {part: self._offload.move_out(part) for part in parts}
+        return {
+            f"memory/{section}_{part}_offloaded_gb": Metric(size / 1e9, reduction="sum")
+            for part, size in num_bytes.items()
+        }
 
     def onload(self) -> None:
         for part in set(self._settings.offload):
@@ -108,12 +112,19 @@ class TrainerWorker(ModelWorker, ABC):
 
     def load_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
         """Weights, optimizer, counts, random states and the weight sets that change, in place. A reference that does
-        not is the model that the run started from, as its folder has it."""
+        not is the model that the run started from, as its folder has it.
+
+        Random states belong to a place in a layout. Under another one they follow from run.seed and the number of
+        updates. Training draws nothing from them: there is no dropout, and routers have no noise unless megatron_extra
+        asks for it.
+        """
         same_layout = checkpoint.state["config"][role]["layout"] == self._settings.layout.model_dump()
         counters = sharded_checkpoint.load(
             self.chunks, self.optimizer, self._weight_sets, checkpoint.path / role, same_layout
         )
         self.num_updates = counters["num_updates"]
+        if not same_layout:
+            random_state.seed_anew(self._config.run.seed, self.num_updates)
 
     def save_checkpoint(self, checkpoint: Path, role: Role) -> None:
         """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on."""

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megarl.checkpoints import Checkpoint, Checkpoints, FileRecord
 from megarl.config.schema import Config
 from megarl.megatron.actor_worker import ActorWorker
+from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
 from tests.parity import (
     Outcome,
@@ -42,11 +43,17 @@ PAIRS = {
     "PP2 and 1 process": ("pp: 2", ""),
     "TP2 and 1 process": ("tp: 2", ""),
     "DP2 and 1 process": ("dp: 2", ""),
+    "CP2 and TP2": ("cp: 2", "tp: 2"),
     "PP2, VPP2 and TP2, SP": ("pp: 2, vpp: 2", "tp: 2, sequence_parallel: true"),
 }
 PAIRS_WITH_EXPERTS = {
     "EP2 and 1 process": ("dp: 2, ep: 2", ""),
+    "EP2, TP2, ETP2 and DP2": ("tp: 2, sequence_parallel: true, dp: 2, ep: 2, etp: 2", "dp: 2"),
     "EP2, TP2, ETP1 and PP2": ("tp: 2, sequence_parallel: true, ep: 2, etp: 1", "pp: 2"),
+}
+PAIRS_WITH_LATENT_ATTENTION = {
+    "TP2, EP2, ETP1 and PP2": ("tp: 2, sequence_parallel: true, ep: 2, etp: 1", "pp: 2, first_stage_layers: 2"),
+    "CP2 and 1 process": ("cp: 2", ""),
 }
 
 
@@ -90,6 +97,17 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def experts_reference(experts: Path) -> Outcome:
     return plain_training(experts, UPDATES, kl_coefficient=0.0)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek-V3: latent attention, one dense layer before two with experts, and routers with a bias."""
+    return write_tiny_model(tmp_path_factory.mktemp("latent"), "deepseek_v3", **DEEPSEEK)
+
+
+@pytest.fixture(scope="module")
+def latent_reference(latent: Path) -> Outcome:
+    return plain_training(latent, UPDATES, kl_coefficient=0.0)
 
 
 def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
@@ -176,6 +194,11 @@ def test_experts_go_there_and_back(experts, experts_reference, tmp_path, pair):
     check_there_and_back(experts, experts_reference, tmp_path, PAIRS_WITH_EXPERTS[pair])
 
 
+@pytest.mark.parametrize("pair", PAIRS_WITH_LATENT_ATTENTION)
+def test_latent_attention_goes_there_and_back(latent, latent_reference, tmp_path, pair):
+    check_there_and_back(latent, latent_reference, tmp_path, PAIRS_WITH_LATENT_ATTENTION[pair])
+
+
 @pytest.mark.parametrize("frozen", [["model.layers.1.*"], ["model.embed_tokens.*", "model.layers.[01].*"]])
 def test_frozen_layers_go_on_and_go_through_another_layout(model, tmp_path, frozen):
     """A single layer, and all of the first stage, whose rank then has no optimizer state."""
@@ -246,6 +269,11 @@ def load_and_draw(store, rank: int, config: Config, model: Path, checkpoint: Che
     return draw()
 
 
+def start_and_draw(store, rank: int, config: Config, model: Path) -> list[float]:
+    ActorWorker(config, model, rank, store, threads=1)
+    return draw()
+
+
 def test_random_generators_go_on_where_they_were(model, tmp_path):
     config = config_of(model, "actor.layout.tp=2")
     checkpoints = Checkpoints(tmp_path)
@@ -257,7 +285,9 @@ def test_random_generators_go_on_where_they_were(model, tmp_path):
     loaded = run_ranks(2, load_and_draw, config, model, checkpoint)
     assert loaded == [drawn for _, drawn in saved]
     other = config_of(model, "actor.layout.pp=2")
-    assert run_ranks(2, load_and_draw, other, model, checkpoint) != loaded
+    elsewhere = run_ranks(2, load_and_draw, other, model, checkpoint)
+    assert elsewhere == run_ranks(2, load_and_draw, other, model, checkpoint)
+    assert elsewhere not in (loaded, run_ranks(2, start_and_draw, other, model))
 
 
 def refusal(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> str:

@@ -65,6 +65,8 @@ def test_a_critic_and_an_implicit_reward_model_run_together(tmp_path):
         "implicit_reward.success_above=0.2",
         "implicit_reward.layout.dp=2",
         "implicit_reward.optimizer.lr=0.01",
+        "critic.offload=[parameters]",
+        "implicit_reward.offload=[parameters, gradients, optimizer]",
         "batch.prompts_per_update=4",
     )
     steps = metrics_of(run)
@@ -72,6 +74,8 @@ def test_a_critic_and_an_implicit_reward_model_run_together(tmp_path):
     # At its start it is its reference: its rewards are 0, and its loss that of a coin.
     assert steps[0]["implicit_reward/loss"] > 0 and steps[0]["implicit_reward/grad_norm"] > 0
     assert all(step["value/grad_norm"] > 0 and step["policy/grad_norm"] > 0 for step in steps)
+    offloaded = ["critic_parameters", *(f"implicit_reward_{part}" for part in ("parameters", "gradients", "optimizer"))]
+    assert all(steps[-1][f"memory/{part}_offloaded_gb"] > 0 for part in offloaded)
     assert {"implicit-reward-0", "implicit-reward-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
 
 

@@ -49,7 +49,7 @@ class Recipe:
         self._overrides = [
             f"rewards.functions=[{{function: {folder}/gated.py:digit_share}}]",
             "actor.optimizer.lr=0.01",
-            "algorithm.kl.coefficient=0.05",
+            "algorithm.kl={coefficient: 0.05, renew_steps: 3, renew_share: 0.5}",
             "batch.prompts_per_update=2",
             "checkpoint.every_steps=1",
             "run.export=true",

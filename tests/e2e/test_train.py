@@ -134,8 +134,11 @@ def test_other_layouts_run(tmp_path, overrides, ranks):
     assert [step["weights/version"] for step in steps] == [1, 2]
     assert len(list((run / "logs/attempt_1").glob("trainer-*"))) == ranks
     if OFFLOAD in overrides:
-        gradients, with_state = (step["memory/actor_offloaded_gb"] for step in steps)
-        assert with_state == pytest.approx(2 * gradients, rel=0.1)  # Adam's two moments, shared by two ranks
+        [(gradients, before), (again, moments)] = (
+            [step[f"memory/actor_{part}_offloaded_gb"] for part in ("gradients", "optimizer")] for step in steps
+        )
+        assert gradients == again > 0 == before
+        assert moments == pytest.approx(gradients, rel=0.1)  # two in float32, shared by two ranks
     if "algorithm.kl.coefficient=0.01" in overrides:
         # The second update of a step sees a policy that has moved away from the one that sampled, and from the start.
         assert all(step["kl/k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)
