@@ -64,7 +64,7 @@ def run(config: Config, scratch: Path) -> None:
         while state.step < config.run.steps:
             chosen = [prompts[i] for i in state.cursor.take(config.batch.prompts_per_step)]
             state.step += 1
-            metrics = step(config, cast, state.step, chosen, folder.rollouts(state.step))
+            metrics = step(config, cast, state.step, chosen, folder.rollouts(state.step), saver)
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
             metrics |= saver.save(cast.trained, state.step, state.dump())
             for sink in sinks:
@@ -77,11 +77,11 @@ def run(config: Config, scratch: Path) -> None:
     print(f"report: {report.write(folder.path)}")
 
 
-def step(config: Config, cast: Cast, number: int, prompts: Sequence, rollouts: Path) -> dict[str, float]:
+def step(config: Config, cast: Cast, number: int, prompts: Sequence, rollouts: Path, saver: Saver) -> dict[str, float]:
     """One step: sample, score, select, update, refit. Returns its metrics; the engine then has version `number`."""
     watch = Stopwatch()
     with watch.phase("rollout"), cast.offloaded() as offloaded:
-        groups = cast.engines.generate(_requests(config, number, prompts))
+        groups = cast.engines.generate(_requests(config, number, prompts), meanwhile=saver.commit)
     with watch.phase("reward"):
         scores, process = cast.rewards.score([sample for group in groups for sample in group], number, rollouts)
     scored, metrics = select(config, groups, scores)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,8 +82,11 @@ class EngineGroup:
         calls = {name: actor.start.remote() for name, actor in self._actors.items()}
         self._session.wait(calls, "engine start", self._start_timeout_s)
 
-    def generate(self, groups: Sequence[Sequence[SamplingRequest]]) -> list[list[RemoteSample]]:
-        """groups: the requests of each prompt. Returns their samples in the same shape and order."""
+    def generate(
+        self, groups: Sequence[Sequence[SamplingRequest]], meanwhile: Callable[[], object] | None = None
+    ) -> list[list[RemoteSample]]:
+        """groups: the requests of each prompt. Returns their samples in the same shape and order. meanwhile: called now
+        and then until they are there."""
         replicas = len(self._actors)
         answers = self._session.wait(
             {
@@ -91,6 +94,7 @@ class EngineGroup:
                 for i, (name, actor) in enumerate(self._actors.items())
             },
             "rollout",
+            meanwhile=meanwhile,
         )
         streams = [iter(samples) for samples in answers]
         return [[next(streams[i % replicas]) for _ in group] for i, group in enumerate(groups)]

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +78,25 @@ class Session:
         """From now on the loss of these processes (by name) ends every wait, also one for others."""
         self._watched |= actors
 
-    def wait(self, calls: Mapping[str, ray.ObjectRef], phase: str, timeout_s: float | None = None) -> list[Any]:
+    def wait(
+        self,
+        calls: Mapping[str, ray.ObjectRef],
+        phase: str,
+        timeout_s: float | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[Any]:
         """Results of remote calls (by the name of the process that runs each), in order.
 
         The first failure ends the wait: a ValueError from a worker is raised as such, anything else is a RunFailure
-        that names process and phase. timeout_s: None takes cluster.step_timeout_s.
+        that names process and phase. timeout_s: None takes cluster.step_timeout_s. meanwhile: called now and then
+        during a long wait; it may wait for other processes.
         """
-        self._watchdog.phase = phase
         timeout_s = timeout_s or self._config.step_timeout_s
         deadline = time.monotonic() + timeout_s
         names = {ref: name for name, ref in calls.items()}
         pending = list(names)
         while pending:
+            self._watchdog.phase = phase
             remaining = deadline - time.monotonic()
             ready, pending = ray.wait(pending, timeout=min(max(remaining, 0.0), CHECK_S))
             waiting = [names[ref] for ref in pending]
@@ -98,6 +105,8 @@ class Session:
                 raise cause(self._settled(errors, pending, names), phase, self.logs)
             if not ready and remaining <= 0:
                 raise RunFailure(f"{phase}: no answer from {', '.join(waiting)} in {timeout_s:g} s; see {self.logs}")
+            if not ready and meanwhile is not None:
+                meanwhile()
         return ray.get(list(calls.values()))
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:

@@ -37,7 +37,7 @@ def start(monkeypatch: pytest.MonkeyPatch):
         logs=None,
         scratch=None,
         watch=lambda actors: None,
-        wait=lambda calls, phase: [call() for call in calls.values()],
+        wait=lambda calls, phase, meanwhile: [call() for call in calls.values()],
     )
     config = load(QUICKSTART)
     return lambda replicas: EngineGroup(

@@ -107,6 +107,20 @@ def test_a_deadline_names_those_that_did_not_answer(
     assert ray.now == seconds
 
 
+def test_something_else_is_done_during_a_long_wait(session: Session, ray: FakeRay) -> None:
+    done = []
+
+    def meanwhile() -> None:
+        done.append((ray.now, *session.wait({"trainer-0": Call(ray.now, "written")}, "state of the checkpoint")))
+
+    assert session.wait({"engine-0": Call(12, "samples")}, "rollout", meanwhile=meanwhile) == ["samples"]
+    assert done == [(5, "written"), (10, "written")]
+    assert session._watchdog.phase == "rollout"
+    done.clear()
+    session.wait({"engine-0": Call(ray.now + 4, "samples")}, "rollout", meanwhile=meanwhile)
+    assert not done, "a short wait is not made longer"
+
+
 def test_a_lost_process_is_the_cause_though_its_peers_fail_first(session: Session) -> None:
     calls = {"trainer-0": Call(3, RayTaskError("f", "", RuntimeError("reset"))), "trainer-1": Call(5, ActorDiedError())}
     with pytest.raises(RunFailure, match=r"^update: trainer-1 died; see /logs/trainer-1.log$"):
