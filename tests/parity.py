@@ -27,7 +27,7 @@ from megarl.metrics import Metric
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.piece import Holder
-from megarl.resharding.plan import make_plan
+from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.selection import ScoredSample
 from megarl.train import share_out
@@ -168,7 +168,7 @@ def whole_tensors(hf_config: Mapping[str, Any], ranks: Sequence[RankResult], wha
     plan = make_plan([rank.holder for rank in ranks], [target])
     whole = {name: torch.full(shape, torch.nan) for name, shape in target.shapes.items()}
     transport = LocalMemory({rank.holder.name: getattr(rank, what) for rank in ranks})
-    execute(plan.for_destination(target.name), whole, transport)
+    execute(plan.into(target.name), whole, transport)
     return whole
 
 

@@ -17,8 +17,9 @@ from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
 from megarl.metrics import Metric
-from megarl.resharding.families import huggingface_holder, vllm_holder
-from megarl.resharding.plan import Plan, make_plan
+from megarl.resharding.families import huggingface_holder, vllm_holders
+from megarl.resharding.plan import Plan
+from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
 
 
@@ -93,11 +94,8 @@ def assemble(
                 group.load_checkpoint(checkpoint)
     engines.start()
     hf_config = models.hf_config
-    engine_holders = [
-        vllm_holder(hf_config, config.rollout.tp, rank, replica)
-        for replica in range(config.rollout.replicas)
-        for rank in range(config.rollout.tp)
-    ]
+    dtype = config.model.dtype
+    engine_holders = vllm_holders(hf_config, config.rollout.tp, config.rollout.replicas, dtype)
     return Cast(
         trainers=trainers,
         critic=critic,
@@ -107,5 +105,5 @@ def assemble(
         rewards=rewards,
         transport=SharedMemory(trainers.publish()),
         refit_plan=make_plan(trainers.holders, engine_holders),
-        export_plan=make_plan(trainers.holders, [huggingface_holder(hf_config)]),
+        export_plan=make_plan(trainers.holders, [huggingface_holder(hf_config, dtype)]),
     )

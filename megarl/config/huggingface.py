@@ -126,6 +126,11 @@ def unsupported(model: Mapping[str, Any]) -> list[str]:
     return [*_attention(model), *_rope(model), *_others(model), *_experts(model)]
 
 
+def weights_dtype(hf_config: Mapping[str, Any]) -> str:
+    """The dtype of the checkpoint, such as "bfloat16"; before version 5, transformers called it torch_dtype."""
+    return hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+
+
 def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
     """rope_type, rope_theta and what the type needs. Before version 5, transformers wrote rope_scaling instead."""
     given = model.get("rope_scaling") or model.get("rope_parameters") or {}

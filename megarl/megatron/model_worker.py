@@ -24,7 +24,7 @@ from megarl.megatron.packing import packing_of
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.piece import Holder
-from megarl.resharding.plan import make_plan
+from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 
 
@@ -78,6 +78,7 @@ class ModelWorker:
             self._hf_config,
             self._settings.layout,
             self._rank,
+            dtype=self._config.model.dtype,
             transformer_engine=uses_transformer_engine(),
             vocab_multiple=VOCABULARY_MULTIPLE,
         )
@@ -98,12 +99,11 @@ class ModelWorker:
 
     def _load_weights(self) -> None:
         """From the folder. A score or value head that the folder's model does not have starts at zero."""
-        source = huggingface_holder(read_config(self._folder))
-        missing = {WEIGHT, BIAS, *value_head_shapes(self._hf_config)}.difference(source.shapes)
-        plan = make_plan([source], [self.holder.zeroed(missing)])
         with SafetensorsFolder(self._folder) as transport:
-            transport.check(source)
-            execute(plan.for_destination(self.holder.name), self.parameters(), transport, cast=True)
+            source = transport.described(huggingface_holder(read_config(self._folder)))
+            missing = {WEIGHT, BIAS, *value_head_shapes(self._hf_config)}.difference(source.shapes)
+            plan = make_plan([source], [self.holder.zeroed(missing)])
+            execute(plan.into(self.holder.name), self.parameters(), transport)
 
     def _forward(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Sequence
+from itertools import chain, combinations
 
 from megarl.resharding.piece import (
+    ITEM_BYTES,
     Holder,
     Piece,
+    Place,
     Rectangle,
+    Shard,
     contains,
     intersect,
     num_elements,
     whole,
 )
-from megarl.resharding.plan import Copy, Fill, Plan
-
-PiecesByParameter = Mapping[str, Sequence[Piece]]
+from megarl.resharding.plan import Bucket, Link, Move, Plan
 
 
 class PlanError(ValueError):
@@ -27,72 +29,184 @@ class PlanError(ValueError):
 def check_plan(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder]) -> None:
     """Raises PlanError unless
 
-    - copies and fills tile every parameter of every destination: each element is written exactly once,
+    - buckets and padding tile every parameter of every destination: each element is written exactly once,
     - they write nothing else: nothing moves that the destination does not keep,
-    - each copy has the same canonical coordinates at its source and at its destination; fills have none.
+    - each move has the same canonical coordinates at both ends of each link; padding has none,
+    - each move names the dtypes that its ends have,
+    - what a destination hands on it has received before.
+
+    What is said of several holders is proven once, for those that have the same shard and get the same.
     """
-    source_pieces = {holder.name: _by_parameter(holder) for holder in sources}
-    names = {holder.name for holder in destinations}
-    for entry in (*plan.copies, *plan.fills):
-        if entry.destination not in names:
-            raise PlanError(f"{entry.destination} is not a destination: {entry}")
-    for destination in destinations:
-        part = plan.for_destination(destination.name)
-        pieces = _by_parameter(destination)
-        for copy in part.copies:
-            _check_copy(copy, source_pieces.get(copy.source, {}), pieces)
-        for fill in part.fills:
-            _check_fill(fill, pieces)
-        _check_coverage(destination, (*part.copies, *part.fills))
+    _Check(plan, sources, destinations).run()
 
 
-def _by_parameter(holder: Holder) -> PiecesByParameter:
-    pieces = defaultdict(list)
-    for piece in holder.pieces:
-        pieces[piece.local].append(piece)
-    return pieces
+class _Check:
+    def __init__(self, plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder]):
+        holders = (*sources, *destinations)
+        described = tuple((holder.name, holder.node) for holder in holders), len(sources)
+        if described != (tuple(zip(plan.holders, plan.nodes, strict=True)), plan.num_sources):
+            raise PlanError("the plan is for other holders, or for the same on other nodes")
+        for names in (plan.holders[: plan.num_sources], plan.destinations):
+            if len(set(names)) < len(names):
+                raise PlanError("two sources, or two destinations, have the same name")
+        self._plan = plan
+        self._shards = [holder.shard for holder in holders]
+        self._parameters = {shard: _Parameters(shard) for shard in self._shards}
+
+    def run(self) -> None:
+        for bucket in self._plan.buckets:
+            self._check_links(bucket)
+            self._check_moves(bucket)
+        for padding in self._plan.padding:
+            for holder in padding.holders:
+                self._check_number(holder)
+            for shard in {self._shards[holder] for holder in padding.holders}:
+                for place in padding.places:
+                    if not self._parameters[shard].is_padding(place):
+                        raise PlanError(f"fills elements that are not padding: {place}")
+        self._check_coverage()
+        self._check_handed_on()
+
+    def _check_number(self, holder: int) -> None:
+        if not self._plan.num_sources <= holder < len(self._shards):
+            raise PlanError(f"{holder} is not the number of a destination")
+
+    def _check_links(self, bucket: Bucket) -> None:
+        entries = {link.destination for link in bucket.links}
+        for link in (*bucket.links, *bucket.onward):
+            self._check_number(link.destination)
+        for link in bucket.links:
+            if not 0 <= link.source < len(self._shards):
+                raise PlanError(f"{link.source} is not the number of a holder")
+        for link in bucket.onward:
+            if link.source not in entries:
+                raise PlanError(f"{self._plan.holders[link.source]} hands on what it has not received: {link}")
+
+    def _check_moves(self, bucket: Bucket) -> None:
+        givers = {self._shards[link.source] for link in bucket.links}
+        takers = {self._shards[link.destination] for link in (*bucket.links, *bucket.onward)}
+        for move in bucket.moves:
+            there = {self._held(shard, move.source, move.source_dtype, move) for shard in givers}
+            here = {self._held(shard, move.destination, move.destination_dtype, move) for shard in takers}
+            if None in there:
+                raise PlanError(f"its source does not hold what is copied: {move}")
+            if None in here:
+                raise PlanError(f"its destination does not keep what is copied: {move}")
+            if len(there | here) != 1:
+                raise PlanError(f"{sorted(there)} at the source, {sorted(here)} at the destination: {move}")
+        size = sum(
+            num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype] for move in bucket.moves
+        )
+        if size != bucket.num_bytes:
+            raise PlanError(f"a bucket says that it has {bucket.num_bytes} bytes, its moves have {size}")
+
+    def _held(self, shard: Shard, place: Place, dtype: str, move: Move) -> tuple[str, Rectangle] | None:
+        canonical = self._parameters[shard].canonical(place)
+        if canonical is not None and shard.dtypes[place.parameter] != dtype:
+            actual = shard.dtypes[place.parameter]
+            raise PlanError(f"{place.parameter} is {actual}, which the move does not say: {move}")
+        return canonical
+
+    def _check_coverage(self) -> None:
+        """Of each kind of destination: those of the same shard that are among the takers of the same things."""
+        written = self._written()
+        received: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for takers in written:
+            for holder in takers:
+                received[holder].append(takers)
+        kinds: dict[tuple[Shard, tuple[tuple[int, ...], ...]], int] = {}
+        for holder in range(self._plan.num_sources, len(self._shards)):
+            kinds.setdefault((self._shards[holder], tuple(received[holder])), holder)
+        for (shard, groups), holder in kinds.items():
+            places = (place for takers in groups for place in written[takers])
+            _check_tiling(self._plan.holders[holder], shard, places)
+
+    def _written(self) -> dict[tuple[int, ...], list[Place]]:
+        """Holders -> the places that are written at each of them. One that gets something twice is in there twice."""
+        written: dict[tuple[int, ...], list[Place]] = defaultdict(list)
+        for bucket in self._plan.buckets:
+            takers = tuple(link.destination for link in (*bucket.links, *bucket.onward))
+            written[takers] += (move.destination for move in bucket.moves)
+        for padding in self._plan.padding:
+            written[padding.holders] += padding.places
+        return written
+
+    def _check_handed_on(self) -> None:
+        """Links that begin at a destination, other than inside the bucket that it has just received."""
+        received: dict[int, list[Place]] = {
+            link.source: []
+            for bucket in self._plan.buckets
+            for link in bucket.links
+            if link.source >= self._plan.num_sources
+        }
+        for bucket in self._plan.buckets if received else ():
+            for link in bucket.links:
+                if link.source in received:
+                    for move in bucket.moves:
+                        self._check_received(link, move, received[link.source])
+            for link in (*bucket.links, *bucket.onward):
+                if link.destination in received:
+                    received[link.destination] += (move.destination for move in bucket.moves)
+
+    def _check_received(self, link: Link, move: Move, received: Iterable[Place]) -> None:
+        parameter, rectangle = move.source
+        common = [intersect(place.rectangle, rectangle) for place in received if place.parameter == parameter]
+        # No element is written twice, so the common parts are disjoint.
+        if sum(num_elements(part) for part in common if part is not None) != num_elements(rectangle):
+            raise PlanError(f"{self._plan.holders[link.source]} hands on what it has not received: {move}")
 
 
-def _check_copy(copy: Copy, source: PiecesByParameter, destination: PiecesByParameter) -> None:
-    there = _canonical(source.get(copy.source_parameter, ()), copy.source_rectangle)
-    here = _canonical(destination.get(copy.destination_parameter, ()), copy.destination_rectangle)
-    if there is None:
-        raise PlanError(f"its source does not hold what is copied: {copy}")
-    if here is None:
-        raise PlanError(f"its destination does not keep what is copied: {copy}")
-    if there != here:
-        raise PlanError(f"{there} at the source, {here} at the destination: {copy}")
+class _Parameters:
+    """What the elements of a shard's parameters are."""
+
+    def __init__(self, shard: Shard):
+        self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in shard.pieces:
+            self._pieces[piece.local].append(piece)
+        for pieces in self._pieces.values():
+            pieces.sort(key=_start)
+
+    def canonical(self, place: Place) -> tuple[str, Rectangle] | None:
+        """The canonical coordinates of a place; None for padding and for what is not held."""
+        piece = self._piece(place)
+        if piece is None or piece.canonical is None:
+            return None
+        return piece.canonical, piece.to_canonical(place.rectangle)
+
+    def is_padding(self, place: Place) -> bool:
+        piece = self._piece(place)
+        return piece is not None and piece.canonical is None
+
+    def _piece(self, place: Place) -> Piece | None:
+        pieces = self._pieces.get(place.parameter, [])
+        start = tuple(low for low, _ in place.rectangle)
+        # Mostly pieces follow each other along one axis: then it is the last that starts no later.
+        near = bisect_right(pieces, start, key=_start)
+        for piece in chain(pieces[max(0, near - 1) : near], pieces):
+            if contains(piece.local_rectangle, place.rectangle):
+                return piece
+        return None
 
 
-def _check_fill(fill: Fill, destination: PiecesByParameter) -> None:
-    pieces = destination.get(fill.destination_parameter, ())
-    if not any(p.canonical is None and contains(p.local_rectangle, fill.destination_rectangle) for p in pieces):
-        raise PlanError(f"fills elements that are not padding: {fill}")
+def _start(piece: Piece) -> tuple[int, ...]:
+    return tuple(low for low, _ in piece.local_rectangle)
 
 
-def _canonical(pieces: Iterable[Piece], rectangle: Rectangle) -> tuple[str, Rectangle] | None:
-    """The canonical coordinates of a rectangle of a local parameter; None for padding and for what is not held."""
-    for piece in pieces:
-        if piece.canonical is not None and contains(piece.local_rectangle, rectangle):
-            return piece.canonical, piece.to_canonical(rectangle)
-    return None
-
-
-def _check_coverage(destination: Holder, entries: Iterable[Copy | Fill]) -> None:
+def _check_tiling(name: str, shard: Shard, places: Iterable[Place]) -> None:
     written = defaultdict(list)
-    for entry in entries:
-        written[entry.destination_parameter].append(entry.destination_rectangle)
-    for parameter, shape in destination.shapes.items():
+    for parameter, rectangle in places:
+        written[parameter].append(rectangle)
+    for parameter, shape in shard.shapes.items():
         rectangles = written[parameter]
         outside = [rectangle for rectangle in rectangles if not contains(whole(shape), rectangle)]
         if outside:
-            raise PlanError(f"{destination.name} {parameter} {shape}: written outside, at {outside[0]}")
+            raise PlanError(f"{name} {parameter} {shape}: written outside, at {outside[0]}")
         overlap = _overlap(rectangles)
         if overlap:
-            raise PlanError(f"{destination.name} {parameter}: written twice, at {overlap}")
-        missing = num_elements(whole(shape)) - sum(num_elements(rectangle) for rectangle in rectangles)
+            raise PlanError(f"{name} {parameter}: written twice, at {overlap}")
+        missing = num_elements(whole(shape)) - sum(map(num_elements, rectangles))
         if missing:
-            raise PlanError(f"{destination.name} {parameter} {shape}: {missing} elements are never written")
+            raise PlanError(f"{name} {parameter} {shape}: {missing} elements are never written")
 
 
 def _overlap(rectangles: Sequence[Rectangle], axis: int = 0) -> Rectangle | None:

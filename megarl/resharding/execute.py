@@ -6,51 +6,50 @@ from collections.abc import Mapping
 
 import torch
 
-from megarl.resharding.plan import Plan
+from megarl.resharding.plan import Copy, Writes
 from megarl.resharding.transports.transport import Transport, view
 
 
 @torch.no_grad()
-def execute(plan: Plan, parameters: Mapping[str, torch.Tensor], transport: Transport, cast: bool = False) -> int:
+def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: Transport) -> int:
     """Writes the parameters in place. Returns the bytes written.
 
-    plan        for_destination() of the holder whose parameters these are
-    parameters  exactly those that the plan writes
-    cast        convert from the sources' dtypes; otherwise a difference is an error
+    writes      what the plan has for the holder whose parameters these are: plan.into(its name)
+    parameters  exactly those that are written
 
-    Raises ValueError, before anything is written, for a parameter that is missing, unexpected, or of another shape or
-    dtype than the plan and its sources have.
+    Raises ValueError, before anything is written, for a parameter that is missing, unexpected, or of another shape
+    than the plan has, and for dtypes that differ without a cast in the plan.
     """
-    _check_shapes(plan, parameters)
-    if not cast:
-        _check_dtypes(plan, parameters, transport)
+    _check_shapes(writes, parameters)
+    for copy in writes.copies:
+        _check_dtypes(copy, parameters, transport)
     written = 0
-    for copy in plan.copies:
-        target = view(parameters[copy.destination_parameter], copy.destination_rectangle)
-        source = transport.read(copy.source, copy.source_parameter, copy.source_rectangle)
+    for copy in writes.copies:
+        target = view(parameters[copy.move.destination.parameter], copy.move.destination.rectangle)
+        source = transport.read(copy.source, *copy.move.source)
         # copy_ would broadcast a source of another shape.
         assert source.shape == target.shape, f"{tuple(source.shape)} into {tuple(target.shape)}: {copy}"
         target.copy_(source)
         written += target.nbytes
-    for fill in plan.fills:
-        target = view(parameters[fill.destination_parameter], fill.destination_rectangle)
+    for fill in writes.fills:
+        target = view(parameters[fill.place.parameter], fill.place.rectangle)
         target.zero_()
         written += target.nbytes
     return written
 
 
-def planned_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Parameter -> shape, of a plan for one destination: its copies and fills reach to the end of every axis."""
+def planned_shapes(writes: Writes) -> dict[str, tuple[int, ...]]:
+    """Parameter -> shape: what is written reaches to the end of every axis."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for entry in (*plan.copies, *plan.fills):
-        stops = tuple(stop for _, stop in entry.destination_rectangle)
-        known = shapes.get(entry.destination_parameter, stops)
-        shapes[entry.destination_parameter] = tuple(map(max, known, stops))
+    places = (*(copy.move.destination for copy in writes.copies), *(fill.place for fill in writes.fills))
+    for parameter, rectangle in places:
+        stops = tuple(stop for _, stop in rectangle)
+        shapes[parameter] = tuple(map(max, shapes.get(parameter, stops), stops))
     return shapes
 
 
-def _check_shapes(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
-    planned = planned_shapes(plan)
+def _check_shapes(writes: Writes, parameters: Mapping[str, torch.Tensor]) -> None:
+    planned = planned_shapes(writes)
     for name, shape in planned.items():
         if name not in parameters:
             raise ValueError(f"{name}: the plan writes it, but the model has no such parameter")
@@ -62,12 +61,16 @@ def _check_shapes(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(f"{name}: the model has this parameter, but the plan does not write it")
 
 
-def _check_dtypes(plan: Plan, parameters: Mapping[str, torch.Tensor], transport: Transport) -> None:
-    for copy in plan.copies:
-        theirs = transport.dtype(copy.source, copy.source_parameter)
-        ours = parameters[copy.destination_parameter].dtype
-        if theirs != ours:
-            raise ValueError(
-                f"{copy.destination_parameter} is {ours}, but {copy.source} has {copy.source_parameter} as {theirs}; "
-                "to convert, say cast=True"
-            )
+def _check_dtypes(copy: Copy, parameters: Mapping[str, torch.Tensor], transport: Transport) -> None:
+    move = copy.move
+    theirs = _name(transport.dtype(copy.source, move.source.parameter))
+    ours = _name(parameters[move.destination.parameter].dtype)
+    if theirs != ours and (theirs, ours) != (move.source_dtype, move.destination_dtype):
+        raise ValueError(
+            f"{move.destination.parameter} is {ours}, but {copy.source} has {move.source.parameter} as {theirs}; "
+            f"the plan is from {move.source_dtype} to {move.destination_dtype}"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

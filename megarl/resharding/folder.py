@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from safetensors.torch import save_file
 
 from megarl.config.huggingface import without_left_out
 from megarl.resharding.execute import execute, planned_shapes
-from megarl.resharding.plan import Plan
+from megarl.resharding.piece import ITEM_BYTES
+from megarl.resharding.plan import Plan, Writes
 from megarl.resharding.transports.safetensors import INDEX
 from megarl.resharding.transports.transport import Transport
 
@@ -28,21 +30,20 @@ def write_folder(
     hf_config: Mapping[str, Any],
     source_folder: Path,
     out: Path,
-    dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Returns the bytes of weights written. Holds one shard of the model in memory at a time.
 
-    plan           into the huggingface holder, and nowhere else
+    plan           into a huggingface holder, whose dtypes the files have, and nowhere else
     source_folder  its tokenizer and other files that are not weights are copied
     out            must not exist; it appears when it is complete
-    dtype          convert to it (None: the sources' own)
     shard_bytes    of a weights file; a larger tensor gets a file of its own
     """
     if out.exists():
         raise ValueError(f"{out} exists already; give a new folder or remove it")
-    dtypes = _dtypes(plan, transport, dtype)
-    shards = _shards(planned_shapes(plan), dtypes, shard_bytes)
+    writes = plan.into(*plan.destinations)
+    dtypes = {copy.move.destination.parameter: copy.move.destination_dtype for copy in writes.copies}
+    shards = _shards(planned_shapes(writes), dtypes, shard_bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         folder = Path(temporary) / out.name
@@ -52,10 +53,9 @@ def write_folder(
         _write_config(hf_config, next(iter(dtypes.values())), folder)
         files = {_file_name(i, len(shards)): shard for i, shard in enumerate(shards)}
         file_of = {tensor: name for name, shard in files.items() for tensor in shard}
-        parts = plan.grouped_by(lambda entry: file_of[entry.destination_parameter])
+        parts = writes.grouped_by(file_of.__getitem__)
         written = sum(
-            _write_shard(parts[name], transport, shapes, dtypes, cast=dtype is not None, path=folder / name)
-            for name, shapes in files.items()
+            _write_shard(parts[name], transport, shapes, dtypes, folder / name) for name, shapes in files.items()
         )
         if len(files) > 1:
             _write_index(file_of, written, folder)
@@ -63,19 +63,14 @@ def write_folder(
     return written
 
 
-def _dtypes(plan: Plan, transport: Transport, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    sources = {copy.destination_parameter: (copy.source, copy.source_parameter) for copy in plan.copies}
-    return {name: dtype or transport.dtype(*source) for name, source in sources.items()}
-
-
 def _shards(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], limit: int
 ) -> list[dict[str, tuple[int, ...]]]:
     """Tensors in order, cut into runs of at most `limit` bytes."""
     shards: list[dict[str, tuple[int, ...]]] = []
     room = 0
     for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * dtypes[name].itemsize
+        size = prod(shape) * ITEM_BYTES[dtypes[name]]
         if not shards or size > room:
             shards.append({})
             room = limit
@@ -85,15 +80,14 @@ def _shards(
 
 
 def _write_shard(
-    plan: Plan,
+    writes: Writes,
     transport: Transport,
     shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
-    cast: bool,
+    dtypes: Mapping[str, str],
     path: Path,
 ) -> int:
-    tensors = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
-    written = execute(plan, tensors, transport, cast)
+    tensors = {name: torch.empty(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()}
+    written = execute(writes, tensors, transport)
     save_file(tensors, path, metadata={"format": "pt"})
     return written
 
@@ -107,10 +101,10 @@ def _write_index(file_of: Mapping[str, str], num_bytes: int, folder: Path) -> No
     (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _write_config(hf_config: Mapping[str, Any], dtype: torch.dtype, folder: Path) -> None:
+def _write_config(hf_config: Mapping[str, Any], dtype: str, folder: Path) -> None:
     # transformers before 5 calls it torch_dtype.
     key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
-    config = {**without_left_out(hf_config), key: str(dtype).removeprefix("torch.")}
+    config = {**without_left_out(hf_config), key: dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 

@@ -5,9 +5,14 @@ Canonical space is the Hugging Face checkpoint: its tensor names and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
+from typing import NamedTuple
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Dtypes that weights may have -> bytes of an element."""
 
 Rectangle = tuple[tuple[int, int], ...]
 """Half-open (start, stop) per dimension."""
@@ -42,6 +47,17 @@ def intersect(a: Rectangle, b: Rectangle) -> Rectangle | None:
     return common if all(start < stop for start, stop in common) else None
 
 
+def cut(rectangle: Rectangle, parts: int) -> list[Rectangle]:
+    """At most so many slabs, of sizes that differ by one row at most, along the first axis that has the rows for it,
+    or else along the longest."""
+    sizes = shape_of(rectangle)
+    axis = next((i for i, size in enumerate(sizes) if size >= parts), max(range(len(sizes)), key=sizes.__getitem__))
+    start, size = rectangle[axis][0], sizes[axis]
+    parts = min(parts, size)
+    bounds = [start + size * i // parts for i in range(parts + 1)]
+    return [(*rectangle[:axis], (low, high), *rectangle[axis + 1 :]) for low, high in pairwise(bounds)]
+
+
 def subtract(a: Rectangle, inner: Rectangle) -> list[Rectangle]:
     """Disjoint rectangles that cover what is in `a` but not in `inner`; `a` contains `inner`."""
     assert contains(a, inner), f"{a} does not contain {inner}"
@@ -57,6 +73,13 @@ def moved(rectangle: Rectangle, origin: Rectangle, target: Rectangle) -> Rectang
     return tuple(
         (start - o[0] + t[0], stop - o[0] + t[0]) for (start, stop), o, t in zip(rectangle, origin, target, strict=True)
     )
+
+
+class Place(NamedTuple):
+    """A rectangle of a local parameter."""
+
+    parameter: str
+    rectangle: Rectangle
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +106,54 @@ class Piece:
         return moved(rectangle, self.local_rectangle, self.canonical_rectangle)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """One process (or folder) that holds weights.
+@dataclass(frozen=True, eq=False, slots=True)
+class Shard:
+    """What one holder has, or several: replicas share the object, and what is true of it is found out once.
 
-    name      unique in a plan, e.g. "megatron:3", "vllm:0.1", "huggingface"
     shapes    local parameter name -> its shape
     pieces    tile every local parameter exactly, fills included
+    dtypes    local parameter name -> its dtype, such as "bfloat16"
     """
 
-    name: str
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     pieces: tuple[Piece, ...]
+    dtypes: Mapping[str, str]
 
-    def zeroed(self, canonical: Container[str]) -> Holder:
+    @property
+    def num_bytes(self) -> int:
+        return sum(prod(shape) * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
+
+    def zeroed(self, canonical: Container[str]) -> Shard:
         """The same parameters; what they hold of these canonical tensors is to become zero."""
         pieces = tuple(
             replace(piece, canonical=None) if piece.canonical in canonical else piece for piece in self.pieces
         )
         return replace(self, pieces=pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One process (or folder) that holds weights.
+
+    name      unique among the sources, or the destinations, of a plan, e.g. "megatron:3", "vllm:0.1", "huggingface"
+    node      the machine that it is on; machines are numbered over sources and destinations together
+    """
+
+    name: str
+    shard: Shard
+    node: int = 0
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.shard.shapes
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.shard.pieces
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        return self.shard.dtypes
+
+    def zeroed(self, canonical: Container[str]) -> Holder:
+        return replace(self, shard=self.shard.zeroed(canonical))

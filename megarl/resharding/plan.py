@@ -3,168 +3,144 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megarl.resharding.piece import Holder, Piece, Rectangle, contains, intersect, num_elements, subtract
+from megarl.resharding.piece import Place
+
+
+class Link(NamedTuple):
+    """From one holder to another, by their numbers in Plan.holders."""
+
+    source: int
+    destination: int
+
+
+class Move(NamedTuple):
+    """The elements of a place become those of a place of the same shape.
+
+    Where the dtypes differ they are cast, by who sends them: what travels has destination_dtype.
+    """
+
+    source: Place
+    destination: Place
+    source_dtype: str
+    destination_dtype: str
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """The elements of a rectangle of a source's parameter become those of a rectangle of the same shape."""
+class Bucket:
+    """Moves that travel together, as one buffer.
+
+    links      the buffer goes over each of them: a source packs it once for all of its replicas' destinations
+    onward     links inside a node: who has received the buffer hands it on to others, which keep it at the same places
+    num_bytes  of the buffer
+    """
+
+    links: tuple[Link, ...]
+    onward: tuple[Link, ...]
+    moves: tuple[Move, ...]
+    num_bytes: int
+
+    @property
+    def onward_moves(self) -> Iterator[Move]:
+        """What the moves are over the links of `onward`."""
+        return (Move(to, to, dtype, dtype) for _, to, _, dtype in self.moves)
+
+
+class Padding(NamedTuple):
+    """Places that become zero at each of these holders: they have no counterpart in the checkpoint."""
+
+    holders: tuple[int, ...]
+    places: tuple[Place, ...]
+
+
+class Copy(NamedTuple):
+    """A move over one link."""
 
     source: str
-    source_parameter: str
-    source_rectangle: Rectangle
     destination: str
-    destination_parameter: str
-    destination_rectangle: Rectangle
+    move: Move
+
+
+class Fill(NamedTuple):
+    """The elements of a place become zero."""
+
+    destination: str
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
-    """These elements become zero: they have no counterpart in the checkpoint."""
-
-    destination: str
-    destination_parameter: str
-    destination_rectangle: Rectangle
-
-
-@dataclass(frozen=True)
-class Plan:
-    """In the order of the destinations and of their pieces."""
+class Writes:
+    """All that is written into one holder, in the order of the plan."""
 
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
 
+    def grouped_by(self, key: Callable[[str], str]) -> dict[str, Writes]:
+        """In parts, by what `key` says of the parameter that is written."""
+        copies, fills = defaultdict(list), defaultdict(list)
+        for copy in self.copies:
+            copies[key(copy.move.destination.parameter)].append(copy)
+        for fill in self.fills:
+            fills[key(fill.place.parameter)].append(fill)
+        return {name: Writes(tuple(copies[name]), tuple(fills[name])) for name in dict.fromkeys((*copies, *fills))}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that moves, said once for all replicas that it is true of.
+
+    holders       their names, sources before destinations
+    nodes         the machine of each
+    num_sources   how many of the holders are sources
+    buckets       in the order in which they may be executed: what is handed on was received before
+    padding       what becomes zero
+
+    To execute it, a process needs into(its name), or, where buffers travel, those buckets whose links it is on: it
+    sends and receives them in the plan's order, and packs and unpacks the moves in theirs. No other agreement is
+    needed, as every process has, or computes, the same plan.
+    """
+
+    holders: tuple[str, ...]
+    nodes: tuple[int, ...]
+    num_sources: int
+    buckets: tuple[Bucket, ...]
+    padding: tuple[Padding, ...]
+
     @cached_property
     def plan_hash(self) -> str:
         """SHA-256 of the contents: equal on processes that have the same plan."""
-        digest = hashlib.sha256()
-        for entry in (*self.copies, *self.fills):
-            digest.update(repr(entry).encode())
+        digest = hashlib.sha256(json.dumps([self.holders, self.nodes, self.num_sources, self.padding]).encode())
+        for bucket in self.buckets:
+            digest.update(json.dumps([bucket.links, bucket.onward, bucket.moves]).encode())
         return digest.hexdigest()
 
-    def for_destination(self, name: str) -> Plan:
-        """The part that writes into one holder."""
-        return self._by_destination.get(name, Plan((), ()))
+    def into(self, name: str) -> Writes:
+        """What is written into one holder. Raises ValueError for a name that is not a destination's."""
+        if name not in self.holders[self.num_sources :]:
+            raise ValueError(f"{name} is not a destination of the plan; it has {', '.join(self.destinations)}")
+        holder = self.holders.index(name, self.num_sources)
+        copies = tuple(
+            Copy(self.holders[source], name, move)
+            for bucket in self.buckets
+            for links, moves in ((bucket.links, bucket.moves), (bucket.onward, bucket.onward_moves))
+            for source, destination in links
+            if destination == holder
+            for move in moves
+        )
+        fills = (Fill(name, place) for padding in self.padding if holder in padding.holders for place in padding.places)
+        return Writes(copies, tuple(fills))
 
-    def bytes_by_link(self, bytes_per_element: int) -> dict[tuple[str, str], int]:
-        """(source, destination) -> bytes that move between them."""
-        links: dict[tuple[str, str], int] = defaultdict(int)
-        for copy in self.copies:
-            size = num_elements(copy.destination_rectangle)
-            links[copy.source, copy.destination] += size * bytes_per_element
-        return dict(links)
+    @property
+    def destinations(self) -> tuple[str, ...]:
+        return self.holders[self.num_sources :]
 
-    def grouped_by(self, key: Callable[[Copy | Fill], str]) -> dict[str, Plan]:
-        """The plan in parts, by what `key` says of each copy and fill."""
-        copies, fills = defaultdict(list), defaultdict(list)
-        for copy in self.copies:
-            copies[key(copy)].append(copy)
-        for fill in self.fills:
-            fills[key(fill)].append(fill)
-        return {name: Plan(tuple(copies[name]), tuple(fills[name])) for name in dict.fromkeys((*copies, *fills))}
-
-    @cached_property
-    def _by_destination(self) -> dict[str, Plan]:
-        return self.grouped_by(lambda entry: entry.destination)
-
-
-class Candidate(NamedTuple):
-    """A source, by its place among the sources, and the piece of it that holds what is wanted."""
-
-    source: int
-    piece: Piece
-
-
-Part = tuple[Rectangle, list[Candidate]]
-"""A canonical rectangle, and everybody who holds all of it."""
-
-
-def make_plan(sources: Sequence[Holder], destinations: Sequence[Holder]) -> Plan:
-    """Every element of every destination from exactly one source.
-
-    Where several sources hold the same elements (data-parallel replicas, replicated norms, copies of tied weights),
-    each copy is taken from the one that has given the fewest elements so far, the first of them on a tie.
-    Raises ValueError for an element that no source holds.
-    """
-    chooser = _Chooser(sources)
-    copies, fills = [], []
-    for destination in destinations:
-        for piece in destination.pieces:
-            if piece.canonical is None:
-                fills.append(Fill(destination.name, piece.local, piece.local_rectangle))
-            else:
-                copies += chooser.copies(destination.name, piece)
-    return Plan(tuple(copies), tuple(fills))
-
-
-class _Chooser:
-    """Finds who holds what, and spreads the load."""
-
-    def __init__(self, sources: Sequence[Holder]):
-        self._names = [source.name for source in sources]
-        self._load = [0] * len(sources)
-        self._holders: dict[str, dict[Rectangle, list[Candidate]]] = defaultdict(lambda: defaultdict(list))
-        for i, source in enumerate(sources):
-            for piece in source.pieces:
-                if piece.canonical is not None:
-                    self._holders[piece.canonical][piece.canonical_rectangle].append(Candidate(i, piece))
-        # Replicated destinations want the same rectangles.
-        self._divided: dict[tuple[str, Rectangle], list[Part]] = {}
-
-    def copies(self, destination: str, wanted: Piece) -> list[Copy]:
-        key = wanted.canonical, wanted.canonical_rectangle
-        if key not in self._divided:
-            self._divided[key] = self._divide(*key)
-        copies = []
-        for rectangle, candidates in self._divided[key]:
-            chosen = min(candidates, key=lambda candidate: self._load[candidate.source])
-            self._load[chosen.source] += num_elements(rectangle)
-            copies.append(
-                Copy(
-                    source=self._names[chosen.source],
-                    source_parameter=chosen.piece.local,
-                    source_rectangle=chosen.piece.to_local(rectangle),
-                    destination=destination,
-                    destination_parameter=wanted.local,
-                    destination_rectangle=wanted.to_local(rectangle),
-                )
-            )
-        return copies
-
-    def _divide(self, canonical: str, wanted: Rectangle) -> list[Part]:
-        """Disjoint parts of the wanted rectangle, each as large as one source can give."""
-        overlapping = {
-            rectangle: candidates
-            for rectangle, candidates in self._holders.get(canonical, {}).items()
-            if intersect(rectangle, wanted)
-        }
-        parts, missing = [], [wanted]
-        for rectangle in overlapping:
-            left = []
-            for part in missing:
-                common = intersect(rectangle, part)
-                if common is None:
-                    left.append(part)
-                else:
-                    parts.append((common, _holding(common, overlapping)))
-                    left += subtract(part, common)
-            missing = left
-        if missing:
-            raise ValueError(f"{canonical}: no source holds the elements {_range(missing[0])}")
-        return parts
-
-
-def _holding(wanted: Rectangle, holders: dict[Rectangle, list[Candidate]]) -> list[Candidate]:
-    """In the order of the sources."""
-    lists = [candidates for rectangle, candidates in holders.items() if contains(rectangle, wanted)]
-    return sorted((candidate for candidates in lists for candidate in candidates), key=lambda c: c.source)
-
-
-def _range(rectangle: Rectangle) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in rectangle) + "]"
+    @property
+    def num_bytes(self) -> int:
+        """That travel, over all links."""
+        return sum(bucket.num_bytes * (len(bucket.links) + len(bucket.onward)) for bucket in self.buckets)

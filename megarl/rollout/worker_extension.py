@@ -53,7 +53,7 @@ class RefitExtension:
 
     def refit(self, plan: Plan, replica: int, transport: Transport) -> int:
         """Writes this worker's parameters from the trainer's. Returns the bytes written."""
-        written = execute(plan.for_destination(f"vllm:{replica}.{self.rank}"), self._parameters(), transport)
+        written = execute(plan.into(f"vllm:{replica}.{self.rank}"), self._parameters(), transport)
         _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype)
         return written
 

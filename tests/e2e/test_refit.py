@@ -17,7 +17,7 @@ from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.megatron.actor_worker import ActorWorker
 from megarl.resharding.families import huggingface_holder, vllm_holder
-from megarl.resharding.plan import make_plan
+from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.environment import environment

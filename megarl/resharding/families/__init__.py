@@ -1,7 +1,7 @@
 """Model families, and what each kind of holder has of a model."""
 
 from megarl.resharding.families.huggingface import huggingface_holder
-from megarl.resharding.families.megatron import megatron_holder
-from megarl.resharding.families.vllm import vllm_holder
+from megarl.resharding.families.megatron import megatron_holder, megatron_holders
+from megarl.resharding.families.vllm import vllm_holder, vllm_holders
 
-__all__ = ["huggingface_holder", "megatron_holder", "vllm_holder"]
+__all__ = ["huggingface_holder", "megatron_holder", "megatron_holders", "vllm_holder", "vllm_holders"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from megarl.config.classifier import score_head_of
 from megarl.config.value_head import value_head_shapes
@@ -35,6 +35,7 @@ class Canonical:
             self.outer_shapes[HEAD] = (self.model.vocab, self.model.hidden)
         self.value_head = value_head_shapes(hf_config)
         self.outer_shapes |= self.value_head
+        self._layers: dict[bool, _Layer] = {}
 
     @property
     def head(self) -> str:
@@ -45,9 +46,32 @@ class Canonical:
         return f"model.layers.{layer}."
 
     def layer_parts(self, layer: int) -> list[Part]:
-        mlp = expert_parts(self.model) if self.model.has_experts(layer) else mlp_parts(self.model)
-        attention = latent_attention_parts(self.model) if self.model.latent else attention_parts(self.model)
-        return [*attention, *mlp]
+        return self._layer(layer).parts
 
     def layer_shapes(self, layer: int) -> dict[str, Shape]:
-        return {name: shape for part in self.layer_parts(layer) for name, shape in part.shapes(self.model).items()}
+        return self._layer(layer).shapes
+
+    def float32(self, layer: int) -> frozenset[str]:
+        """Tensors that are so whatever the dtype of the model."""
+        return self._layer(layer).float32
+
+    def _layer(self, layer: int) -> _Layer:
+        mixed = self.model.has_experts(layer)
+        if mixed not in self._layers:
+            self._layers[mixed] = _Layer.of(self.model, mixed)
+        return self._layers[mixed]
+
+
+class _Layer(NamedTuple):
+    """What all layers of a kind, those with or those without experts, have."""
+
+    parts: list[Part]
+    shapes: dict[str, Shape]
+    float32: frozenset[str]
+
+    @classmethod
+    def of(cls, model: ModelShape, mixed: bool) -> Self:
+        attention = latent_attention_parts(model) if model.latent else attention_parts(model)
+        parts = [*attention, *(expert_parts(model) if mixed else mlp_parts(model))]
+        shapes = {name: shape for part in parts for name, shape in part.shapes(model).items()}
+        return cls(parts, shapes, frozenset(name for part in parts for name in part.float32))

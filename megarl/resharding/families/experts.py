@@ -68,6 +68,7 @@ ROUTER_BIAS = Part(
     tensors={_BIAS: ("experts.count",)},
     megatron={"mlp.router.expert_bias": Whole((_BIAS,))},
     vllm={_BIAS: Whole((_BIAS,))},
+    float32=(_BIAS,),
 )
 
 

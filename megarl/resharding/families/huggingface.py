@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.huggingface import weights_dtype
 from megarl.resharding.families.canonical import Canonical
-from megarl.resharding.piece import Holder, Piece, whole
+from megarl.resharding.piece import Holder, Piece, Shard, whole
 
 
-def huggingface_holder(hf_config: Mapping[str, Any], name: str = "huggingface") -> Holder:
-    """Every tensor of the checkpoint. A tied head is not among them: it is the embedding."""
+def huggingface_holder(hf_config: Mapping[str, Any], dtype: str | None = None) -> Holder:
+    """Every tensor of the checkpoint, named "huggingface". A tied head is not among them: it is the embedding.
+
+    dtype   of the weights, such as "bfloat16" (None: what config.json says)
+    """
     canonical = Canonical(hf_config)
-    layers = {
-        canonical.layer_prefix(layer) + tensor: shape
-        for layer in range(canonical.model.num_layers)
-        for tensor, shape in canonical.layer_shapes(layer).items()
-    }
-    shapes = canonical.outer_shapes | layers
+    dtype = dtype or weights_dtype(hf_config)
+    shapes, dtypes = dict(canonical.outer_shapes), dict.fromkeys(canonical.outer_shapes, dtype)
+    for layer in range(canonical.model.num_layers):
+        prefix, precise = canonical.layer_prefix(layer), canonical.float32(layer)
+        for tensor, shape in canonical.layer_shapes(layer).items():
+            shapes[prefix + tensor] = shape
+            dtypes[prefix + tensor] = "float32" if tensor in precise else dtype
     pieces = tuple(Piece(tensor, whole(shape), tensor, whole(shape)) for tensor, shape in shapes.items())
-    return Holder(name, shapes, pieces)
+    return Holder("huggingface", Shard(shapes, pieces, dtypes))

@@ -2,47 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from megarl.config.huggingface import weights_dtype
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, Canonical
-from megarl.resharding.families.holder_builder import HolderBuilder, Share
 from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.families.shard_builder import ShardBuilder, Share
 from megarl.resharding.families.tiling import Padded, Whole
-from megarl.resharding.piece import Holder
+from megarl.resharding.piece import Holder, Shard
 
 if TYPE_CHECKING:
     from megarl.config.schema import Layout
+
+
+class Coordinates(NamedTuple):
+    """A rank's place in the layout; ranks with the same coordinates are replicas, with the same weights.
+
+    A pipeline stage's ranks are divided for the experts anew: expert tensor parallel innermost, then expert parallel,
+    then the experts' own data parallelism.
+    """
+
+    stage: int
+    tp_rank: int
+    ep_rank: int
+    etp_rank: int
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Self:
+        """Rank order: tensor parallel innermost, then context and data parallel, pipeline outermost."""
+        stage, within = divmod(rank, layout.tp * layout.cp * layout.dp)
+        ep_rank, etp_rank = divmod(within, layout.expert_tp)
+        return cls(stage, rank % layout.tp, ep_rank % layout.ep, etp_rank)
 
 
 def megatron_holder(
     hf_config: Mapping[str, Any],
     layout: Layout,
     rank: int,
+    dtype: str | None = None,
     transformer_engine: bool = False,
     vocab_multiple: int = 128,
 ) -> Holder:
     """The parameters of global rank `rank`, named "megatron:{rank}".
 
+    dtype               of the weights, such as "bfloat16" (None: the checkpoint's)
     transformer_engine  its layer spec, in which norms are part of the linear layers after them
     vocab_multiple      the vocabulary is padded to a multiple of this times tp
 
     Raises ValueError where the model does not divide by the layout.
     """
+    return _holders(hf_config, layout, [rank], dtype, transformer_engine, vocab_multiple)[0]
+
+
+def megatron_holders(
+    hf_config: Mapping[str, Any],
+    layout: Layout,
+    dtype: str | None = None,
+    transformer_engine: bool = False,
+    vocab_multiple: int = 128,
+) -> list[Holder]:
+    """The same of all ranks."""
+    return _holders(hf_config, layout, range(layout.world_size), dtype, transformer_engine, vocab_multiple)
+
+
+def _holders(
+    hf_config: Mapping[str, Any],
+    layout: Layout,
+    ranks: Iterable[int],
+    dtype: str | None,
+    transformer_engine: bool,
+    vocab_multiple: int,
+) -> list[Holder]:
     canonical = Canonical(hf_config)
+    _check_sizes(canonical.model, layout)
+    shards: dict[Coordinates, Shard] = {}
+    holders = []
+    for rank in ranks:
+        place = Coordinates.of(layout, rank)
+        if place not in shards:
+            builder = ShardBuilder(canonical, dtype or weights_dtype(hf_config))
+            shards[place] = _shard(builder, canonical, layout, place, transformer_engine, vocab_multiple)
+        holders.append(Holder(f"megatron:{rank}", shards[place]))
+    return holders
+
+
+def _shard(
+    builder: ShardBuilder,
+    canonical: Canonical,
+    layout: Layout,
+    place: Coordinates,
+    transformer_engine: bool,
+    vocab_multiple: int,
+) -> Shard:
     model = canonical.model
-    _check_sizes(model, layout)
-    # Rank order: tensor parallel innermost, then context and data parallel, pipeline outermost.
-    stage = rank // (layout.tp * layout.cp * layout.dp)
-    first, last = stage == 0, stage == layout.pp - 1
+    first, last = place.stage == 0, place.stage == layout.pp - 1
     multiple = vocab_multiple * layout.tp
     padded = -(-model.vocab // multiple) * multiple
-    builder, share = HolderBuilder(canonical), Share(layout.tp, rank % layout.tp)
-    expert_share, experts = _experts(model, layout, rank)
+    share, expert_share = Share(layout.tp, place.tp_rank), Share(layout.expert_tp, place.etp_rank)
+    count = model.experts.count // layout.ep if model.experts else 0
+    experts = range(place.ep_rank * count, (place.ep_rank + 1) * count)
     if first:
         builder.add("chunk0.embedding.word_embeddings.weight", Padded((EMBEDDING,), padded=padded), share)
     for virtual in range(layout.vpp):
-        for local, layer in enumerate(chunk_layers(model.num_layers, layout)[virtual][stage]):
+        for local, layer in enumerate(chunk_layers(model.num_layers, layout)[virtual][place.stage]):
             for part in canonical.layer_parts(layer):
                 tilings = part.megatron_tilings(transformer_engine, experts)
                 cut = expert_share if part.per_expert else share
@@ -58,7 +121,7 @@ def megatron_holder(
         builder.add(f"{last_chunk}output_layer.weight", Padded((canonical.head,), padded=padded), share)
     for tensor in canonical.value_head if last else ():
         builder.add(f"{last_chunk}output_layer.{tensor}", Whole((tensor,)), share)
-    return builder.build(f"megatron:{rank}")
+    return builder.build()
 
 
 def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
@@ -95,18 +158,6 @@ def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
             f"{left} of {num_layers} layers are left for {stages_left} stages; they must divide evenly"
         )
     return [left // stages_left if count is None else count for count in counts]
-
-
-def _experts(model: ModelShape, layout: Layout, rank: int) -> tuple[Share, range]:
-    """A rank's share of each expert that it has, and their numbers.
-
-    The ranks of a pipeline stage are divided for the experts anew: expert tensor parallel innermost, then expert
-    parallel, then the experts' own data parallelism.
-    """
-    within = rank % (layout.tp * layout.cp * layout.dp)
-    ep_rank = within // layout.expert_tp % layout.ep
-    count = model.experts.count // layout.ep if model.experts else 0
-    return Share(layout.expert_tp, within % layout.expert_tp), range(ep_rank * count, (ep_rank + 1) * count)
 
 
 def _check_sizes(model: ModelShape, layout: Layout) -> None:

@@ -17,6 +17,7 @@ class Part:
     tensors             canonical tensor -> its shape, as names of ModelShape's attributes
     megatron, vllm      local parameter -> its tiling
     transformer_engine  the same for Megatron's layers of Transformer Engine (None: as in `megatron`)
+    float32             canonical tensors that are kept so, whatever the dtype of the model
     per_expert          what is said of one expert: {} in names is its number, in Megatron's that among the rank's own;
                         a parameter of vLLM has all experts, one after the other
     """
@@ -25,6 +26,7 @@ class Part:
     megatron: Mapping[str, Tiling]
     vllm: Mapping[str, Tiling]
     transformer_engine: Mapping[str, Tiling] | None = None
+    float32: tuple[str, ...] = ()
     per_expert: bool = False
 
     def shapes(self, model: ModelShape) -> dict[str, tuple[int, ...]]:

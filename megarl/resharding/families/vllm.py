@@ -5,26 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.huggingface import weights_dtype
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, HEAD, Canonical
-from megarl.resharding.families.holder_builder import HolderBuilder, Share
 from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.families.shard_builder import ShardBuilder, Share
 from megarl.resharding.families.tiling import Padded, Whole
-from megarl.resharding.piece import Holder
+from megarl.resharding.piece import Holder, Shard
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this, whatever tp is."""
 
 
-def vllm_holder(hf_config: Mapping[str, Any], tp: int, rank: int, replica: int) -> Holder:
+def vllm_holder(hf_config: Mapping[str, Any], tp: int, rank: int, replica: int, dtype: str | None = None) -> Holder:
     """The parameters of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}".
+
+    dtype   of the weights, such as "bfloat16" (None: the checkpoint's)
 
     Raises ValueError where the model does not divide by tp.
     """
+    return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype))
+
+
+def vllm_holders(hf_config: Mapping[str, Any], tp: int, replicas: int, dtype: str | None = None) -> list[Holder]:
+    """The same of all workers of all engines."""
+    shards = [_shard(hf_config, tp, rank, dtype) for rank in range(tp)]
+    return [Holder(f"vllm:{replica}.{rank}", shards[rank]) for replica in range(replicas) for rank in range(tp)]
+
+
+def _shard(hf_config: Mapping[str, Any], tp: int, rank: int, dtype: str | None) -> Shard:
     canonical = Canonical(hf_config)
     model = canonical.model
     padded = -(-model.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     _check_tp(model, padded, tp)
-    builder, share = HolderBuilder(canonical), Share(tp, rank)
+    builder, share = ShardBuilder(canonical, dtype or weights_dtype(hf_config)), Share(tp, rank)
     builder.add(EMBEDDING, Padded((EMBEDDING,), padded=padded), share)
     for layer in range(model.num_layers):
         for part in canonical.layer_parts(layer):
@@ -32,7 +45,7 @@ def vllm_holder(hf_config: Mapping[str, Any], tp: int, rank: int, replica: int) 
     builder.add(FINAL_NORM, Whole((FINAL_NORM,)), share)
     if not model.tied:
         builder.add(HEAD, Padded((HEAD,), padded=padded), share)
-    return builder.build(f"vllm:{replica}.{rank}")
+    return builder.build()
 
 
 def _check_tp(model: ModelShape, padded_vocab: int, tp: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,15 @@ class SafetensorsFolder:
         self._open.clear()
         self._stack.close()
 
-    def check(self, holder: Holder) -> None:
-        """Raises ValueError for a tensor of the holder that is missing here, or has another shape."""
+    def described(self, holder: Holder) -> Holder:
+        """The same with the dtypes of the files. Raises ValueError for a tensor that is missing here, or has another
+        shape."""
         for name, shape in holder.shapes.items():
             found = tuple(self._slice(name).get_shape())
             if found != shape:
                 raise ValueError(f"{self._folder}: {name} has shape {found}, but config.json makes it {shape}")
+        dtypes = {name: str(self.dtype(holder.name, name)).removeprefix("torch.") for name in holder.shapes}
+        return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         name = self._slice(parameter).get_dtype()

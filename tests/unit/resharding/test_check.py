@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from megarl.resharding.check import PlanError, check_plan
-from megarl.resharding.families import megatron_holder, vllm_holder
-from megarl.resharding.plan import Fill, Plan, make_plan
+from megarl.resharding.families import megatron_holders, vllm_holders
+from megarl.resharding.piece import Place
+from megarl.resharding.plan import Bucket, Link, Move, Padding, Plan
+from megarl.resharding.planner import make_plan
 from tests.unit.resharding.cases import config_of, layout_of
 
 CONFIG = config_of(num_attention_heads=4, num_key_value_heads=4, intermediate_size=16, vocab_size=37)
-SOURCES = [megatron_holder(CONFIG, layout_of(tp=4), rank) for rank in range(4)]
-DESTINATIONS = [vllm_holder(CONFIG, 2, rank, 0) for rank in range(2)]
+SOURCES = megatron_holders(CONFIG, layout_of(tp=4))
+# Two engines of two workers, all on another node: each byte enters it once, and is handed on there.
+DESTINATIONS = [replace(holder, node=1) for holder in vllm_holders(CONFIG, 2, 2)]
 PLAN = make_plan(SOURCES, DESTINATIONS)
+MOVES = [(i, j) for i, bucket in enumerate(PLAN.buckets) for j in range(len(bucket.moves))]
 
 
-def position(parameter: str, destination: str = "vllm:0.0") -> int:
-    return next(
-        i
-        for i, copy in enumerate(PLAN.copies)
-        if (copy.destination, copy.destination_parameter) == (destination, parameter)
-    )
+def move_at(position: tuple[int, int]) -> Move:
+    bucket, move = position
+    return PLAN.buckets[bucket].moves[move]
 
 
-def changed(index: int, **changes) -> Plan:
-    copies = list(PLAN.copies)
-    copies[index] = replace(copies[index], **changes)
-    return Plan(tuple(copies), PLAN.fills)
+def position(parameter: str, count: int = 0) -> tuple[int, int]:
+    """Of a move that writes into the parameter."""
+    return [at for at in MOVES if move_at(at).destination.parameter == parameter][count]
 
 
-def shifted(rectangle, axis: int, by: int):
-    return tuple((a + by, b + by) if i == axis else (a, b) for i, (a, b) in enumerate(rectangle))
+def with_bucket(index: int, *buckets: Bucket) -> Plan:
+    return replace(PLAN, buckets=(*PLAN.buckets[:index], *buckets, *PLAN.buckets[index + 1 :]))
+
+
+def with_move(at: tuple[int, int], *moves: Move) -> Plan:
+    """The moves in place of the one at a position; as many bytes."""
+    bucket = PLAN.buckets[at[0]]
+    return with_bucket(at[0], replace(bucket, moves=(*bucket.moves[: at[1]], *moves, *bucket.moves[at[1] + 1 :])))
+
+
+def changed(at: tuple[int, int], **changes) -> Plan:
+    return with_move(at, move_at(at)._replace(**changes))
+
+
+def shifted(place: Place, axis: int, by: int) -> Place:
+    rectangle = tuple((a + by, b + by) if i == axis else (a, b) for i, (a, b) in enumerate(place.rectangle))
+    return place._replace(rectangle=rectangle)
 
 
 def refused(plan: Plan, message: str) -> None:
@@ -41,70 +57,121 @@ def refused(plan: Plan, message: str) -> None:
 
 
 def test_the_good_plan_passes():
+    assert any(bucket.onward for bucket in PLAN.buckets)
     check_plan(PLAN, SOURCES, DESTINATIONS)
 
 
-@pytest.mark.parametrize("index", [0, 7, len(PLAN.copies) - 1])
-def test_a_dropped_copy(index):
-    refused(Plan(PLAN.copies[:index] + PLAN.copies[index + 1 :], PLAN.fills), "elements are never written")
+@pytest.mark.parametrize("index", [0, len(PLAN.buckets) - 1])
+def test_a_bucket_dropped_and_doubled(index):
+    bucket = PLAN.buckets[index]
+    refused(with_bucket(index), "elements are never written")
+    refused(with_bucket(index, bucket, bucket), "written twice")
 
 
-@pytest.mark.parametrize("index", [0, 7, len(PLAN.copies) - 1])
-def test_a_doubled_copy(index):
-    refused(Plan((*PLAN.copies, PLAN.copies[index]), PLAN.fills), "written twice")
+@pytest.mark.parametrize("at", [MOVES[0], MOVES[7], MOVES[-1]])
+def test_a_move_dropped_and_doubled(at):
+    refused(with_move(at), "a bucket says that it has")
+    index, bucket = at[0], PLAN.buckets[at[0]]
+    moves = bucket.moves[: at[1]] + bucket.moves[at[1] + 1 :]
+    one = 4 * (bucket.num_bytes // 4 - sum(elements(move) for move in moves))
+    refused(with_bucket(index, replace(bucket, moves=moves, num_bytes=bucket.num_bytes - one)), "never written")
+    doubled = replace(bucket, moves=(*bucket.moves, move_at(at)), num_bytes=bucket.num_bytes + one)
+    refused(with_bucket(index, doubled), "written twice")
 
 
-def test_a_dropped_and_a_doubled_fill():
-    assert PLAN.fills
-    refused(Plan(PLAN.copies, PLAN.fills[1:]), "elements are never written")
-    refused(Plan(PLAN.copies, (*PLAN.fills, PLAN.fills[0])), "written twice")
+def elements(move: Move) -> int:
+    size = 1
+    for start, stop in move.source.rectangle:
+        size *= stop - start
+    return size
 
 
-def test_a_fill_over_weights():
-    fill = Fill("vllm:0.0", "model.norm.weight", ((0, 3),))
-    refused(Plan(PLAN.copies, (*PLAN.fills, fill)), "fills elements that are not padding")
+def test_a_link_dropped_and_doubled():
+    index, bucket = next((i, bucket) for i, bucket in enumerate(PLAN.buckets) if bucket.onward)
+    edited = partial(replace, bucket)
+    refused(with_bucket(index, edited(onward=bucket.onward[1:])), "elements are never written")
+    refused(with_bucket(index, edited(onward=(*bucket.onward, bucket.onward[0]))), "written twice")
+    refused(with_bucket(index, edited(links=(*bucket.links, bucket.links[0]))), "written twice")
+    refused(with_bucket(index, edited(links=bucket.onward, onward=bucket.links)), "hands on what it has not received")
+
+
+def test_what_is_handed_on_must_have_come_before():
+    """In a bucket of its own, instead of the one that brings it."""
+    index, bucket = next((i, bucket) for i, bucket in enumerate(PLAN.buckets) if bucket.onward)
+    again = tuple(Move(move.destination, move.destination, "float32", "float32") for move in bucket.moves)
+    first, second = replace(bucket, onward=()), replace(bucket, links=bucket.onward, onward=(), moves=again)
+    check_plan(with_bucket(index, first, second), SOURCES, DESTINATIONS)
+    refused(with_bucket(index, second, first), "hands on what it has not received")
+
+
+def test_holders_that_are_not_there():
+    bucket = PLAN.buckets[0]
+    for link in (Link(0, 99), Link(0, 0)):
+        refused(with_bucket(0, replace(bucket, links=(link,))), f"{link.destination} is not the number of a dest")
+    refused(with_bucket(0, replace(bucket, links=(Link(-1, 4),))), "-1 is not the number of a holder")
+    refused(replace(PLAN, nodes=(0,) * len(PLAN.nodes)), "for the same on other nodes")
+    with pytest.raises(PlanError, match="for other holders"):
+        check_plan(PLAN, SOURCES[::-1], DESTINATIONS)
+
+
+def test_a_fill_dropped_doubled_and_over_weights():
+    [*others, last] = PLAN.padding
+    refused(replace(PLAN, padding=tuple(others)), "elements are never written")
+    refused(replace(PLAN, padding=(*PLAN.padding, last)), "written twice")
+    fill = Padding((len(SOURCES),), (Place("model.norm.weight", ((0, 3),)),))
+    refused(replace(PLAN, padding=(*PLAN.padding, fill)), "fills elements that are not padding")
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_source_rectangle_out_of_its_piece(axis):
-    i = position("model.layers.1.mlp.down_proj.weight")
-    refused(changed(i, source_rectangle=shifted(PLAN.copies[i].source_rectangle, axis, 1)), "source does not hold")
+def test_a_source_place_out_of_its_piece(axis):
+    at = position("model.layers.1.mlp.down_proj.weight")
+    refused(changed(at, source=shifted(move_at(at).source, axis, 1)), "source does not hold")
 
 
-def test_a_source_rectangle_within_its_piece_but_elsewhere():
+def test_a_source_place_within_its_piece_but_elsewhere():
     """Half of the rows, from the other half: shapes and volumes are right."""
-    i = position("model.layers.0.input_layernorm.weight")
-    half = PLAN.copies[i]
-    first = replace(half, source_rectangle=((6, 12),), destination_rectangle=((0, 6),))
-    second = replace(half, source_rectangle=((0, 6),), destination_rectangle=((6, 12),))
-    copies = (*PLAN.copies[:i], first, second, *PLAN.copies[i + 1 :])
-    refused(Plan(copies, PLAN.fills), "at the source, .* at the destination")
+    at = position("model.layers.0.input_layernorm.weight")
+    move = move_at(at)
+    low, high = (Place(move.source.parameter, ((start, start + 6),)) for start in (0, 6))
+    to_low, to_high = (Place(move.destination.parameter, ((start, start + 6),)) for start in (0, 6))
+    check_plan(
+        with_move(at, move._replace(source=low, destination=to_low), move._replace(source=high, destination=to_high)),
+        SOURCES,
+        DESTINATIONS,
+    )
+    refused(
+        with_move(at, move._replace(source=high, destination=to_low), move._replace(source=low, destination=to_high)),
+        "at the source, .* at the destination",
+    )
 
 
 def test_key_and_value_exchanged():
-    i = position("model.layers.0.self_attn.qkv_proj.weight")
-    rows = [j for j in range(i, len(PLAN.copies)) if PLAN.copies[j].destination_parameter.endswith("qkv_proj.weight")]
-    key, value = PLAN.copies[rows[2]], PLAN.copies[rows[4]]
-    refused(changed(rows[2], source_rectangle=value.source_rectangle, source=value.source), "at the source")
-    assert key.source_parameter == value.source_parameter
+    rows = [
+        move_at(at) for at in MOVES if move_at(at).destination.parameter == "model.layers.0.self_attn.qkv_proj.weight"
+    ]
+    key = next(move for move in rows if move.source.rectangle[0] == (2, 4))
+    at = next(at for at in MOVES if move_at(at) == key)
+    value = Place(key.source.parameter, ((4, 6), key.source.rectangle[1]))
+    refused(changed(at, source=value), "v_proj.* at the source, .*k_proj.* at the destination")
 
 
-def test_a_shifted_destination_rectangle():
-    i = position("model.embed_tokens.weight")
-    rectangle = shifted(PLAN.copies[i].destination_rectangle, 0, 1)
-    refused(changed(i, destination_rectangle=rectangle), "at the source|does not keep")
+def test_a_shifted_destination_place():
+    at = position("model.embed_tokens.weight")
+    refused(changed(at, destination=shifted(move_at(at).destination, 0, 1)), "at the source|does not keep")
 
 
 def test_another_tensor_of_the_same_shape():
-    i = position("model.layers.0.input_layernorm.weight")
-    refused(changed(i, source_parameter="chunk0.decoder.layers.1.input_layernorm.weight"), "at the source")
+    at = position("model.layers.0.input_layernorm.weight")
+    other = move_at(at).source._replace(parameter="chunk0.decoder.layers.1.input_layernorm.weight")
+    refused(changed(at, source=other), "at the source")
 
 
-@pytest.mark.parametrize("name", ["source", "source_parameter"])
-def test_an_unknown_source(name):
-    refused(changed(0, **{name: "nobody"}), "source does not hold")
+def test_unknown_parameters():
+    move = move_at(MOVES[0])
+    refused(changed(MOVES[0], source=move.source._replace(parameter="nothing")), "source does not hold")
+    refused(changed(MOVES[0], destination=move.destination._replace(parameter="nothing")), "does not keep")
 
 
-def test_an_unknown_destination():
-    refused(changed(0, destination="vllm:7.0"), "vllm:7.0 is not a destination")
-    refused(changed(0, destination_parameter="nothing"), "does not keep")
+@pytest.mark.parametrize("end", ["source_dtype", "destination_dtype"])
+def test_a_cast_that_is_not_named(end):
+    refused(changed(MOVES[0], **{end: "bfloat16"}), "is float32, which the move does not say")

@@ -15,7 +15,7 @@ from megarl.config.classifier import as_classifier, score_head_of
 from megarl.resharding.check import check_plan
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
-from megarl.resharding.plan import make_plan
+from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from tests.unit.resharding.cases import config_of, layout_of
 
@@ -75,7 +75,7 @@ def test_from_a_language_model_the_head_starts_at_zero():
     critic = megatron_holder(as_classifier(config), layout_of(), 0).zeroed({"score.weight"})
     weights = {name: torch.ones(shape) for name, shape in source.shapes.items()}
     parameters = {name: torch.full(shape, torch.nan) for name, shape in critic.shapes.items()}
-    execute(make_plan([source], [critic]).for_destination(critic.name), parameters, LocalMemory({source.name: weights}))
+    execute(make_plan([source], [critic]).into(critic.name), parameters, LocalMemory({source.name: weights}))
     [head] = [value for name, value in parameters.items() if "output_layer" in name]
     assert head.shape == (1, 12) and not head.any()
     assert all(value.eq(1).all() for name, value in parameters.items() if "layernorm" in name)

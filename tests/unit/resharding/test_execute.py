@@ -5,7 +5,7 @@ import torch
 
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
-from megarl.resharding.plan import make_plan
+from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
 
@@ -25,8 +25,8 @@ def parameters() -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, torch.nan) for name, shape in RANK.shapes.items()}
 
 
-def run(parameters, checkpoint, **options) -> int:
-    return execute(PLAN, parameters, LocalMemory({FOLDER.name: checkpoint}), **options)
+def run(parameters, checkpoint, plan=PLAN) -> int:
+    return execute(plan.into(RANK.name), parameters, LocalMemory({FOLDER.name: checkpoint}))
 
 
 def test_writes_in_place_into_leaves_that_require_gradients(parameters, checkpoint):
@@ -42,12 +42,12 @@ def test_padding_becomes_zero(parameters, checkpoint):
     assert (parameters["chunk0.output_layer.weight"][CONFIG["vocab_size"] :] == 0).all()
 
 
-def test_a_cast_must_be_asked_for(parameters, checkpoint):
+def test_a_cast_must_be_in_the_plan(parameters, checkpoint):
     halved = {name: tensor.bfloat16() for name, tensor in checkpoint.items()}
-    with pytest.raises(ValueError, match=r"is torch.float32, but huggingface has .* as torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"is float32, but .* as bfloat16; the plan is from float32 to float32"):
         run(parameters, halved)
     assert all(tensor.isnan().all() for tensor in parameters.values())
-    run(parameters, halved, cast=True)
+    run(parameters, halved, make_plan([huggingface_holder(CONFIG, "bfloat16")], [RANK]))
     assert torch.equal(parameters[NORM], halved["model.norm.weight"].float())
 
 

@@ -15,7 +15,7 @@ from megarl.data.model_folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.folder import write_folder
-from megarl.resharding.plan import Plan, make_plan
+from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 from tests.tiny_model import write_tiny_llama
@@ -31,20 +31,19 @@ def loaded_ranks(source: Path) -> tuple[list, LocalMemory]:
     """The folder's weights as two pipeline stages hold them."""
     config = read_config(source)
     ranks = [megatron_holder(config, layout_of(pp=2), rank) for rank in range(2)]
-    plan = make_plan([huggingface_holder(config)], ranks)
     weights = {}
     with SafetensorsFolder(source) as transport:
-        transport.check(huggingface_holder(config))
+        plan = make_plan([transport.described(huggingface_holder(config))], ranks)
         for rank in ranks:
             weights[rank.name] = {name: torch.full(shape, torch.nan) for name, shape in rank.shapes.items()}
-            execute(plan.for_destination(rank.name), weights[rank.name], transport)
+            execute(plan.into(rank.name), weights[rank.name], transport)
     return ranks, LocalMemory(weights)
 
 
-def export(source: Path, out: Path, **options) -> int:
+def export(source: Path, out: Path, dtype: str | None = None, **options) -> int:
     ranks, transport = loaded_ranks(source)
     config = read_config(source)
-    plan = make_plan(ranks, [huggingface_holder(config)])
+    plan = make_plan(ranks, [huggingface_holder(config, dtype)])
     return write_folder(plan, transport, config, source, out, **options)
 
 
@@ -56,7 +55,7 @@ def test_every_tensor_keeps_its_own_dtype(tmp_path):
         **dict(qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=2, moe_intermediate_size=4, n_routed_experts=4),
         **dict(num_experts_per_tok=2, n_group=1, topk_group=1, num_nextn_predict_layers=1),
     }
-    rank, folder = megatron_holder(config, layout_of(), 0), huggingface_holder(config)
+    rank, folder = megatron_holder(config, layout_of(), 0, "bfloat16"), huggingface_holder(config, "bfloat16")
     weights = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in rank.shapes.items()}
     [bias] = [name for name in weights if name.endswith("expert_bias")]
     weights[bias] = torch.randn(rank.shapes[bias])
@@ -102,7 +101,7 @@ def test_transformers_loads_shards_and_agrees(source, tmp_path):
 
 
 def test_another_dtype(source, tmp_path):
-    export(source, tmp_path / "out", dtype=torch.bfloat16)
+    export(source, tmp_path / "out", dtype="bfloat16")
     assert read_config(tmp_path / "out")["dtype"] == "bfloat16"
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before)
@@ -118,9 +117,9 @@ def test_a_failure_leaves_nothing(source, tmp_path):
     ranks, transport = loaded_ranks(source)
     config = read_config(source)
     plan = make_plan(ranks, [huggingface_holder(config)])
-    stray = replace(plan.copies[-1], source="megatron:2")
-    with pytest.raises(ValueError, match="megatron:2 has no parameter"):
-        write_folder(Plan((*plan.copies[:-1], stray), ()), transport, config, source, tmp_path / "out", shard_bytes=1)
+    stray = replace(plan, holders=(ranks[0].name, "megarl:2", *plan.destinations))
+    with pytest.raises(ValueError, match="megarl:2 has no parameter"):
+        write_folder(stray, transport, config, source, tmp_path / "out", shard_bytes=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,7 +143,7 @@ def test_checkpoints_that_do_not_fit_their_config(source, tmp_path, change, mess
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with SafetensorsFolder(tmp_path) as folder, pytest.raises(ValueError, match=message):
-        folder.check(huggingface_holder(read_config(source)))
+        folder.described(huggingface_holder(read_config(source)))
 
 
 def test_integer_weights_are_refused(tmp_path):

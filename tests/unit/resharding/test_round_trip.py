@@ -11,7 +11,7 @@ from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers
 from megarl.resharding.piece import Holder
-from megarl.resharding.plan import make_plan
+from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from tests.unit.resharding.cases import NUM_EXPERTS, configs, layout_of, megatron_shard, random_checkpoint, vllm_shard
 
@@ -28,7 +28,7 @@ def resharded(sources: list[Holder], weights: Weights, destinations: list[Holder
     written = {}
     for holder in destinations:
         tensors = {name: torch.full(shape, torch.nan) for name, shape in holder.shapes.items()}
-        num_bytes = execute(plan.for_destination(holder.name), tensors, LocalMemory(weights))
+        num_bytes = execute(plan.into(holder.name), tensors, LocalMemory(weights))
         assert num_bytes == sum(tensor.nbytes for tensor in tensors.values())
         written[holder.name] = tensors
     return written

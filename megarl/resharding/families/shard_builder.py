@@ -1,4 +1,4 @@
-"""Puts a holder together, parameter by parameter, from tilings."""
+"""Puts together what a holder has, parameter by parameter, from tilings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megarl.resharding.families.canonical import Canonical, Shape
 from megarl.resharding.families.tiling import Tiling
-from megarl.resharding.piece import Holder, Piece, shape_of, span
+from megarl.resharding.piece import Piece, Shard, shape_of, span
 
 
 class Share(NamedTuple):
@@ -17,26 +17,33 @@ class Share(NamedTuple):
     rank: int
 
 
-class HolderBuilder:
-    """One rank's parameters."""
+class ShardBuilder:
+    """One rank's parameters.
 
-    def __init__(self, canonical: Canonical):
-        self._canonical = canonical
+    dtype     of the model; what a family keeps in float32 stays so
+    """
+
+    def __init__(self, canonical: Canonical, dtype: str):
+        self._canonical, self._dtype = canonical, dtype
         self._shapes: dict[str, Shape] = {}
         self._pieces: list[Piece] = []
+        self._dtypes: dict[str, str] = {}
 
     def add(self, local: str, tiling: Tiling, share: Share) -> None:
         """A parameter outside the layers."""
         self._add(local, tiling, self._canonical.outer_shapes, "", share)
+        self._dtypes[local] = self._dtype
 
     def add_layer(self, layer: int, local_prefix: str, tilings: Mapping[str, Tiling], share: Share) -> None:
         """layer: its number in the whole model."""
         shapes, prefix = self._canonical.layer_shapes(layer), self._canonical.layer_prefix(layer)
+        precise = self._canonical.float32(layer)
         for local, tiling in tilings.items():
             self._add(local_prefix + local, tiling, shapes, prefix, share)
+            self._dtypes[local_prefix + local] = "float32" if precise.issuperset(tiling.tensors) else self._dtype
 
-    def build(self, name: str) -> Holder:
-        return Holder(name, self._shapes, tuple(self._pieces))
+    def build(self) -> Shard:
+        return Shard(self._shapes, tuple(self._pieces), self._dtypes)
 
     def _add(self, local: str, tiling: Tiling, shapes: Mapping[str, Shape], prefix: str, share: Share) -> None:
         axis, along = tiling.axis, tiling.axis if tiling.along is None else tiling.along
