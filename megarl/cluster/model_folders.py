@@ -41,15 +41,24 @@ def find_models(config: Config) -> ModelFolders:
     actor = resolve(config.model.path)
     hf_config = read_config(actor)
     check_model(config, hf_config)
-    if part := left_out(hf_config):
-        print(f"model: {part} is neither trained nor exported", flush=True)
     check_selections(config.actor, hf_config)
-    return ModelFolders(
+    folders = ModelFolders(
         actor=actor,
         critic=_critic(config, actor, hf_config),
         reward_model=_reward_model(config, actor, hf_config),
         implicit_reward=_implicit_reward(config, actor, hf_config),
     )
+    _announce_left_out(folders)
+    return folders
+
+
+def _announce_left_out(folders: ModelFolders) -> None:
+    if part := left_out(folders.hf_config):
+        print(f"model: {part} is neither trained nor exported", flush=True)
+    for name in ("critic", "reward_model", "implicit_reward"):
+        folder = getattr(folders, name)
+        if folder is not None and (part := left_out(read_config(folder))):
+            print(f"{name}: {part} is not used", flush=True)
 
 
 def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megarl import device
 from megarl.config.schema import Layout, Trained
 from megarl.megatron import kernels, parallel
-from megarl.megatron.architecture import architecture
+from megarl.megatron.architecture import FORM, architecture
 from megarl.megatron.extra import build, checked
 from megarl.megatron.head import replace_output_layer
 from megarl.megatron.layer_spec import block_spec, uses_transformer_engine
@@ -24,9 +24,18 @@ from megarl.resharding.families.shape import ModelShape
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this times tp, as Megatron does."""
 
-MODEL_DEFAULTS = ("calculate_per_token_loss", "fp16", "mtp_num_layers", "overlap_moe_expert_parallel_comm", "use_mup")
+MODEL_DEFAULTS = (
+    *("calculate_per_token_loss", "defer_embedding_wgrad_compute", "fp16", "init_model_with_meta_device"),
+    *("microbatch_group_size_per_vp_stage", "mtp_num_layers", "overlap_moe_expert_parallel_comm", "use_mup"),
+)
 DDP_DEFAULTS = ("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp")
 """Fields of Megatron's TransformerConfig and DistributedDataParallelConfig that loss, head and weights rely on."""
+
+PLACEMENT = (
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "pipeline_model_parallel_layout"),
+)
+"""Fields of TransformerConfig that would put other layers or tokens on a rank than its layout says."""
 
 ROUTING = dict(moe_router_bias_update_rate=0.0)
 """A router's bias that follows the load of its experts, as in pretraining, would change the policy without gradient."""
@@ -129,7 +138,10 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
         f"model.dtype and {section}.fp8": precision(dtype, settings),
         f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),
     }
-    ours = dict.fromkeys(MODEL_DEFAULTS) | {name: home for home, fields in groups.items() for name in fields}
+    ours = dict.fromkeys(MODEL_DEFAULTS) | dict.fromkeys(FORM, "the model's config.json")
+    ours |= dict.fromkeys(PLACEMENT, f"{section}.layout") | {
+        name: home for home, fields in groups.items() for name in fields
+    }
     extra = checked(f"{section}.megatron_extra.model", settings.megatron_extra.model, config_class, ours)
     fields = {name: value for group in groups.values() for name, value in group.items()}
     defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING

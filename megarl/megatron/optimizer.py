@@ -23,8 +23,11 @@ WITHOUT_DECAY = ParamKey(
 )
 """Biases and norms: weight decay would pull them to 0, where a norm lets nothing through. And those that are chosen."""
 
-DEFAULTS = ("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "fp16", "loss_scale", "timers")
-"""Fields of OptimizerConfig that the rates and the loss rely on."""
+DEFAULTS = (
+    *("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "fp16", "loss_scale", "timers"),
+    *("optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"),
+)
+"""Fields of OptimizerConfig that the rates, the loss, offload and checkpoints rely on."""
 
 
 def build_optimizer(

@@ -1,15 +1,18 @@
 """The driver's part of a step: joining samples with scores, and sharing them out."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megarl.batch import SampleInfo, Score
 from megarl.cluster.engine_group import RemoteSample
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.share import Share
 from megarl.config.load import load
-from megarl.metrics import values
+from megarl.metrics import Metric, values
 from megarl.selection import select
-from megarl.train import share_out
+from megarl.train import share_out, train
 from tests.packing import packing
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
@@ -75,3 +78,38 @@ def test_shares_cover_the_update_once_and_weights_sum_to_one():
     assert sum(weight * tokens[name] for name, weight in given) == pytest.approx(1.0)
     for share in shares:
         assert sorted(i for members in share.microbatches for i in members) == list(range(len(share.samples)))
+
+
+class Group:
+    """Stands in for a TrainerGroup: the samples of its updates, and whether its step has ended."""
+
+    packing = packing()
+
+    def __init__(self) -> None:
+        self.updates: list[list[str]] = []
+        self.ended = False
+
+    def update(self, shares: list[Share]) -> dict[str, Metric]:
+        self.updates.append([item.sample for share in shares for item in share.samples])
+        return {"policy/loss": Metric(1.0)}
+
+    def end_step(self) -> None:
+        self.ended = True
+
+
+def test_an_update_without_samples_is_left_out():
+    """Of three updates of one prompt each, all rewards of the second's samples failed."""
+    settings = config("rewards.failure_limit=0.5", "batch.prompts_per_step=3", "batch.prompts_per_update=1")
+    samples = [[sample(prompt, k) for k in range(2)] for prompt in range(3)]
+    groups, _ = select(settings, samples, [*map(score, [1.0, 0.0, None, None, 0.0, 1.0])])
+    actor = Group()
+    actor.score = lambda scorer, shares: None
+    metrics = train(settings, SimpleNamespace(trainers=actor), groups, 1, {})
+    assert [sorted(update) for update in actor.updates] == [["0.0", "0.1"], ["2.0", "2.1"]]
+    assert actor.ended
+    assert values(metrics) == {"policy/loss": 1.0}
+
+
+def test_a_step_without_a_single_score_ends_the_run():
+    with pytest.raises(RunFailure, match="no sample of this step could be scored"):
+        select(config("rewards.failure_limit=1.0"), GROUPS, [score(None)] * 4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,26 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.megatron.architecture import FORM
 from megarl.megatron.extra import build, checked
+from megarl.megatron.model import MODEL_DEFAULTS, PLACEMENT, data_parallel_config, transformer_config
+from megarl.megatron.optimizer import DEFAULTS, optimizer_config
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=128,
+    hidden_size=64,
+    num_attention_heads=2,
+    num_hidden_layers=2,
+    intermediate_size=128,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+)
 
 
 def extra(target: type = TransformerConfig, **fields: Any) -> dict[str, Any]:
@@ -83,3 +103,55 @@ def test_what_megatron_refuses_is_an_error_of_the_section():
     message = r"actor: Megatron's OptimizerConfig refuses these settings: exp_avg_dtype can only be fp32"
     with pytest.raises(ValueError, match=message):
         build("actor", OptimizerConfig, extra(OptimizerConfig, exp_avg_dtype="bfloat16"))
+
+
+def config_of_llama(role: str, part: str, **fields: Any) -> Config:
+    extra = json.dumps(fields)
+    return load(BASE, ["model.path=m", "data.source=arithmetic", f"{role}.megatron_extra.{part}={extra}"])
+
+
+FROM_LAYOUT = r"follows from critic.layout; set it there"
+FROM_MODEL = r"follows from the model's config.json; set it there"
+RELIED_ON = r"the trainer relies on its own value; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("deallocate_pipeline_outputs", False, FROM_LAYOUT),
+        ("batch_p2p_comm", True, FROM_LAYOUT),
+        ("account_for_loss_in_pipeline_split", True, FROM_LAYOUT),
+        ("num_moe_experts", 4, FROM_MODEL),  # also of a model without experts
+        ("window_size", [4, 0], FROM_MODEL),
+        ("microbatch_group_size_per_vp_stage", 1, RELIED_ON),
+    ],
+)
+def test_fields_of_our_own_are_refused_of_every_role(field: str, value: Any, why: str):
+    config = config_of_llama("critic", "model", **{field: value})
+    with pytest.raises(ValueError, match=rf"^critic.megatron_extra.model.{field}=.*: .*{why}$"):
+        transformer_config(config.critic, LLAMA, torch.float32)
+
+
+def test_maximal_update_parametrisation_is_refused():
+    """By this megatron-core, which may not know it, and by one that does."""
+    config = config_of_llama("actor", "model", use_mup=True)
+    with pytest.raises(ValueError, match=r"^actor.megatron_extra.model.use_mup"):
+        transformer_config(config.actor, LLAMA, torch.float32)
+    later = dataclasses.make_dataclass("Later", [("use_mup", bool, False)], bases=(TransformerConfig,))
+    with pytest.raises(ValueError, match=rf"use_mup=True: {RELIED_ON}$"):
+        checked("actor.megatron_extra.model", {"use_mup": True}, later, dict.fromkeys(MODEL_DEFAULTS))
+
+
+def test_the_other_dataclasses_have_fields_of_our_own_too():
+    config = config_of_llama("actor", "optimizer", optimizer_cpu_offload=True)
+    with pytest.raises(ValueError, match=rf"^actor.megatron_extra.optimizer.optimizer_cpu_offload=True: {RELIED_ON}$"):
+        optimizer_config(config.actor, torch.float32)
+    config = config_of_llama("actor", "ddp", overlap_grad_reduce=False)
+    with pytest.raises(ValueError, match=r"overlap_grad_reduce=False: this follows from actor.overlap_communication"):
+        data_parallel_config(config.actor)
+
+
+def test_names_of_our_own_are_fields_of_megatrons():
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    assert {*FORM, *PLACEMENT, *MODEL_DEFAULTS} - fields <= {"use_mup"}
+    assert set(DEFAULTS) <= {field.name for field in dataclasses.fields(OptimizerConfig)}
