@@ -1,29 +1,18 @@
-"""Names and shapes that megatron_holder declares, against the GPTModel that a rank of such a world really builds.
-
-torch's fake process group and the meta device stand in for the other ranks and for memory.
-"""
+"""Names and shapes that megatron_holder declares, against the GPTModel that a rank of such a world really builds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.config.load import load
 from megarl.config.schema import Layout
-from megarl.megatron import cpu_support
 from megarl.megatron.layer_spec import uses_transformer_engine
-from megarl.megatron.model import VOCABULARY_MULTIPLE, build_chunk, transformer_config
+from megarl.megatron.model import VOCABULARY_MULTIPLE
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.piece import Holder
+from tests.published_models import CONFIGS
 from tests.unit.resharding.cases import LATENT, config_of, layout_of
+from tests.unit.resharding.megatron_world import real_rank
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
@@ -66,74 +55,76 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class RealRank:
-    """What megatron-core gives to a global rank.
+PUBLISHED = (
+    ("SmolLM2-135M", layout_of(tp=3, pp=2, dp=2, last=13)),
+    ("SmolLM2-135M", layout_of(pp=5, vpp=3, cp=2)),
+    ("Llama-3.2-1B", layout_of(tp=8, pp=2, dp=2)),
+    ("Llama-3.1-8B", layout_of(tp=4, pp=4, cp=2, vpp=2)),
+    ("Llama-3.1-405B", layout_of(tp=8, pp=16, dp=8, first=7, last=7)),
+    ("Llama-3.1-405B", layout_of(tp=8, pp=18, vpp=7, cp=4)),
+    ("Mistral-7B-v0.3", layout_of(tp=8, pp=2, vpp=4)),
+    ("Qwen2.5-0.5B", layout_of(tp=2, pp=4, dp=2)),
+    ("Qwen2.5-72B", layout_of(tp=8, pp=8, vpp=2, dp=2)),
+    ("Qwen3-0.6B", layout_of(tp=8, pp=4, first=6, last=4)),
+    ("Qwen3-32B", layout_of(tp=8, pp=4, cp=2)),
+    ("Mixtral-8x7B", layout_of(tp=4, pp=4, dp=4, ep=8, etp=2)),
+    ("Mixtral-8x22B", layout_of(tp=2, pp=8, cp=2, dp=4, ep=4, vpp=7)),
+    ("Qwen3-30B-A3B", layout_of(tp=2, pp=6, dp=16, ep=8, etp=4, vpp=2)),
+    ("Qwen3-235B-A22B", layout_of(tp=2, pp=8, cp=2, dp=4, ep=16, etp=1, first=11, last=11)),
+    ("Qwen3-235B-A22B", layout_of(tp=4, pp=8, dp=4, ep=16, etp=1, first=11, last=11)),
+    ("Qwen3-235B-A22B", layout_of(tp=4, pp=4, cp=2, dp=2, ep=16, etp=1, first=23, last=23)),
+    ("Qwen3-235B-A22B", layout_of(tp=4, pp=8, ep=4, etp=1, first=11, last=11)),
+    ("Qwen3-235B-A22B", layout_of(tp=4, pp=16, cp=2, dp=8, ep=32, etp=2, first=5, last=5)),
+    ("Moonlight-16B-A3B", layout_of(tp=4, pp=3, dp=4, ep=8, etp=2)),
+    ("DeepSeek-V3", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2)),
+    ("DeepSeek-V3", layout_of(tp=8, pp=8, dp=16, ep=64, etp=2, first=7, last=6)),
+)
+"""Up to 1,024 ranks; those of Qwen3-235B-A22B but the last are what others have published for training it."""
 
-    shapes           of its parameters
-    layers, experts  prefix of a layer or an expert -> its number in the whole model, or in the whole layer
-    """
 
-    tp_rank: int
-    expert_tp_rank: int
-    shapes: dict[str, tuple[int, ...]]
-    layers: dict[str, int]
-    experts: dict[str, int]
-
-
-def real_rank(config: dict, layout: Layout, rank: int) -> RealRank:
-    cpu_support.install()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    try:
-        parallel_state.initialize_model_parallel(
-            layout.tp,
-            layout.pp,
-            layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.expert_tp,
-            create_gloo_process_groups=False,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-        actor = load(BASE, ["model.path=x", "data.source=arithmetic"]).actor.model_copy(update={"layout": layout})
-        hf_config = {"rms_norm_eps": 1e-5, **config}
-        megatron_config = transformer_config(actor, hf_config, torch.float32)
-        with torch.device("meta"):
-            chunks = [build_chunk(megatron_config, hf_config, stage, 16) for stage in range(layout.vpp)]
-        shapes, layers, experts = {}, {}, {}
-        for i, chunk in enumerate(chunks):
-            biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
-            shapes |= {f"chunk{i}.{name}": tuple(p.shape) for name, p in [*chunk.named_parameters(), *biases]}
-            # Megatron counts layers from 1.
-            for j, layer in enumerate(chunk.decoder.layers):
-                prefix = f"chunk{i}.decoder.layers.{j}."
-                layers[prefix] = layer.layer_number - 1
-                for k, number in enumerate(getattr(layer.mlp, "local_expert_indices", ())):
-                    experts[f"{prefix}mlp.experts.local_experts.{k}."] = number
-        return RealRank(
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_rank(),
-            shapes,
-            layers,
-            experts,
-        )
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+def label(value: str | Layout) -> str:
+    """Of a model, or of a layout: what differs from one process."""
+    if isinstance(value, str):
+        return value
+    return " ".join(
+        f"{name.upper()}{size}" for name, size in value.model_dump().items() if type(size) is int and size > 1
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_holder_has_the_parameters_of_the_real_model(case):
     changes, layout = CASES[case]
-    config = config_of(**changes)
     for rank in range(layout.world_size):
-        holder = megatron_holder(
-            config, layout, rank, transformer_engine=uses_transformer_engine(), vocab_multiple=VOCABULARY_MULTIPLE
-        )
-        real = real_rank(config, layout, rank)
-        assert holder.shapes == real.shapes, f"rank {rank}"
-        assert_columns(holder, real.layers, "self_attention.linear_proj.weight", "layers", real.tp_rank)
-        assert_columns(holder, real.experts, "linear_fc2.weight", "experts", real.expert_tp_rank)
+        check_rank(config_of(**changes), layout, rank)
+
+
+@pytest.mark.parametrize(("model", "layout"), PUBLISHED, ids=label)
+def test_published_models_at_the_corners_of_the_layout(model, layout):
+    """The first rank of all, the last one of the second pipeline stage, and the last one of all."""
+    for rank in (0, 2 * layout.world_size // layout.pp - 1, layout.world_size - 1):
+        check_rank(CONFIGS[model], layout, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), PUBLISHED, ids=label)
+def test_published_models_on_every_rank_that_differs(model, layout):
+    """One rank of each place in tensor, expert and pipeline parallelism: the others have the same."""
+    places = {}
+    for rank in range(layout.world_size):
+        stage, within = divmod(rank, layout.world_size // layout.pp)
+        places.setdefault((stage, within % layout.tp, within % (layout.ep * layout.expert_tp)), rank)
+    for rank in places.values():
+        check_rank(CONFIGS[model], layout, rank)
+
+
+def check_rank(config: dict, layout: Layout, rank: int) -> None:
+    holder = megatron_holder(
+        config, layout, rank, transformer_engine=uses_transformer_engine(), vocab_multiple=VOCABULARY_MULTIPLE
+    )
+    real = real_rank(config, layout, rank)
+    assert holder.shapes == real.shapes, f"rank {rank}"
+    assert_columns(holder, real.layers, "self_attention.linear_proj.weight", "layers", real.tp_rank)
+    assert_columns(holder, real.experts, "linear_fc2.weight", "experts", real.expert_tp_rank)
 
 
 def assert_columns(holder: Holder, numbers: dict[str, int], name: str, kind: str, share: int) -> None:

@@ -1,0 +1,79 @@
+"""The GPTModel that a rank of any world builds, in one process.
+
+torch's fake process group and the meta device stand in for the other ranks and for memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.config.load import load
+from megarl.config.schema import Layout
+from megarl.megatron import cpu_support
+from megarl.megatron.model import build_chunk, transformer_config
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+
+
+@dataclass(frozen=True)
+class RealRank:
+    """What megatron-core gives to a global rank.
+
+    shapes           of its parameters and persistent buffers
+    layers, experts  prefix of a layer or an expert -> its number in the whole model, or in the whole layer
+    """
+
+    tp_rank: int
+    expert_tp_rank: int
+    shapes: dict[str, tuple[int, ...]]
+    layers: dict[str, int]
+    experts: dict[str, int]
+
+
+def real_rank(config: dict, layout: Layout, rank: int) -> RealRank:
+    """Builds the rank's model with megarl's own builder, and takes the process group down again."""
+    cpu_support.install()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            layout.tp,
+            layout.pp,
+            layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+        actor = load(BASE, ["model.path=x", "data.source=arithmetic"]).actor.model_copy(update={"layout": layout})
+        hf_config = {"rms_norm_eps": 1e-5, **config}
+        megatron_config = transformer_config(actor, hf_config, torch.float32)
+        with torch.device("meta"):
+            chunks = [build_chunk(megatron_config, hf_config, stage, 16) for stage in range(layout.vpp)]
+        shapes, layers, experts = {}, {}, {}
+        for i, chunk in enumerate(chunks):
+            # Parameters and persistent buffers; a layer's extra state is no weight.
+            weights = {name: w for name, w in chunk.state_dict().items() if not name.endswith("._extra_state")}
+            shapes |= {f"chunk{i}.{name}": tuple(weight.shape) for name, weight in weights.items()}
+            # Megatron counts layers from 1.
+            for j, layer in enumerate(chunk.decoder.layers):
+                prefix = f"chunk{i}.decoder.layers.{j}."
+                layers[prefix] = layer.layer_number - 1
+                for k, number in enumerate(getattr(layer.mlp, "local_expert_indices", ())):
+                    experts[f"{prefix}mlp.experts.local_experts.{k}."] = number
+        return RealRank(
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+            shapes,
+            layers,
+            experts,
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
