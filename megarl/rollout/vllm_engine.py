@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.outputs import CompletionOutput
@@ -17,12 +18,14 @@ from megarl.resharding.plan import Plan
 from megarl.resharding.transports.transport import Transport
 from megarl.rollout.engine import SamplingRequest
 
+CPU_LATENT_SIZE = 576
+"""Of a token in the cache of DeepSeek-V3's attention: 512 channels of the latent, 64 with positions."""
+
 
 class VllmEngine:
     """Starts without weights (`version` None) and gets them by `refit`, as after every later update."""
 
     def __init__(self, config: Rollout, model_folder: Path, dtype: str, replica: int, seed: int):
-        _check_model(model_folder)
         self.version: int | None = None
         self._config = config
         self._replica = replica
@@ -45,6 +48,7 @@ class VllmEngine:
             worker_extension_cls="megarl.rollout.worker_extension.RefitExtension",
             seed=seed,
             disable_log_stats=True,
+            **_latent_attention_arguments(model_folder),
         )
         self._llm = LLM(**{**arguments, **config.vllm_extra})
 
@@ -86,12 +90,21 @@ class VllmEngine:
         )
 
 
-def _check_model(folder: Path) -> None:
-    if not device.on_cuda() and latent_attention(completed(read_config(folder))):
+def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
+    """On CPU, the kernel of latent attention that leaves kv_b_proj in its place, to be written into.
+
+    Raises ValueError where vLLM has none for the model's latent.
+    """
+    latent = None if device.on_cuda() else latent_attention(completed(read_config(folder)))
+    if latent is None:
+        return {}
+    size = latent.kv_rank + latent.position_dim
+    if size != CPU_LATENT_SIZE:
         raise ValueError(
-            f"{folder}: vLLM's CPU build computes other log-probs with latent attention than transformers does (by "
-            "about 0.15), so that nothing could be learned from its samples; run this model on GPUs"
+            f"{folder}: kv_lora_rank {latent.kv_rank} + qk_rope_head_dim {latent.position_dim} = {size}, and vLLM's "
+            f"CPU build has latent attention for {CPU_LATENT_SIZE} only; run this model on GPUs"
         )
+    return dict(attention_backend="CPU_MLA")
 
 
 def _sample(request: SamplingRequest, completion: CompletionOutput, version: int) -> Sample:

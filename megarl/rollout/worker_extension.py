@@ -13,6 +13,7 @@ from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from megarl.resharding.execute import execute
 from megarl.resharding.plan import Plan
@@ -25,6 +26,20 @@ def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 # vLLM's CPU build packs every linear layer for oneDNN and frees the weight: nothing would be left to write into.
 linear_layers.dispatch_cpu_unquantized_gemm = _keep_weight
+
+_rotate = RotaryEmbedding.forward_cpu
+
+
+def _rotate_heads(
+    self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rotated, rotated_key = _rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
+    return rotated.view(query.shape), None if key is None else rotated_key.view(key.shape)
+
+
+# The CPU kernel takes [tokens, heads, channels], which latent attention gives it, for one head and the first heads for
+# tokens. It is right for [tokens, heads * channels].
+RotaryEmbedding.forward_cpu = _rotate_heads
 
 
 DERIVED = ("W_UV", "W_UK_T")

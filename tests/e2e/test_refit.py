@@ -181,6 +181,31 @@ SIZES = dict(
     intermediate_size=128,
     max_position_embeddings=256,
 )
+# The latent's size and the positions' are those of vLLM's CPU kernel.
+LATENT = dict(
+    num_key_value_heads=2,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=16,
+    v_head_dim=24,
+    moe_intermediate_size=64,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=4.0,
+    original_max_position_embeddings=64,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
 MODELS = {
     "Llama, tied": ("llama", dict(tie_word_embeddings=True)),
     "Llama, all biases": ("llama", dict(attention_bias=True, mlp_bias=True)),
@@ -192,6 +217,8 @@ MODELS = {
         "qwen3_moe",
         dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0], norm_topk_prob=True),
     ),
+    "DeepSeek-V3": ("deepseek_v3", LATENT | dict(q_lora_rank=24)),
+    "DeepSeek-V3, direct queries, YaRN": ("deepseek_v3", LATENT | dict(q_lora_rank=None, rope_parameters=YARN)),
 }
 
 
