@@ -6,6 +6,7 @@ torch's fake process group and the meta device stand in for the other ranks and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.load import load
-from megarl.config.schema import Layout
+from megarl.config.schema import Config, Layout
 from megarl.megatron import cpu_support
 from megarl.megatron.model import build_chunk, transformer_config
 
@@ -36,6 +37,11 @@ class RealRank:
     experts: dict[str, int]
 
 
+@cache
+def base_config() -> Config:
+    return load(BASE, ["model.path=x", "data.source=arithmetic"])
+
+
 def real_rank(config: dict, layout: Layout, rank: int) -> RealRank:
     """Builds the rank's model with megarl's own builder, and takes the process group down again."""
     cpu_support.install()
@@ -51,7 +57,7 @@ def real_rank(config: dict, layout: Layout, rank: int) -> RealRank:
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-        actor = load(BASE, ["model.path=x", "data.source=arithmetic"]).actor.model_copy(update={"layout": layout})
+        actor = base_config().actor.model_copy(update={"layout": layout})
         hf_config = {"rms_norm_eps": 1e-5, **config}
         megatron_config = transformer_config(actor, hf_config, torch.float32)
         with torch.device("meta"):
