@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megarl import device
 from megarl.ops.packed_attention import Bucket, packed_attention
+from megarl.resharding.families.canonical import parts_of_layer
 from megarl.resharding.families.shape import ModelShape
 
 
@@ -96,26 +97,40 @@ def uses_transformer_engine() -> bool:
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config: TransformerConfig, shape: ModelShape, virtual: int | None) -> TransformerBlockSubmodules:
-    """The decoder's layers on this pipeline stage, and on this virtual stage of it if there are any."""
+def block_spec(
+    config: TransformerConfig, shape: ModelShape, virtual: int | None, fused: bool
+) -> TransformerBlockSubmodules:
+    """The decoder's layers on this pipeline stage, and on this virtual stage of it if there are any.
+
+    fused: Transformer Engine's.
+    """
     first = get_transformer_layer_offset(config, vp_stage=virtual)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
-    specs = {mixed: layer_spec(shape, mixed) for mixed in {shape.has_experts(number) for number in numbers}}
-    return TransformerBlockSubmodules([specs[shape.has_experts(number)] for number in numbers], layer_norm=_norm())
+    specs = {mixed: layer_spec(shape, mixed, fused) for mixed in {shape.has_experts(number) for number in numbers}}
+    layers = [specs[shape.has_experts(number)] for number in numbers]
+    return TransformerBlockSubmodules(layers, layer_norm=_fused_norm() if fused else RMSNorm)
 
 
-def layer_spec(shape: ModelShape, has_experts: bool) -> ModuleSpec:
+def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
     num_experts = shape.experts.count if has_experts else None
     # The norms of latents are a choice of the specification as well.
     attention = dict(multi_latent_attention=shape.latent is not None, qk_layernorm=bool(shape.latent or shape.qk_norm))
-    if uses_transformer_engine():
+    if fused:
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=has_experts, **attention)
     else:
         layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", **attention)
         _use_our_layers(layer.submodules, shape)
+        layer.submodules.sharded_state_dict_keys_map = fused_names(shape, has_experts)
     if shape.attention_out_bias or shape.mlp_bias:
         _drop_biases(layer.submodules, shape)
     return layer
+
+
+def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
+    """Parameter of our layers -> its name in Transformer Engine's: that which checkpoints have, so that either loads
+    those of the other."""
+    parts = [part for part in parts_of_layer(shape, has_experts) if part.transformer_engine and not part.per_expert]
+    return {ours: fused for part in parts for ours, fused in zip(part.megatron, part.transformer_engine, strict=True)}
 
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
@@ -150,9 +165,7 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> Non
         attention.q_layernorm = attention.k_layernorm = RMSNorm
 
 
-def _norm() -> type:
-    if not uses_transformer_engine():
-        return RMSNorm
+def _fused_norm() -> type:
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm

@@ -63,7 +63,7 @@ def build_model(
     for chunk in chunks:
         replace_output_layer(chunk, hf_config, temperature)
         chunk.to(device.device())
-    for name, parameter in _named(chunks).items():
+    for name, parameter in parameters_of(chunks).items():
         parameter.requires_grad_(name not in frozen)
     if settings.recompute != "none" and chunks[0].pre_process:
         # Recomputed layers are only differentiated if their input is, which that of a frozen embedding is not.
@@ -83,14 +83,12 @@ def build_model(
 
 def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
     """Every parameter of this rank, under the name that its holder gives it."""
-    return _named([chunk.module for chunk in chunks])
+    return parameters_of([chunk.module for chunk in chunks])
 
 
 def named_tensors(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
     """The parameters, and what a checkpoint has beside them: the biases of routers, which no gradient trains."""
-    buffers = {f"chunk{i}.{name}": b for i, chunk in enumerate(chunks) for name, b in chunk.module.named_buffers()}
-    biases = {name: buffer for name, buffer in buffers.items() if name.endswith(".router.expert_bias")}
-    return named_parameters(chunks) | biases
+    return tensors_of([chunk.module for chunk in chunks])
 
 
 def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
@@ -98,14 +96,29 @@ def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.
     return {name: tensor.data for name, tensor in named_tensors(chunks).items()}
 
 
-def build_chunk(config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int) -> GPTModel:
-    """This rank's layers of a virtual stage (0 where a pipeline stage has only one), with Megatron's output layer."""
+def parameters_of(models: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    return {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
+
+
+def tensors_of(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    buffers = {f"chunk{i}.{name}": b for i, model in enumerate(models) for name, b in model.named_buffers()}
+    biases = {name: buffer for name, buffer in buffers.items() if name.endswith(".router.expert_bias")}
+    return parameters_of(models) | biases
+
+
+def build_chunk(
+    config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int, fused: bool | None = None
+) -> GPTModel:
+    """This rank's layers of a virtual stage (0 where a pipeline stage has only one), with Megatron's output layer.
+
+    fused: Transformer Engine's layers (None: if it is there).
+    """
     shape = ModelShape.of(hf_config)
     multiple = VOCABULARY_MULTIPLE * config.tensor_model_parallel_size
     virtual = stage if config.virtual_pipeline_model_parallel_size else None
     model = GPTModel(
         config,
-        block_spec(config, shape, virtual),
+        block_spec(config, shape, virtual, uses_transformer_engine() if fused is None else fused),
         vocab_size=-(-shape.vocab // multiple) * multiple,
         max_sequence_length=context_length,
         pre_process=parallel.is_first_stage(virtual),
@@ -116,10 +129,6 @@ def build_chunk(config: TransformerConfig, hf_config: Mapping[str, Any], stage: 
     )
     set_rotary(model, hf_config)
     return model
-
-
-def _named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    return {f"chunk{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
 
 
 def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
@@ -134,7 +143,7 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
     config_class = MLATransformerConfig if latent else TransformerConfig
     groups = {
         "the model's config.json": architecture(hf_config),
-        f"{section}.layout": _parallelism(settings.layout),
+        f"{section}.layout": parallelism(settings.layout),
         f"model.dtype and {section}.fp8": precision(dtype, settings),
         f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),
     }
@@ -162,7 +171,7 @@ def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
     return build(settings.section, DistributedDataParallelConfig, fixed | overlapped | extra)
 
 
-def _parallelism(layout: Layout) -> dict[str, Any]:
+def parallelism(layout: Layout) -> dict[str, Any]:
     first = layout.first_stage_layers
     return dict(
         tensor_model_parallel_size=layout.tp,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl import device
 from megarl.config.schema import Layout
@@ -40,6 +43,26 @@ def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_
         world_size=layout.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    _subdivide(layout)
+    random_state.seed(seed)
+    global _host_group
+    _host_group = dist.new_group(backend=device.HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
+
+
+@contextmanager
+def pretended(layout: Layout, rank: int) -> Iterator[None]:
+    """In a process alone, as if it were this rank of many: groups have ranks and sizes, but nothing communicates."""
+    cpu_support.install()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        _subdivide(layout, create_gloo_process_groups=False)
+        random_state.seed(0)
+        yield
+    finally:
+        destroy()
+
+
+def _subdivide(layout: Layout, **options: bool) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -47,10 +70,8 @@ def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
+        **options,
     )
-    random_state.seed(seed)
-    global _host_group
-    _host_group = dist.new_group(backend=device.HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
 
 
 def host_group() -> dist.ProcessGroup:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from megarl.resharding.plan import Copy, Writes
-from megarl.resharding.transports.transport import Transport, view
+from megarl.resharding.transports.transport import Transport, dtype_name, view
 
 
 @torch.no_grad()
@@ -63,14 +63,10 @@ def _check_shapes(writes: Writes, parameters: Mapping[str, torch.Tensor]) -> Non
 
 def _check_dtypes(copy: Copy, parameters: Mapping[str, torch.Tensor], transport: Transport) -> None:
     move = copy.move
-    theirs = _name(transport.dtype(copy.source, move.source.parameter))
-    ours = _name(parameters[move.destination.parameter].dtype)
+    theirs = dtype_name(transport.dtype(copy.source, move.source.parameter))
+    ours = dtype_name(parameters[move.destination.parameter].dtype)
     if theirs != ours and (theirs, ours) != (move.source_dtype, move.destination_dtype):
         raise ValueError(
             f"{move.destination.parameter} is {ours}, but {copy.source} has {move.source.parameter} as {theirs}; "
             f"the plan is from {move.source_dtype} to {move.destination_dtype}"
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,27 +1,27 @@
-"""Writes a model as a Hugging Face folder, a shard at a time."""
+"""Writes a model as a Hugging Face folder, a tensor at a time."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from megarl.config.huggingface import without_left_out
+from megarl.new_folder import Progress, new_folder, no_progress
 from megarl.resharding.execute import execute, planned_shapes
-from megarl.resharding.piece import ITEM_BYTES
-from megarl.resharding.plan import Plan, Writes
-from megarl.resharding.transports.safetensors import INDEX
+from megarl.resharding.piece import ITEM_BYTES, whole
+from megarl.resharding.plan import Plan
+from megarl.resharding.transports.checksum import checksum
+from megarl.resharding.transports.safetensors import INDEX, SafetensorsFolder, write_file
 from megarl.resharding.transports.transport import Transport
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-SHARD_BYTES = 512 * 2**20
+SHARD_BYTES = 5 * 10**9
 
 
 def write_folder(
@@ -31,36 +31,75 @@ def write_folder(
     source_folder: Path,
     out: Path,
     shard_bytes: int = SHARD_BYTES,
+    verify: bool = True,
+    progress: Progress = no_progress,
 ) -> int:
-    """Returns the bytes of weights written. Holds one shard of the model in memory at a time.
+    """Returns the bytes of weights written. Holds one tensor in memory at a time.
 
     plan           into a huggingface holder, whose dtypes the files have, and nowhere else
     source_folder  its tokenizer and other files that are not weights are copied
     out            must not exist; it appears when it is complete
     shard_bytes    of a weights file; a larger tensor gets a file of its own
+    verify         read the files back and compare
     """
-    if out.exists():
-        raise ValueError(f"{out} exists already; give a new folder or remove it")
     writes = plan.into(*plan.destinations)
+    shapes = planned_shapes(writes)
     dtypes = {copy.move.destination.parameter: copy.move.destination_dtype for copy in writes.copies}
-    shards = _shards(planned_shapes(writes), dtypes, shard_bytes)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
-        folder = Path(temporary) / out.name
-        folder.mkdir()
-        _carry_over(source_folder, folder)
+    parts = writes.grouped_by(str)
+    total = sum(_num_bytes(shapes[name], dtypes[name]) for name in shapes)
+    checksums: dict[str, int] = {}
+
+    def tensor(name: str) -> torch.Tensor:
+        made = torch.empty(shapes[name], dtype=getattr(torch, dtypes[name]))
+        progress("written", execute(parts[name], {name: made}, transport), total)
+        if verify:
+            checksums[name] = checksum(made)
+        return made
+
+    with new_folder(out, total) as folder:
         # Of the first tensor, the embedding: a few small ones may have more precision.
-        _write_config(hf_config, next(iter(dtypes.values())), folder)
+        write_description(hf_config, next(iter(dtypes.values())), source_folder, folder)
+        shards = _shards(shapes, dtypes, shard_bytes)
         files = {_file_name(i, len(shards)): shard for i, shard in enumerate(shards)}
-        file_of = {tensor: name for name, shard in files.items() for tensor in shard}
-        parts = writes.grouped_by(file_of.__getitem__)
-        written = sum(
-            _write_shard(parts[name], transport, shapes, dtypes, folder / name) for name, shapes in files.items()
-        )
+        for name, shard in files.items():
+            write_file(folder / name, shard, dtypes, tensor)
         if len(files) > 1:
-            _write_index(file_of, written, folder)
-        folder.rename(out)
-    return written
+            _write_index({name: file for file, shard in files.items() for name in shard}, total, folder)
+        if verify:
+            _verify(folder, shapes, checksums, progress, total)
+    return total
+
+
+def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, folder: Path) -> None:
+    """All of a Hugging Face folder but the weights: config.json, and the other files of `source`. dtype: of the
+    weights."""
+    for path in sorted(source.iterdir()):
+        is_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and path.name != "config.json":
+            shutil.copy(path, folder / path.name)
+    # transformers before 5 calls it torch_dtype.
+    key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
+    config = {**without_left_out(hf_config), key: dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _verify(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    checksums: Mapping[str, int],
+    progress: Progress,
+    total: int,
+) -> None:
+    with SafetensorsFolder(folder) as written:
+        for name, shape in shapes.items():
+            tensor = written.read("", name, whole(shape))
+            if checksum(tensor) != checksums[name]:
+                raise ValueError(f"{name} was not written as it is: the disk of {folder.parent} is faulty; use another")
+            progress("verified", tensor.nbytes, total)
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return prod(shape) * ITEM_BYTES[dtype]
 
 
 def _shards(
@@ -70,26 +109,13 @@ def _shards(
     shards: list[dict[str, tuple[int, ...]]] = []
     room = 0
     for name, shape in shapes.items():
-        size = prod(shape) * ITEM_BYTES[dtypes[name]]
+        size = _num_bytes(shape, dtypes[name])
         if not shards or size > room:
             shards.append({})
             room = limit
         shards[-1][name] = shape
         room -= size
     return shards
-
-
-def _write_shard(
-    writes: Writes,
-    transport: Transport,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, str],
-    path: Path,
-) -> int:
-    tensors = {name: torch.empty(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()}
-    written = execute(writes, tensors, transport)
-    save_file(tensors, path, metadata={"format": "pt"})
-    return written
 
 
 def _file_name(i: int, count: int) -> str:
@@ -99,17 +125,3 @@ def _file_name(i: int, count: int) -> str:
 def _write_index(file_of: Mapping[str, str], num_bytes: int, folder: Path) -> None:
     index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
     (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _write_config(hf_config: Mapping[str, Any], dtype: str, folder: Path) -> None:
-    # transformers before 5 calls it torch_dtype.
-    key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
-    config = {**without_left_out(hf_config), key: dtype}
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def _carry_over(source: Path, folder: Path) -> None:
-    for path in sorted(source.iterdir()):
-        is_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights and path.name != "config.json":
-            shutil.copy(path, folder / path.name)

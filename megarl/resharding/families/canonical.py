@@ -71,7 +71,11 @@ class _Layer(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelShape, mixed: bool) -> Self:
-        attention = latent_attention_parts(model) if model.latent else attention_parts(model)
-        parts = [*attention, *(expert_parts(model) if mixed else mlp_parts(model))]
+        parts = parts_of_layer(model, mixed)
         shapes = {name: shape for part in parts for name, shape in part.shapes(model).items()}
         return cls(parts, shapes, frozenset(name for part in parts for name in part.float32))
+
+
+def parts_of_layer(model: ModelShape, has_experts: bool) -> list[Part]:
+    attention = latent_attention_parts(model) if model.latent else attention_parts(model)
+    return [*attention, *(expert_parts(model) if has_experts else mlp_parts(model))]

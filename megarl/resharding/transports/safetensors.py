@@ -1,17 +1,22 @@
-"""A Hugging Face folder as a source: reads only the slices that are asked for."""
+"""A Hugging Face folder as a source, of which only the slices are read that are asked for; and how its files are
+written, a tensor at a time."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from megarl.resharding.piece import Holder, Rectangle
+from megarl.resharding.piece import ITEM_BYTES, Holder, Rectangle
+from megarl.resharding.transports.checksum import raw_bytes
+from megarl.resharding.transports.transport import dtype_name
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -49,8 +54,12 @@ class SafetensorsFolder:
             found = tuple(self._slice(name).get_shape())
             if found != shape:
                 raise ValueError(f"{self._folder}: {name} has shape {found}, but config.json makes it {shape}")
-        dtypes = {name: str(self.dtype(holder.name, name)).removeprefix("torch.") for name in holder.shapes}
+        dtypes = {name: dtype_name(self.dtype(holder.name, name)) for name in holder.shapes}
         return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
+
+    def unexpected(self, holder: Holder) -> list[str]:
+        """Tensors that the holder does not have."""
+        return sorted(self._files.keys() - holder.shapes.keys())
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         name = self._slice(parameter).get_dtype()
@@ -84,3 +93,24 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         if not path.is_file():
             raise ValueError(f"{folder}: {path.name}, which {INDEX} names, is missing")
     return files
+
+
+def write_file(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    tensor: Callable[[str], torch.Tensor],
+) -> None:
+    """As safetensors' own writer does, which wants all tensors at once. tensor: gives one when it is its turn."""
+    names = {dtype_name(dtype): name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + prod(shape) * ITEM_BYTES[dtypes[name]]
+        header[name] = {"dtype": names[dtypes[name]], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in shapes:
+            file.write(raw_bytes(tensor(name)))

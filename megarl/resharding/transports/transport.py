@@ -20,3 +20,8 @@ class Transport(Protocol):
 def view(tensor: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
     """A rectangle of a tensor, sharing its storage."""
     return tensor[tuple(slice(start, stop) for start, stop in rectangle)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As plans write it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,135 @@
+"""A checkpoint in Megatron's format as a source of weights: found, described and checked against its model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoints import MANIFEST
+from megarl.config.classifier import as_classifier
+from megarl.config.schema import Config, Layout
+from megarl.config.value_head import with_value_head
+from megarl.data.model_folder import read_config, resolve
+from megarl.megatron.blueprint import blueprint
+from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.piece import Holder
+from megarl.resharding.selection import ONE_PROCESS
+from megarl.resharding.transports.torch_dist import StoredExtents, StoredTensor, TorchDistFolder
+
+DESCRIPTION = "huggingface"
+"""The folder in a checkpoint that has its model's config.json and tokenizer."""
+
+LAYER_BY_LAYER = {"non_homogeneous_layers": True}
+"""Each layer has tensors of its own; otherwise all layers have one, with an axis more."""
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Weights in a checkpoint.
+
+    files       a folder with what a Hugging Face folder has beside weights
+    companions  what stands before the parameters' keys of tensors that are cut as these are: optimizer.state.exp_avg.
+                and the like, a reference that is saved
+    """
+
+    path: Path
+    files: Path
+    hf_config: Mapping[str, Any]
+    holder: Holder
+    folder: TorchDistFolder
+    extents: Mapping[str, Extent]
+    companions: Sequence[str]
+
+    def transport(self, companion: str = "") -> StoredExtents:
+        """For the parameters themselves, or for a companion of theirs."""
+        return StoredExtents(self.folder, self.extents, companion)
+
+    def dtypes(self, companion: str) -> dict[str, str]:
+        """By the keys of the parameters that have it: the optimizer's state is of those that are trained."""
+        tensors = self.folder.tensors.items()
+        return {key.removeprefix(companion): tensor.dtype for key, tensor in tensors if key.startswith(companion)}
+
+
+@contextmanager
+def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[CheckpointSource]:
+    """path: of a converted checkpoint, or in a run `checkpoints/step_…` (its actor) or one of the folders in it.
+
+    huggingface: a folder with the config.json and the tokenizer of its model (None: those that the checkpoint has, or
+    those of the run). Raises ValueError where it is no whole checkpoint of this model.
+    """
+    path, files, hf_config = _described(path, huggingface)
+    with TorchDistFolder(path) as folder:
+        hf_config = with_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
+        plan = blueprint(hf_config, Layout(**ONE_PROCESS, sequence_parallel=False), 0, _format(folder))
+        companions = _companions(path, folder, {extent.key for extent in plan.extents})
+        _check(path, hf_config, plan.extents, folder)
+        rectangles = {key: tensor.rectangles for key, tensor in folder.tensors.items()}
+        extents = as_stored(plan.extents, rectangles)
+        dtypes = {key: tensor.dtype for key, tensor in folder.tensors.items()}
+        holder = checkpoint_holder(str(path), [(plan.holder, extents)], dtypes)
+        by_name = {extent.name: extent for extent in extents}
+        yield CheckpointSource(path, files, hf_config, holder, folder, by_name, companions)
+
+
+def _described(path: Path, huggingface: Path | None) -> tuple[Path, Path, dict[str, Any]]:
+    """The checkpoint itself, the folder of its model's description, and its config.json."""
+    if (path / MANIFEST).is_file():
+        path = path / "actor"
+    own = path / DESCRIPTION
+    if huggingface is not None or own.is_dir():
+        files = huggingface or own
+        return path, files, read_config(resolve(str(files), key="--hf"))
+    manifest = path.parent / MANIFEST
+    if not manifest.is_file():
+        raise ValueError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
+    config = Config.model_validate(json.loads(manifest.read_text(encoding="utf-8"))["content"]["state"]["config"])
+    role = path.name
+    given = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
+    files = resolve(given, key="--hf")
+    hf_config = read_config(files)
+    return path, files, as_classifier(hf_config) if role == "critic" else hf_config
+
+
+def _format(folder: TorchDistFolder) -> dict[str, Any]:
+    """How Megatron was told to name the tensors, as the names tell."""
+    return LAYER_BY_LAYER if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
+
+
+def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], folder: TorchDistFolder) -> None:
+    for extent in extents:
+        if extent.key not in folder.tensors:
+            raise ValueError(f"{path}: {extent.key} is missing, which a model with this config.json has")
+        _check_shape(path, extent, folder.tensors[extent.key], ModelShape.of(hf_config).vocab)
+
+
+def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]) -> list[str]:
+    prefixes: dict[str, None] = {}
+    unexpected = []
+    for key in folder.tensors.keys() - parameters:
+        parts = key.split(".")
+        found = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
+        if (cut := next(found, None)) is None:
+            unexpected.append(key)
+        else:
+            prefixes[".".join(parts[:cut]) + "."] = None
+    refuse_unexpected(path, sorted(unexpected))
+    return sorted(prefixes)
+
+
+def refuse_unexpected(path: Path, names: Sequence[str]) -> None:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ValueError(f"{path}: {names[0]}{more}: unexpected, a model with this config.json has no such tensor")
+
+
+def _check_shape(path: Path, extent: Extent, stored: StoredTensor, vocab: int) -> None:
+    found, expected = stored.shape, extent.global_shape
+    fits = found[0] >= vocab and found[1:] == expected[1:] if extent.resizable else found == expected
+    if not fits:
+        raise ValueError(f"{path}: {extent.key} has shape {found}, but config.json makes it {expected}")

@@ -1,0 +1,100 @@
+"""Writes a checkpoint in Megatron's format, of all ranks of a layout in turn, a tensor at a time."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from megarl.resharding.checkpoint import Extent
+from megarl.resharding.piece import ITEM_BYTES
+
+COMMON = "common.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An extent as it is written: under its key with a prefix, and with a dtype."""
+
+    extent: Extent
+    prefix: str
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.extent.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def index(self) -> MetadataIndex:
+        return MetadataIndex(self.prefix + self.extent.key, torch.Size(self.extent.offset))
+
+
+def write_extents(
+    ranks: Sequence[Sequence[Entry]],
+    objects: Sequence[Sequence[str]],
+    tensor: Callable[[Entry], torch.Tensor],
+    folder: Path,
+) -> None:
+    """Into an empty folder; each rank's entries and empty objects (by key) become a file, as if the rank had saved.
+
+    tensor: gives an entry's elements when it is about to be written; its memory is taken away when it has been.
+    """
+    writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+    writer.set_up_storage_writer(is_coordinator=True)
+    planner = LazyPlanner({entry.index: entry for rank in ranks for entry in rank}, tensor)
+    plans = [_plan(entries, keys) for entries, keys in zip(ranks, objects, strict=True)]
+    plans, metadata = planner.create_global_plan(plans)
+    results = []
+    for plan in writer.prepare_global_plan(plans):
+        results.append(writer.write_data(plan, planner).wait())
+        planner.release()
+    writer.finish(metadata, results)
+    save_config(CheckpointingConfig("torch_dist"), str(folder))
+
+
+class LazyPlanner(DefaultSavePlanner):
+    """Has a tensor only while it is being written: the writer itself keeps all those of a file until it is complete."""
+
+    def __init__(self, entries: Mapping[MetadataIndex, Entry], tensor: Callable[[Entry], torch.Tensor]):
+        super().__init__(flatten_state_dict=False)
+        self._entries, self._tensor = entries, tensor
+        self._last = torch.empty(0)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self.release()
+        if write_item.type is WriteItemType.BYTE_IO:
+            return _empty_object()
+        self._last = self._tensor(self._entries[write_item.index])
+        return self._last.view(write_item.tensor_data.chunk.sizes)
+
+    def release(self) -> None:
+        """The last tensor has been written."""
+        self._last.untyped_storage().resize_(0)
+        self._last = torch.empty(0)
+
+
+def _plan(entries: Sequence[Entry], objects: Sequence[str]) -> SavePlan:
+    tensors = [WriteItem(entry.index, WriteItemType.SHARD, tensor_data=_description(entry)) for entry in entries]
+    return SavePlan([*(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects), *tensors])
+
+
+def _description(entry: Entry) -> TensorWriteData:
+    extent = entry.extent
+    sizes = torch.Size(stop - start for start, stop in extent.place)
+    chunk = ChunkStorageMetadata(torch.Size(extent.offset), sizes)
+    return TensorWriteData(chunk, TensorProperties(dtype=getattr(torch, entry.dtype)), torch.Size(extent.global_shape))
+
+
+def _empty_object() -> io.BytesIO:
+    """As Megatron writes the state of a layer that has none beside its parameters."""
+    stream = io.BytesIO()
+    torch.save([None], stream)
+    return stream

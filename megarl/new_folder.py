@@ -1,0 +1,52 @@
+"""A folder that appears when it is complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+Progress = Callable[[str, int, int], None]
+"""Told what has just been done ("written", "verified"), of how many bytes, and how many there are in all."""
+
+
+def no_progress(done: str, num_bytes: int, total: int) -> None:
+    pass
+
+
+@contextmanager
+def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
+    """Gives a hidden folder beside it to write into, which gets its name at the end, when all of it is on the disk.
+    After an error nothing is left of it.
+
+    num_bytes: about what will be written. Raises ValueError where `out` exists or the disk has no room for it.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists already; give a new folder or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if num_bytes > free:
+        raise ValueError(
+            f"{out}: its disk has {free / 1e9:.2f} GB free, and {num_bytes / 1e9:.2f} GB are to be written; free some "
+            "or give a folder on another disk"
+        )
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
+        folder = Path(temporary) / out.name
+        folder.mkdir()
+        yield folder
+        for path in (*folder.rglob("*"), folder):
+            sync(path)
+        folder.rename(out)
+    sync(out.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

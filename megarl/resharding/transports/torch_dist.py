@@ -1,0 +1,159 @@
+"""A checkpoint of torch.distributed.checkpoint as a source: files are mapped, and only what is asked for is read."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import BytesStorageMetadata, FileSystemReader, Metadata, TensorStorageMetadata
+
+from megarl.resharding.checkpoint import Extent
+from megarl.resharding.piece import Rectangle, contains, moved, shape_of, whole
+from megarl.resharding.transports.transport import dtype_name, view
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint, and the rectangles that it is stored in."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    rectangles: tuple[Rectangle, ...]
+
+
+class TorchDistFolder:
+    """A context manager, which unmaps the files. Tensors that it gives are views of the files until then."""
+
+    def __init__(self, folder: Path):
+        """Raises ValueError for a folder that is no such checkpoint, or lacks a file."""
+        self._folder = folder
+        metadata = _metadata(folder)
+        self._items = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        entries = metadata.state_dict_metadata
+        self.tensors = {key: _stored(e) for key, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+        self.objects = frozenset(key for key, e in entries.items() if isinstance(e, BytesStorageMetadata))
+        for name in {info.relative_path for info in self._items.values()}:
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder}: {name}, which {METADATA} names, is missing")
+        self._stack = ExitStack()
+        self._maps: dict[str, mmap.mmap] = {}
+        self._chunks: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def __enter__(self) -> TorchDistFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._chunks.clear()
+        self._maps.clear()  # each goes away with the last tensor that is a view of it
+        self._stack.close()
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Name -> bytes of those that tensors are in."""
+        names = {info.relative_path for info in self._items.values()}
+        return {name: (self._folder / name).stat().st_size for name in sorted(names)}
+
+    def read(self, key: str, place: Rectangle) -> torch.Tensor:
+        """A part of a tensor, within one of the rectangles that it is stored in."""
+        for rectangle in self.tensors[key].rectangles:
+            if contains(rectangle, place):
+                chunk = self._chunk(key, rectangle)
+                return view(chunk, moved(place, rectangle, whole(shape_of(rectangle))))
+        raise ValueError(f"{self._folder}: no file holds {key} at {place} as a whole")
+
+    def _chunk(self, key: str, rectangle: Rectangle) -> torch.Tensor:
+        index = key, tuple(start for start, _ in rectangle)
+        if index not in self._chunks:
+            info = self._items[index]
+            chunk = _mapped(self._map(info.relative_path), info.offset, info.length)
+            if tuple(chunk.shape) != shape_of(rectangle) or dtype_name(chunk.dtype) != self.tensors[key].dtype:
+                raise ValueError(f"{self._folder}: {info.relative_path} is damaged: {key} is not what {METADATA} says")
+            self._chunks[index] = chunk
+        return self._chunks[index]
+
+    def _map(self, name: str) -> mmap.mmap:
+        if name not in self._maps:
+            file = self._stack.enter_context((self._folder / name).open("rb"))
+            # Private and writable, which a tensor's memory has to be; nobody writes into it.
+            self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[name]
+
+
+class StoredExtents:
+    """The transport: extents by their names, in a checkpoint that has `prefix` before their keys."""
+
+    def __init__(self, folder: TorchDistFolder, extents: Mapping[str, Extent], prefix: str = ""):
+        """extents: each within one of the rectangles that its tensor is stored in."""
+        self._folder, self._extents, self._prefix = folder, extents, prefix
+
+    def dtype(self, source: str, parameter: str) -> torch.dtype:
+        return getattr(torch, self._folder.tensors[self._prefix + self._extents[parameter].key].dtype)
+
+    def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
+        extent = self._extents[parameter]
+        part = self._folder.read(self._prefix + extent.key, extent.to_global(rectangle))
+        return part.reshape(shape_of(rectangle))
+
+
+class Window(io.RawIOBase):
+    """A part of a file in memory, as a file of its own."""
+
+    def __init__(self, data: mmap.mmap, offset: int, length: int):
+        self._data, self._offset, self._length, self._position = data, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._length - self._position))
+        start = self._offset + self._position
+        buffer[:count] = self._data[start : start + count]
+        self._position += count
+        return count
+
+
+def _mapped(data: mmap.mmap, offset: int, length: int) -> torch.Tensor:
+    """The tensor that torch.save wrote at the offset, where it lies."""
+    with FakeTensorMode():  # reads shape, dtype and place, no elements
+        form = torch.load(io.BufferedReader(Window(data, offset, length)), weights_only=True)
+    storage = form.untyped_storage()
+    start = offset + storage._checkpoint_offset
+    elements = torch.frombuffer(data, dtype=form.dtype, count=storage.nbytes() // form.itemsize, offset=start)
+    return elements.as_strided(form.shape, form.stride(), form.storage_offset())
+
+
+def _stored(entry: TensorStorageMetadata) -> StoredTensor:
+    rectangles = tuple(
+        tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        for chunk in entry.chunks
+    )
+    return StoredTensor(tuple(entry.size), dtype_name(entry.properties.dtype), rectangles)
+
+
+def _metadata(folder: Path) -> Metadata:
+    if not (folder / METADATA).is_file():
+        raise ValueError(
+            f"{folder}: holds no {METADATA}; give the folder of a checkpoint in Megatron's torch_dist format"
+        )
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{folder}: {METADATA} is damaged ({error})") from error
