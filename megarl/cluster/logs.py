@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from megarl import stacks
+
 
 def log_to(path: Path) -> None:
     """Standard output and error of this process, its libraries' included, go to the file from now on."""
@@ -16,3 +18,4 @@ def log_to(path: Path) -> None:
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
     faulthandler.enable()
+    stacks.write_on_request()

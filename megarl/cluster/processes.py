@@ -1,12 +1,17 @@
-"""The run's processes as the operating system sees them: adoption of orphans, memory, and their end."""
+"""The run's processes as the operating system sees them: adoption of orphans, memory, stacks, and their end."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
+
+from megarl.stacks import SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
@@ -40,6 +45,43 @@ def _signal(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
     except psutil.NoSuchProcess:
         return
+
+
+def ask_for_stacks(files: Iterable[Path], patience_s: float = 5.0) -> list[Path]:
+    """Has every process that this one started, and whose standard error is one of these files, write its stacks there.
+    Returns the files that have them."""
+    asked = {}
+    for process in psutil.Process().children(recursive=True):
+        file = _standard_error(process.pid)
+        if file in files and _catches(process.pid, SIGNAL):
+            asked.setdefault(file, file.stat().st_size)
+            _signal(process, SIGNAL)
+    deadline = time.monotonic() + patience_s
+    last: dict[Path, int] = {}
+    while time.monotonic() < deadline:
+        sizes = {file: file.stat().st_size for file in asked}
+        if sizes == last and all(sizes[file] > asked[file] for file in asked):
+            break
+        last = sizes
+        time.sleep(0.1)  # far more than a process takes from one line to the next
+    return [file for file in asked if file.stat().st_size > asked[file]]
+
+
+def _standard_error(pid: int) -> Path | None:
+    try:
+        return Path(os.readlink(f"/proc/{pid}/fd/2"))
+    except OSError:  # it has ended, or none
+        return None
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Any other process would be ended by the signal."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    [mask] = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def memory_gb() -> tuple[float, float]:

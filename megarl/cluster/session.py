@@ -15,6 +15,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
+from megarl.cluster import processes
 from megarl.cluster.failure import RunFailure, cause
 from megarl.cluster.watchdog import Watchdog
 from megarl.config.schema import Cluster
@@ -104,10 +105,17 @@ class Session:
             if errors:
                 raise cause(self._settled(errors, pending, names), phase, self.logs)
             if not ready and remaining <= 0:
-                raise RunFailure(f"{phase}: no answer from {', '.join(waiting)} in {timeout_s:g} s; see {self.logs}")
+                raise RunFailure(
+                    f"{phase}: no answer from {', '.join(waiting)} in {timeout_s:g} s; {self._seen(waiting)}"
+                )
             if not ready and meanwhile is not None:
                 meanwhile()
         return ray.get(list(calls.values()))
+
+    def _seen(self, stuck: Sequence[str]) -> str:
+        """Where it can be seen what these processes are doing, if they still tell."""
+        files = processes.ask_for_stacks([self.logs / f"{name}.log" for name in stuck])
+        return f"their stacks are at the end of {', '.join(map(str, files))}" if files else f"see {self.logs}"
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:
         """The errors of those processes that died while nothing was asked of them."""

@@ -15,9 +15,13 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+from megarl import stacks
 from megarl.resharding.execute import execute
 from megarl.resharding.plan import Plan
 from megarl.resharding.transports.transport import Transport
+
+# This may be a process of vLLM's own, of several tensor-parallel ranks.
+stacks.write_on_request()
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:

@@ -86,6 +86,17 @@ def test_loss_of_the_reward_worker(recipe: Path, tmp_path: Path) -> None:
         check_end(run, rewards.kill, 1, r"rewards: rewards-0 died; see .*/logs/attempt_1/rewards-0.log")
 
 
+@pytest.mark.usefixtures("hold")
+def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path, "cluster.step_timeout_s=30") as run:
+        assert run.end(seconds=180) == 1
+    log = run.folder / "logs/attempt_1/rewards-0.log"
+    [line] = run.errors
+    cause = f"rewards: no answer from rewards-0 in 30 s; their stacks are at the end of {log}"
+    assert line == f"megarl: error: {cause}"
+    assert "in digit_share" in log.read_text()
+
+
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_loss_of_ray(recipe: Path, tmp_path: Path, name: str) -> None:
     with Run(recipe, tmp_path) as run:

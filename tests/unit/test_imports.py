@@ -20,7 +20,7 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megarl").rglob("
 TENSOR_RESHARDING = ("resharding.execute", "resharding.folder", "resharding.transports")
 
 LAYERS = (
-    ("batch", "metrics", "sinks", "stopwatch", "run_folder", "checkpoints", "new_folder", "device", "config"),
+    ("batch", "metrics", "sinks", "stopwatch", "run_folder", "checkpoints", "new_folder", "device", "stacks", "config"),
     ("algorithms", "ops", "data", "rewards", "environments", "resharding", "planning"),
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),

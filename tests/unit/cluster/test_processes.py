@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -43,6 +44,45 @@ def test_all_descendants_end(tmp_path: Path) -> None:
     pids = [int((tmp_path / name).read_text()) for name in ("polite", "stubborn")]
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert 1 <= float(done.stdout) < 5, "the one that ignores SIGTERM takes the grace time"
+
+
+STUCK = """
+import sys, threading, time
+from pathlib import Path
+from megarl.cluster.logs import log_to
+
+def waits_for_a_peer(entered):
+    entered.set()
+    time.sleep(60)
+
+log_to(Path(sys.argv[1]))
+entered = threading.Event()
+threading.Thread(target=waits_for_a_peer, args=[entered], daemon=True).start()
+entered.wait()
+Path(sys.argv[2]).touch()
+sum(iter(int, 1))  # in one call that never returns to the interpreter
+"""
+
+
+def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> None:
+    log, ready = tmp_path / "trainer-0.log", tmp_path / "ready"
+    stuck = subprocess.Popen([sys.executable, "-c", STUCK, str(log), str(ready)])
+    while not ready.exists():
+        assert stuck.poll() is None
+        time.sleep(0.01)
+    with log.open("a") as errors:
+        bystander = subprocess.Popen(["sleep", "60"], stderr=errors)
+    try:
+        assert processes.ask_for_stacks([tmp_path / "other.log"]) == []
+        assert log.read_text() == ""
+        assert processes.ask_for_stacks([log, tmp_path / "other.log"], patience_s=60) == [log]
+        assert bystander.poll() is None, "it would be ended by the signal"
+    finally:
+        for process in (stuck, bystander):
+            process.kill()
+            process.wait()
+    assert "in waits_for_a_peer" in log.read_text()
+    assert "in <module>" in log.read_text()
 
 
 def test_memory_counts_this_process_and_its_descendants() -> None:
