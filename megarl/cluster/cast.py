@@ -11,6 +11,7 @@ from megarl.checkpoints import Checkpoint
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import Placement
+from megarl.cluster.reward_engine_group import RewardEngineGroup
 from megarl.cluster.reward_model_group import RewardModelGroup
 from megarl.cluster.reward_worker import RewardWorker
 from megarl.cluster.session import Session
@@ -28,7 +29,7 @@ class Cast:
     trainers: TrainerGroup
     critic: TrainerGroup | None
     implicit_reward: TrainerGroup | None
-    reward_model: RewardModelGroup | None
+    reward_model: RewardModelGroup | RewardEngineGroup | None
     engines: EngineGroup
     rewards: RewardWorker
     transport: SharedMemory
@@ -83,7 +84,7 @@ def assemble(
     engines = EngineGroup(session, config, models.actor, placement.engines)
     reward_model = None
     if models.reward_model is not None:
-        reward_model = RewardModelGroup(session, config, "reward_model", models.reward_model, placement.reward_models)
+        reward_model = _reward_model(session, config, models.reward_model, placement)
         reward_model.start()
     rewards = RewardWorker(session, config, placement.rewards, reward_model, models.reward_model)
     rewards.start()
@@ -107,3 +108,11 @@ def assemble(
         refit_plan=make_plan(trainers.holders, engine_holders),
         export_plan=make_plan(trainers.holders, [huggingface_holder(hf_config, dtype)]),
     )
+
+
+def _reward_model(
+    session: Session, config: Config, folder: Path, placement: Placement
+) -> RewardModelGroup | RewardEngineGroup:
+    if config.reward_model.engine == "vllm":
+        return RewardEngineGroup(session, config, folder, placement.reward_models)
+    return RewardModelGroup(session, config, "reward_model", folder, placement.reward_models)

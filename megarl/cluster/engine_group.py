@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +11,16 @@ import ray
 
 from megarl.batch import SampleInfo
 from megarl.cluster import segments
-from megarl.cluster.logs import log_to
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
+from megarl.cluster.vllm_group import VllmActor, VllmGroup
 from megarl.config.schema import Config
 from megarl.rollout.engine import SamplingRequest
-from megarl.rollout.environment import environment
 
 if TYPE_CHECKING:
     from megarl.resharding.plan import Plan
     from megarl.resharding.transports.shared_memory import SharedMemory
+    from megarl.rollout.vllm_engine import VllmEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +32,17 @@ class RemoteSample:
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
-class EngineActor:
-    """vLLM is imported here, in the actor's own process, after its environment is set."""
-
-    def __init__(self, config: Config, model_folder: Path, process: Process, logs: Path, scratch: Path):
-        log_to(logs / f"{process.name}.log")
-        # The sockets between vLLM's processes would else stay behind.
-        os.environ.update(environment(config.rollout, process.threads), VLLM_RPC_BASE_PATH=str(scratch))
-        self._config, self._model_folder, self._process, self._scratch = config, model_folder, process, scratch
-
-    def start(self) -> None:
+class EngineActor(VllmActor):
+    def _load(self) -> VllmEngine:
         from megarl.rollout.vllm_engine import VllmEngine
 
-        self._engine = VllmEngine(
+        return VllmEngine(
             self._config.rollout,
             self._model_folder,
             self._config.model.dtype,
             self._process.index,
             self._config.run.seed,
         )
-        segments.note(self._scratch)
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[RemoteSample]:
         samples = self._engine.generate(requests)
@@ -63,24 +53,13 @@ class EngineActor:
         return self._engine.refit(plan, transport, version)
 
 
-class EngineGroup:
+class EngineGroup(VllmGroup):
     """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache."""
 
-    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
-        self._session = session
-        self._start_timeout_s = config.cluster.start_timeout_s
-        gpus = config.rollout.tp if ray.cluster_resources().get("GPU") else 0
-        self._actors = {
-            process.name: EngineActor.options(num_gpus=gpus).remote(
-                config, model_folder, process, session.logs, session.scratch
-            )
-            for process in processes
-        }
-        session.watch(self._actors)
+    actor_class = EngineActor
 
-    def start(self) -> None:
-        calls = {name: actor.start.remote() for name, actor in self._actors.items()}
-        self._session.wait(calls, "engine start", self._start_timeout_s)
+    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
+        super().__init__(session, config, model_folder, processes, config.rollout.tp)
 
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], meanwhile: Callable[[], object] | None = None

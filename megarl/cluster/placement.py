@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megarl.config.schema import Config, Placed
+from megarl.config.schema import Config, Placed, RewardModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,19 @@ def place(config: Config, cores: int | None = None) -> Placement:
     return Placement(
         trainers=_ranks("trainer", config.actor, cores),
         critics=_ranks("critic", config.critic, cores) if config.has_critic else (),
-        reward_models=_ranks("reward-model", config.reward_model, cores) if config.has_reward_model else (),
+        reward_models=_reward_models(config.reward_model, cores) if config.has_reward_model else (),
         implicit_rewards=(
             _ranks("implicit-reward", config.implicit_reward, cores) if config.has_implicit_reward else ()
         ),
         engines=tuple(Process("engine", replica, engine_threads) for replica in range(config.rollout.replicas)),
         rewards=Process("rewards", 0, 1),
     )
+
+
+def _reward_models(settings: RewardModel, cores: int) -> tuple[Process, ...]:
+    """A process for each rank, or for each engine, which has its other ranks itself."""
+    ranks = _ranks("reward-model", settings, cores)
+    return ranks if settings.engine == "megatron" else ranks[: settings.layout.dp]
 
 
 def _ranks(role: str, settings: Placed, cores: int) -> tuple[Process, ...]:

@@ -13,6 +13,7 @@ from megarl.batch import Sample, Score
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.logs import log_to
 from megarl.cluster.placement import Process
+from megarl.cluster.reward_engine_group import RewardEngineGroup
 from megarl.cluster.reward_model_group import RewardModelGroup
 from megarl.cluster.session import Session
 from megarl.cluster.share import Scores
@@ -97,7 +98,7 @@ class RewardWorker:
         session: Session,
         config: Config,
         process: Process,
-        model: RewardModelGroup | None,
+        model: RewardModelGroup | RewardEngineGroup | None,
         model_folder: Path | None,
     ):
         self._session, self._name, self._model = session, process.name, model

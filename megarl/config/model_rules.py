@@ -20,7 +20,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Checks the keys against the content of the model's config.json. Raises ValueError with a line per broken rule."""
     model = _completed(config, config.actor, hf_config)
     of_actor = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
-    raise_all(of_actor + [rule(config, model) for rule in _ENGINE_RULES])
+    raise_all(of_actor + _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, config.actor), model))
 
 
 def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
@@ -36,7 +36,12 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
     """The same for the reward model, whose config.json is reward_hf_config."""
     placed = config.reward_model
     reward = _completed(config, placed, reward_hf_config)
-    of_reward = [rule(config, placed, reward) for rule in _PLACED_MODEL_RULES]
+    if placed.engine == "megatron":
+        of_reward = [rule(config, placed, reward) for rule in _PLACED_MODEL_RULES]
+    else:
+        of_engine = _broken_by_engine("reward_model.layout.tp", placed.layout.tp, _model(config, placed), reward)
+        of_model = (context_fits_the_positions, features_are_supported)
+        of_reward = [*of_engine, *(rule(config, placed, reward) for rule in of_model)]
     head = score_head_of(reward)
     if head is None:
         architectures = ", ".join(reward.get("architectures") or ["none"])
@@ -164,32 +169,29 @@ def virtual_stages_tile_each_stage(config: Config, placed: Placed, hf: Mapping[s
     )
 
 
-def engine_heads_divide_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
-    heads, sizes = hf["num_attention_heads"], _engine_sizes(hf)
-    return does_not_divide("rollout.tp", config.rollout.tp, "attention heads", heads, sizes)
+def engine_heads_divide_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
+    return does_not_divide(key, tp, "attention heads", hf["num_attention_heads"], _engine_sizes(hf))
 
 
-def engine_kv_heads_split_or_repeat(config: Config, hf: Mapping[str, Any]) -> str | None:
+def engine_kv_heads_split_or_repeat(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
     """The engine shards KV heads over its ranks, or repeats each on several where there are more ranks than heads."""
-    tp, heads = config.rollout.tp, kv_heads(hf)
+    heads = kv_heads(hf)
     if tp % heads == 0:
         return None
-    return does_not_divide("rollout.tp", tp, "KV heads", heads, _engine_sizes(hf))
+    return does_not_divide(key, tp, "KV heads", heads, _engine_sizes(hf))
 
 
-def engine_mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
-    rows = hf["intermediate_size"]
+def engine_mlp_divides_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
     if not _has_dense_layers(hf):
         return None
-    return does_not_divide("rollout.tp", config.rollout.tp, "MLP rows (intermediate_size)", rows, _engine_sizes(hf))
+    return does_not_divide(key, tp, "MLP rows (intermediate_size)", hf["intermediate_size"], _engine_sizes(hf))
 
 
-def engine_expert_mlp_divides_by_tp(config: Config, hf: Mapping[str, Any]) -> str | None:
+def engine_expert_mlp_divides_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
     mixture = experts(hf)
     if mixture is None:
         return None
-    rows, sizes = mixture.intermediate, _engine_sizes(hf)
-    return does_not_divide("rollout.tp", config.rollout.tp, "MLP rows of an expert", rows, sizes)
+    return does_not_divide(key, tp, "MLP rows of an expert", mixture.intermediate, _engine_sizes(hf))
 
 
 def context_fits_the_positions(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
@@ -250,14 +252,14 @@ def steps_are_of_a_token_classifier(config: Config, kind: str) -> str | None:
     )
 
 
-def engine_routes_as_the_model(config: Config, hf: Mapping[str, Any]) -> str | None:
+def engine_routes_as_the_model(model: str, hf: Mapping[str, Any]) -> str | None:
     """vLLM takes DeepSeek-V3's router from keys that transformers neither reads nor writes."""
     wanted = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     missing = [key for key in wanted if key not in hf]
     if hf["model_type"] != "deepseek_v3" or not missing:
         return None
     return (
-        f"model.path={config.model.path}: its config.json lacks {' and '.join(missing)}, and the engine would route by "
+        f"{model}: its config.json lacks {' and '.join(missing)}, and the engine would route by "
         f"softmax, without the bias; add {' and '.join(f'{key}: {wanted[key]}' for key in missing)}"
     )
 
@@ -278,13 +280,18 @@ _PLACED_MODEL_RULES: tuple[Callable[[Config, Placed, Mapping[str, Any]], str | N
 )
 """Those that the config.json of each of these models keeps."""
 
-_ENGINE_RULES: tuple[Callable[[Config, Mapping[str, Any]], str | None], ...] = (
+_ENGINE_RULES: tuple[Callable[[str, int, Mapping[str, Any]], str | None], ...] = (
     engine_heads_divide_by_tp,
     engine_kv_heads_split_or_repeat,
     engine_mlp_divides_by_tp,
     engine_expert_mlp_divides_by_tp,
-    engine_routes_as_the_model,
 )
+"""Those between a model and the key that gives the tensor parallel size of its engine."""
+
+
+def _broken_by_engine(key: str, tp: int, model: str, hf: Mapping[str, Any]) -> list[str | None]:
+    """model: the key and value that name it."""
+    return [*(rule(key, tp, hf) for rule in _ENGINE_RULES), engine_routes_as_the_model(model, hf)]
 
 
 def _completed(config: Config, placed: Placed, hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -164,6 +164,18 @@ def token_rewards_need_a_critic(config: Config) -> str | None:
     )
 
 
+def reward_engines_have_tensor_and_data_parallel_ranks_only(config: Config) -> str | None:
+    layout = config.reward_model.layout
+    other = {key: value for key, value in layout.model_dump().items() if key not in ("tp", "dp") and value}
+    given = [f"{key}={str(value).lower()}" for key, value in other.items() if value is True or value != 1]
+    if not config.has_reward_model or config.reward_model.engine == "megatron" or not given:
+        return None
+    return (
+        f"reward_model.engine=vllm: its layout is dp engines of tp ranks, and reward_model.layout has "
+        f"{', '.join(given)}; take the default there, or set reward_model.engine=megatron"
+    )
+
+
 def something_gives_rewards(config: Config) -> str | None:
     if config.rewards.functions or config.has_reward_model:
         return None
@@ -284,6 +296,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     top_p_is_one,
     context_holds_a_prompt_and_a_response,
     warmup_of_the_critic_ends,
+    reward_engines_have_tensor_and_data_parallel_ranks_only,
     something_gives_rewards,
     token_rewards_need_a_critic,
     clipped_ratio_stays_positive,

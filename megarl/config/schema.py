@@ -133,7 +133,7 @@ class ImplicitReward(Trained):
 
 
 class RewardModel(Section):
-    """Forward passes only: what a trained model has beside these keys is fixed."""
+    """Forward passes only: what a trained model in Megatron has beside these keys is fixed."""
 
     section: ClassVar[MegatronRole] = "reward_model"
     overlap_communication: ClassVar[bool] = False
@@ -141,6 +141,7 @@ class RewardModel(Section):
     fp8: ClassVar[None] = None
     megatron_extra: ClassVar[MegatronExtra] = MegatronExtra(model={}, optimizer={}, ddp={})
 
+    engine: Literal["megatron", "vllm"]
     path: Annotated[str, Field(min_length=1)] | None
     weight: FiniteFloat
     step_end: Annotated[str, Field(min_length=1)] | None
@@ -148,10 +149,12 @@ class RewardModel(Section):
     layout: Layout
     tokens_per_microbatch: PositiveInt
     threads: PositiveInt | None
+    kv_cache_gib: PositiveFloat
+    vllm_extra: dict[str, Any]
 
 
 Placed = Trained | RewardModel
-"""A model that runs in Megatron, on ranks of its own."""
+"""A model on ranks of its own: in Megatron, or a reward model in vLLM."""
 
 
 class Rollout(Section):

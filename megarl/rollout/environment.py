@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 
-from megarl.config.schema import Rollout
 
-
-def environment(rollout: Rollout, threads: int) -> dict[str, str]:
-    """threads: CPU threads of one engine rank. A GPU engine ignores the CPU ones."""
+def environment(tp: int, threads: int) -> dict[str, str]:
+    """tp: ranks of the engine; threads: CPU threads of one of them. A GPU engine ignores the CPU ones."""
     cores = sorted(os.sched_getaffinity(0))
-    binding = "nobind" if rollout.tp == 1 else "|".join(str(core) for core in cores[: rollout.tp])
+    binding = "nobind" if tp == 1 else "|".join(str(core) for core in cores[:tp])
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": binding,

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.outputs import CompletionOutput
 
 from megarl import device
 from megarl.batch import Sample, VersionRun
-from megarl.config.huggingface import completed, latent_attention
 from megarl.config.schema import Rollout
-from megarl.data.model_folder import read_config
 from megarl.resharding.plan import Plan
 from megarl.resharding.transports.transport import Transport
 from megarl.rollout.engine import SamplingRequest
-
-CPU_LATENT_SIZE = 576
-"""Of a token in the cache of DeepSeek-V3's attention: 512 channels of the latent, 64 with positions."""
+from megarl.rollout.engine_arguments import engine_arguments
 
 
 class VllmEngine:
@@ -29,26 +24,14 @@ class VllmEngine:
         self.version: int | None = None
         self._config = config
         self._replica = replica
-        arguments = dict(
-            model=str(model_folder),
-            dtype=dtype,
+        arguments = engine_arguments(model_folder, dtype, config.tp, config.context_length, config.kv_cache_gib) | dict(
             load_format="dummy",
-            tensor_parallel_size=config.tp,
-            max_model_len=config.context_length,
-            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
             # Log-probs of the distribution that is sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
-            # With chunks, vLLM rewinds the generator of a seeded request, which a CPU generator cannot do.
-            enable_chunked_prefill=device.on_cuda(),
             max_num_batched_tokens=max(2048, config.context_length),
-            # Compiling takes minutes on CPU and gains nothing there.
-            enforce_eager=not device.on_cuda(),
             # Of a mixture of experts' kernels on GPU, the one that leaves the weights as they are, to be written into.
             moe_backend="triton" if device.on_cuda() else "auto",
-            worker_extension_cls="megarl.rollout.worker_extension.RefitExtension",
             seed=seed,
-            disable_log_stats=True,
-            **_latent_attention_arguments(model_folder),
         )
         self._llm = LLM(**{**arguments, **config.vllm_extra})
 
@@ -88,23 +71,6 @@ class VllmEngine:
             logprobs=0,
             seed=seed,
         )
-
-
-def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
-    """On CPU, the kernel of latent attention that leaves kv_b_proj in its place, to be written into.
-
-    Raises ValueError where vLLM has none for the model's latent.
-    """
-    latent = None if device.on_cuda() else latent_attention(completed(read_config(folder)))
-    if latent is None:
-        return {}
-    size = latent.kv_rank + latent.position_dim
-    if size != CPU_LATENT_SIZE:
-        raise ValueError(
-            f"{folder}: kv_lora_rank {latent.kv_rank} + qk_rope_head_dim {latent.position_dim} = {size}, and vLLM's "
-            f"CPU build has latent attention for {CPU_LATENT_SIZE} only; run this model on GPUs"
-        )
-    return dict(attention_backend="CPU_MLA")
 
 
 def _sample(request: SamplingRequest, completion: CompletionOutput, version: int) -> Sample:

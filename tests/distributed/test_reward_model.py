@@ -57,7 +57,7 @@ def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Ten
     return worker.token_scores(samples, share.microbatches)
 
 
-def scores_of(folder: Path, *overrides: str) -> list[float]:
+def rewards_of(folder: Path, *overrides: str) -> list[float]:
     """Of the samples, in their order, by what the rank that reports a sample says of its tokens."""
     required = [f"reward_model.path={folder}", "reward_model.tokens_per_microbatch=80"]
     config = config_of(folder, *required, *overrides)
@@ -79,7 +79,7 @@ def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
 def test_scores_equal_those_of_transformers(reward_model, layout):
     folder, model = reward_model
     expected = [fmean(token_scores(model, sample)) for sample in SAMPLES]
-    ours = scores_of(folder, f"reward_model.layout={LAYOUTS[layout]}", "reward_model.aggregation=mean")
+    ours = rewards_of(folder, f"reward_model.layout={LAYOUTS[layout]}", "reward_model.aggregation=mean")
     assert max(map(abs, expected)) > 0.1
     assert ours == pytest.approx(expected, rel=0, abs=TOLERANCE * max(map(abs, expected)))
 
@@ -97,5 +97,5 @@ def test_steps_are_scored_where_they_end(reward_model, aggregation, combine):
         marked += ids.count(marker)
         expected.append(combine([s for i, s in enumerate(scores) if ids[i] == marker or i == len(ids) - 1]))
     assert marked > 0
-    ours = scores_of(folder, f"reward_model.step_end={STEP_END}", f"reward_model.aggregation={aggregation}")
+    ours = rewards_of(folder, f"reward_model.step_end={STEP_END}", f"reward_model.aggregation={aggregation}")
     assert ours == pytest.approx(expected, rel=0, abs=TOLERANCE * max(map(abs, expected)))

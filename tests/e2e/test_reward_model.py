@@ -1,25 +1,67 @@
-"""A whole run whose samples are scored by a reward model in Megatron, beside a function."""
+"""Whole runs whose samples are scored by a reward model, in Megatron or vLLM, beside a function."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
+from megarl.config.schema import Config
+from megarl.rollout.environment import environment
+from tests.distributed.test_reward_model import (
+    CLASSES,
+    SAMPLES,
+    reward_model,  # noqa: F401  a fixture
+    rewards_of,
+    token_scores,
+)
 from tests.e2e.test_train import metrics_of, train
-from tests.tiny_model import tiny_tokenizer, write_tiny_llama
+from tests.parity import config_of
+from tests.tiny_model import EOS_ID, tiny_tokenizer, write_tiny_llama
 
 pytestmark = pytest.mark.slow
 
 
+def write_reward_model(folder: Path, actor: Path, kind: str) -> torch.nn.Module:
+    """A classifier with the actor's trunk and a random head, as Hugging Face writes it."""
+    model = CLASSES[kind].from_pretrained(actor, num_labels=1, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.score.parameters():
+            parameter.normal_(generator=generator)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model
+
+
+def scores_of(model: torch.nn.Module, row: dict) -> list[float]:
+    """Of a row's response tokens; of a sequence classifier the last, for all. The tiny tokenizer's ids follow from the
+    text, and the end of the sequence from the finish reason."""
+    prompt, response = (tiny_tokenizer().encode(row[part]) for part in ("prompt", "response"))
+    response += [EOS_ID] * (row["finish_reason"] == "stop")
+    assert len(response) == row["num_response_tokens"]
+    with torch.no_grad():
+        return model(torch.tensor([prompt + response])).logits.flatten()[-len(response) :].tolist()
+
+
+def rows_of(run: Path) -> list[dict]:
+    return [json.loads(line) for file in (run / "rollouts").iterdir() for line in file.read_text().splitlines()]
+
+
+def readable(row: dict) -> bool:
+    """Whether the ids can be told from the text: no special tokens, which the text leaves out, but the last."""
+    ids = tiny_tokenizer().encode(row["response"])
+    return len(ids) + (row["finish_reason"] == "stop") == row["num_response_tokens"]
+
+
 def test_run_is_rewarded_by_a_model_and_a_function(tmp_path):
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
-    reward_model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
-    torch.nn.init.normal_(reward_model.score.weight, generator=torch.Generator().manual_seed(0))
-    reward_model.save_pretrained(tmp_path / "reward")
-    tiny_tokenizer().save_pretrained(tmp_path / "reward")
+    write_reward_model(tmp_path / "reward", model, "sequence")
     run = train(
         tmp_path,
         model,
@@ -39,3 +81,72 @@ def test_run_is_rewarded_by_a_model_and_a_function(tmp_path):
             [function] = [value for name, value in row["parts"].items() if name != "reward_model"]
             assert row["reward"] == pytest.approx(function + 0.5 * row["parts"]["reward_model"])
     assert {"reward-model-0", "reward-model-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
+
+
+def in_vllm(config: Config, folder: Path) -> list[list[float]]:
+    """In a process of its own: the scores of SAMPLES."""
+    os.environ.update(environment(tp=1, threads=1))
+    from megarl.rollout.vllm_classifier import VllmClassifier
+
+    return [scores.tolist() for scores in VllmClassifier(config, folder).scores(SAMPLES)]
+
+
+def test_vllm_scores_as_megatron_and_transformers_do(reward_model):  # noqa: F811
+    """The same ids, in responses from one token to sixteen."""
+    folder, model = reward_model
+    overrides = [f"reward_model.path={folder}", "reward_model.tokens_per_microbatch=80", "reward_model.aggregation=sum"]
+    config = config_of(folder, *overrides, "reward_model.engine=vllm", "reward_model.kv_cache_gib=0.05")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        ours = pool.submit(in_vllm, config, folder).result(timeout=200)
+    for sample, own in zip(SAMPLES, ours, strict=True):
+        assert own == pytest.approx(token_scores(model, sample), rel=0, abs=1e-4)
+    in_megatron = rewards_of(folder, "reward_model.aggregation=sum")
+    assert [sum(own) for own in ours] == pytest.approx(in_megatron, rel=1e-5, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_reward_model_in_vllm_scores_as_transformers(tmp_path, kind):
+    """By two engines. grpo compares the sums of a token classifier's scores."""
+    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
+    classifier = write_reward_model(tmp_path / "reward", model, kind)
+    run = train(
+        tmp_path,
+        model,
+        "run.steps=2",
+        "rewards.functions=[]",
+        f"reward_model.path={tmp_path / 'reward'}",
+        "reward_model.engine=vllm",
+        "reward_model.layout.dp=2",
+        "reward_model.kv_cache_gib=0.05",
+    )
+    rows = [row for row in rows_of(run) if readable(row)]
+    assert len(rows) > 16  # of 128 samples
+    for row in rows:
+        scores = scores_of(classifier, row)
+        assert row["reward"] == pytest.approx(sum(scores) if kind == "token" else scores[-1], rel=1e-5, abs=1e-4)
+    assert {"reward-model-0", "reward-model-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
+
+
+def test_scores_of_tokens_are_what_the_critic_learns(tmp_path):
+    """The critic starts at zero, and nothing is discounted: its first targets are the rewards to come. The classifier
+    gives each token the same, so that these follow from the lengths alone."""
+    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
+    classifier = write_reward_model(tmp_path / "reward", model, "token")
+    torch.nn.init.zeros_(classifier.score.weight)
+    torch.nn.init.constant_(classifier.score.bias, 0.5)
+    classifier.save_pretrained(tmp_path / "reward")
+    run = train(
+        tmp_path,
+        model,
+        "run.steps=1",
+        "algorithm.advantage={estimator: gae, gae_lambda: 1.0}",
+        "reward_model={weight: 0.25, tokens_per_microbatch: 256}",
+        f"reward_model.path={tmp_path / 'reward'}",
+        "critic.tokens_per_microbatch=256",
+    )
+    [step], rows = metrics_of(run), rows_of(run)
+    lengths = [row["num_response_tokens"] for row in rows]
+    functions = [row["reward"] - 0.25 * row["parts"]["reward_model"] for row in rows]
+    assert [row["parts"]["reward_model"] for row in rows] == pytest.approx([0.5 * n for n in lengths])
+    to_come = [n * f + 0.125 * n * (n + 1) / 2 for n, f in zip(lengths, functions, strict=True)]
+    assert step["value/return_mean"] == pytest.approx(sum(to_come) / sum(lengths), rel=1e-5)

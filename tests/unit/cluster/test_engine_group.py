@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster import engine_group
+from megarl.cluster import vllm_group
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.placement import Process
 from megarl.config.load import load
@@ -31,8 +31,8 @@ def start(monkeypatch: pytest.MonkeyPatch):
     """start(replicas): an EngineGroup of such engines."""
     FakeActor.seen = {}
     options = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
-    monkeypatch.setattr(engine_group, "EngineActor", SimpleNamespace(options=lambda **_: options))
-    monkeypatch.setattr(engine_group, "ray", SimpleNamespace(cluster_resources=dict))
+    monkeypatch.setattr(EngineGroup, "actor_class", SimpleNamespace(options=lambda **_: options))
+    monkeypatch.setattr(vllm_group, "ray", SimpleNamespace(cluster_resources=dict))
     session = SimpleNamespace(
         logs=None,
         scratch=None,

@@ -41,3 +41,10 @@ def test_threads(overrides: list[str], cores: int, trainer: int, engine: int) ->
 
 def test_counts_the_cores_of_this_process() -> None:
     assert placed().engines[0].threads == len(os.sched_getaffinity(0))
+
+
+def test_a_reward_model_in_vllm_has_a_process_for_each_engine() -> None:
+    layout = ["reward_model.path=rm", "reward_model.layout={tp: 2, dp: 2}"]
+    assert len(placed(*layout, cores=8).reward_models) == 4
+    engines = placed(*layout, "reward_model.engine=vllm", cores=8).reward_models
+    assert [(process.name, process.threads) for process in engines] == [("reward-model-0", 2), ("reward-model-1", 2)]

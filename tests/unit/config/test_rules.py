@@ -467,6 +467,40 @@ def test_reward_model_that_does_not_fit(changed: dict[str, Any], overrides: list
     assert message in str(error.value)
 
 
+VLLM = "reward_model.engine=vllm"
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "message"),
+    [
+        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
+        ({"max_position_embeddings": 128}, [], "rollout.context_length=256: the model has 128 positions"),
+        ({"hidden_act": "gelu"}, [], "reward_model.path=rm: hidden_act gelu is not supported"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: it has 2 labels (id2label), and a score"),
+    ],
+)
+def test_reward_model_that_vllm_does_not_serve(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+    config = recipe("reward_model.path=rm", VLLM, *overrides)
+    with pytest.raises(ValueError) as error:
+        check_reward_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
+    assert message in str(error.value)
+
+
+def test_vllm_attends_in_windows_where_megatron_does_not() -> None:
+    model = CLASSIFIER | {"vocab_size": 49152, "model_type": "mistral", "sliding_window": 64}
+    check_reward_model(recipe("reward_model.path=rm", VLLM), SMOLLM2 | {"vocab_size": 49152}, model)
+    with pytest.raises(ValueError, match="with sliding_window 64 the model would not see"):
+        check_reward_model(recipe("reward_model.path=rm"), SMOLLM2 | {"vocab_size": 49152}, model)
+
+
+def test_reward_engines_have_no_other_layout_than_tensor_and_data_parallel() -> None:
+    assert errors("reward_model.path=rm", VLLM, "reward_model.layout={tp: 2, pp: 2, sequence_parallel: true}") == [
+        "reward_model.engine=vllm: its layout is dp engines of tp ranks, and reward_model.layout has pp=2, "
+        "sequence_parallel=true; take the default there, or set reward_model.engine=megatron"
+    ]
+    recipe("reward_model.path=rm", VLLM, "reward_model.layout={tp: 3, dp: 2}")
+
+
 def test_layout_rules_hold_for_the_reward_model() -> None:
     (line,) = errors("reward_model.path=rm", "reward_model.layout.vpp=2")
     assert line.startswith("reward_model.layout.vpp=2: virtual stages interleave")

@@ -1,0 +1,60 @@
+"""Engines on vLLM: one Ray actor for each."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ray
+
+from megarl.cluster import segments
+from megarl.cluster.logs import log_to
+from megarl.cluster.placement import Process
+from megarl.cluster.session import Session
+from megarl.config.schema import Config
+from megarl.rollout.environment import environment
+
+
+class VllmActor:
+    """vLLM is imported here, in the actor's own process, after its environment is set."""
+
+    def __init__(self, config: Config, model_folder: Path, process: Process, tp: int, logs: Path, scratch: Path):
+        log_to(logs / f"{process.name}.log")
+        # The sockets between vLLM's processes would else stay behind.
+        os.environ.update(environment(tp, process.threads), VLLM_RPC_BASE_PATH=str(scratch))
+        self._config, self._model_folder, self._process, self._scratch = config, model_folder, process, scratch
+
+    def start(self) -> None:
+        self._engine = self._load()
+        segments.note(self._scratch)
+
+    @abstractmethod
+    def _load(self) -> Any:
+        """Starts the engine."""
+
+
+class VllmGroup:
+    """All engines of one kind."""
+
+    actor_class: ClassVar[Any]
+    """A class derived from VllmActor, as a Ray actor."""
+
+    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process], tp: int):
+        """tp: ranks of an engine."""
+        self._session = session
+        self._start_timeout_s = config.cluster.start_timeout_s
+        gpus = tp if ray.cluster_resources().get("GPU") else 0
+        self._actors = {
+            process.name: self.actor_class.options(num_gpus=gpus).remote(
+                config, model_folder, process, tp, session.logs, session.scratch
+            )
+            for process in processes
+        }
+        session.watch(self._actors)
+
+    def start(self) -> None:
+        calls = {name: actor.start.remote() for name, actor in self._actors.items()}
+        self._session.wait(calls, f"{next(iter(calls)).rpartition('-')[0]} start", self._start_timeout_s)

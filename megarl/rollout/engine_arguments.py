@@ -1,0 +1,49 @@
+"""What every engine on vLLM is started with, whatever it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl import device
+from megarl.config.huggingface import completed, latent_attention
+from megarl.data.model_folder import read_config
+
+CPU_LATENT_SIZE = 576
+"""Of a token in the cache of DeepSeek-V3's attention: 512 channels of the latent, 64 with positions."""
+
+
+def engine_arguments(folder: Path, dtype: str, tp: int, context_length: int, kv_cache_gib: float) -> dict[str, Any]:
+    """Raises ValueError for a model that vLLM cannot compute on this device."""
+    return dict(
+        model=str(folder),
+        dtype=dtype,
+        tensor_parallel_size=tp,
+        max_model_len=context_length,
+        kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+        # With chunks, vLLM rewinds the generator of a seeded request, which a CPU generator cannot do.
+        enable_chunked_prefill=device.on_cuda(),
+        # Compiling takes minutes on CPU and gains nothing there.
+        enforce_eager=not device.on_cuda(),
+        # It has more than refits: on CPU latent attention is right with it alone.
+        worker_extension_cls="megarl.rollout.worker_extension.RefitExtension",
+        disable_log_stats=True,
+        **_latent_attention_arguments(folder),
+    )
+
+
+def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
+    """On CPU, the kernel of latent attention that leaves kv_b_proj in its place, to be written into.
+
+    Raises ValueError where vLLM has none for the model's latent.
+    """
+    latent = None if device.on_cuda() else latent_attention(completed(read_config(folder)))
+    if latent is None:
+        return {}
+    size = latent.kv_rank + latent.position_dim
+    if size != CPU_LATENT_SIZE:
+        raise ValueError(
+            f"{folder}: kv_lora_rank {latent.kv_rank} + qk_rope_head_dim {latent.position_dim} = {size}, and vLLM's "
+            f"CPU build has latent attention for {CPU_LATENT_SIZE} only; run this model on GPUs"
+        )
+    return dict(attention_backend="CPU_MLA")
