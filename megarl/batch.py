@@ -22,6 +22,7 @@ class Prompt:
 
     id         unique within the data set, stable over runs with the same seed
     text       what `token_ids` decode to, special tokens included
+    messages   the conversation that it continues, each message with its role and content
     answer     what the rewards compare with (None if they need nothing)
     source     the data set that it came from, for metrics per source
     """
@@ -31,6 +32,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: Any = None
     source: str = "default"
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

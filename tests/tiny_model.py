@@ -21,6 +21,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
+TRIMMING_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ message['role'] + ': ' + message['content'] | trim + eos_token }}"
+    "{% endfor %}"
+)
+
 
 def write_tiny_llama(
     folder: Path,
@@ -88,6 +95,22 @@ def tiny_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         extra_special_tokens=list(SPECIAL_TOKENS[3:]),
         chat_template=CHAT_TEMPLATE,
+    )
+
+
+def merging_tokenizer(*merges: str, vocab_size: int = 300) -> PreTrainedTokenizerFast:
+    """Another tokenizer, of bytes (Ġ is a space, Ċ a newline) and of these pairs of them, each written with a space
+    between its parts. Its chat template trims what is said and begins with <s>."""
+    special = ("<s>", "</s>")
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)]
+    tokens += [merge.replace(" ", "") for merge in merges]
+    tokens += [f"<filler{i}>" for i in range(len(tokens), vocab_size)]
+    pairs = [tuple(merge.split()) for merge in merges]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", chat_template=TRIMMING_TEMPLATE
     )
 
 

@@ -86,7 +86,7 @@ def assemble(
     if models.reward_model is not None:
         reward_model = _reward_model(session, config, models.reward_model, placement)
         reward_model.start()
-    rewards = RewardWorker(session, config, placement.rewards, reward_model, models.reward_model)
+    rewards = RewardWorker(session, config, placement.rewards, reward_model, models)
     rewards.start()
     for group in (trainers, critic, implicit_reward):
         if group is not None:

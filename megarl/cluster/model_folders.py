@@ -77,8 +77,26 @@ def _reward_model(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> 
         return None
     folder = resolve(config.reward_model.path, key="reward_model.path")
     check_reward_model(config, hf_config, read_config(folder))
-    _check_tokenizer(config, "reward_model.path", config.reward_model.path, folder, actor)
+    if config.reward_model.reads == "ids":
+        remedy = "reward_model.reads=text or chat, or take a model with the actor's tokenizer"
+        _check_tokenizer(config, "reward_model.path", config.reward_model.path, folder, actor, f"set {remedy}")
+    else:
+        _check_reader(config, folder)
     return folder
+
+
+def _check_reader(config: Config, folder: Path) -> None:
+    """Raises ValueError for a tokenizer that cannot read samples as the config wants."""
+    tokenizer, reads = load_tokenizer(folder, "reward_model.path"), config.reward_model.reads
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"reward_model.reads={reads}: the tokenizer of {folder} does not tell which text a token is of; take a "
+            "model with a tokenizer.json"
+        )
+    if reads == "chat" and tokenizer.chat_template is None:
+        raise ValueError(
+            f"reward_model.reads=chat: the tokenizer of {folder} has no chat template; set reward_model.reads=text"
+        )
 
 
 def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
@@ -90,13 +108,14 @@ def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) 
     check_implicit_reward_model(config, hf_config, read_config(folder))
     check_selections(config.implicit_reward, read_config(folder))
     if path is not None:
-        _check_tokenizer(config, "implicit_reward.path", path, folder, actor)
+        remedy = "take a model with the actor's tokenizer"
+        _check_tokenizer(config, "implicit_reward.path", path, folder, actor, remedy)
     return folder
 
 
-def _check_tokenizer(config: Config, key: str, path: str, folder: Path, actor: Path) -> None:
+def _check_tokenizer(config: Config, key: str, path: str, folder: Path, actor: Path, remedy: str) -> None:
     if load_tokenizer(folder, key).get_vocab() != load_tokenizer(actor).get_vocab():
         raise ValueError(
             f"{key}={path}: its tokenizer is not that of model.path={config.model.path}, and it would read other text "
-            "in the token ids that were sampled; take a model with the actor's tokenizer"
+            f"in the token ids that were sampled; {remedy}"
         )

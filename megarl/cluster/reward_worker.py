@@ -6,35 +6,57 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
-from megarl.batch import Sample, Score
+from megarl.batch import Sample, SampleInfo, Score
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.logs import log_to
+from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import Process
 from megarl.cluster.reward_engine_group import RewardEngineGroup
 from megarl.cluster.reward_model_group import RewardModelGroup
 from megarl.cluster.session import Session
 from megarl.cluster.share import Scores
-from megarl.config.classifier import score_head_of
+from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards.classifier import ClassifierReward, ModelReward
+from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.scorer import Scorer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardActor:
-    def __init__(self, config: Config, model_folder: Path | None, process: Process, logs: Path):
-        """model_folder: the reward model's (None: there is none)."""
+    def __init__(self, config: Config, models: ModelFolders, process: Process, logs: Path):
         log_to(logs / f"{process.name}.log")
-        self._config, self._model_folder = config, model_folder
+        self._config, self._models = config, models
+        self._readings: dict[str, Reading | Unreadable] = {}
+        """Of this step's samples, where the reward model does not read the sampled ids."""
 
     def start(self) -> None:
         self._scorer = Scorer(self._config.rewards.functions, self._config.reward_model.weight)
-        self._of_model = None if self._model_folder is None else classifier_reward(self._config, self._model_folder)
+        folder = self._models.reward_model
+        if folder is not None:
+            self._reader = model_reader(self._config, folder, self._models.actor)
+            self._of_model = classifier_reward(self._config, folder, self._reader)
+
+    def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
+        """The samples in the reward model's own tokens; those that it cannot read are missing."""
+        self._readings = {sample.id: self._read(sample) for sample in ray.get(list(refs))}
+        read = [reading.sample for reading in self._readings.values() if isinstance(reading, Reading)]
+        return [RemoteSample(SampleInfo.of(sample), ray.put(sample)) for sample in read]
+
+    def _read(self, sample: Sample) -> Reading | Unreadable:
+        try:
+            return self._reader.read(sample)
+        except Unreadable as reason:
+            return reason
 
     def score(
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
@@ -50,12 +72,17 @@ class RewardActor:
         return scores, self._of_tokens(of_model)
 
     def _model_rewards(self, samples: Sequence[Sample], model_scores: Scores) -> dict[str, ModelReward]:
-        if self._of_model is None:
+        if self._models.reward_model is None:
             return {}
-        scores = ray.get([model_scores[sample.id] for sample in samples])
-        return {
-            sample.id: self._of_model.reward(sample, own.tolist()) for sample, own in zip(samples, scores, strict=True)
-        }
+        scores = dict(zip(model_scores, ray.get(list(model_scores.values())), strict=True))
+        return {sample.id: self._model_reward(sample, scores.get(sample.id)) for sample in samples}
+
+    def _model_reward(self, sample: Sample, scores: torch.Tensor | None) -> ModelReward:
+        reading = self._readings.get(sample.id)
+        if isinstance(reading, Unreadable):
+            return ModelReward(None, failure=str(reading))
+        assert scores is not None, f"the reward model left out sample {sample.id}"
+        return self._of_model.reward(sample, scores.tolist(), reading)
 
     def _of_tokens(self, of_model: Mapping[str, ModelReward]) -> Scores:
         """Sample id -> float32 [R]."""
@@ -68,12 +95,25 @@ class RewardActor:
         return {name: ray.put(weight * torch.tensor(rewards)) for name, rewards in given.items()}
 
 
-def classifier_reward(config: Config, folder: Path) -> ClassifierReward:
+def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
     """Of the reward model in this folder."""
+    rewards_tokens = config.algorithm.advantage.estimator == "gae"
+    return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
+
+
+def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
+    """None where the reward model reads the sampled ids."""
+    settings = config.reward_model
+    if settings.reads == "ids":
+        return None
+    _, longest = config.context_of(settings)
+    return Reader(_kind(folder), settings, longest, load_tokenizer(folder), load_tokenizer(actor_folder))
+
+
+def _kind(folder: Path) -> Kind:
     head = score_head_of(read_config(folder))
     assert head is not None, "checked before the run starts"
-    rewards_tokens = config.algorithm.advantage.estimator == "gae"
-    return ClassifierReward(head.kind, config.reward_model, load_tokenizer(folder), rewards_tokens)
+    return head.kind
 
 
 def _row(step: int, sample: Sample, score: Score) -> dict:
@@ -99,10 +139,11 @@ class RewardWorker:
         config: Config,
         process: Process,
         model: RewardModelGroup | RewardEngineGroup | None,
-        model_folder: Path | None,
+        models: ModelFolders,
     ):
         self._session, self._name, self._model = session, process.name, model
-        self._actor = RewardActor.remote(config, model_folder, process, session.logs)
+        self._reads_ids = config.reward_model.reads == "ids"
+        self._actor = RewardActor.remote(config, models, process, session.logs)
         session.watch({self._name: self._actor})
 
     def start(self) -> None:
@@ -111,7 +152,14 @@ class RewardWorker:
     def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> tuple[list[Score], Scores]:
         """By the reward model, then by the functions. Returns, too, where rewards of single tokens are, if the reward
         model gives them: float32 [R]."""
-        model_scores = {} if self._model is None else self._model.scores(samples)
+        model_scores = {} if self._model is None else self._model_scores(self._model, samples)
         call = self._actor.score.remote([sample.ref for sample in samples], model_scores, step, rollouts.resolve())
         [answer] = self._session.wait({self._name: call}, "rewards")
         return answer
+
+    def _model_scores(self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]) -> Scores:
+        """Of the samples that it can read."""
+        if not self._reads_ids:
+            call = self._actor.read.remote([sample.ref for sample in samples])
+            [samples] = self._session.wait({self._name: call}, "reading for the reward model")
+        return model.scores(samples) if samples else {}

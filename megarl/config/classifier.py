@@ -13,14 +13,17 @@ from typing import Any, Literal
 WEIGHT, BIAS = "score.weight", "score.bias"
 """Canonical names of the head, [labels, hidden] and [labels]; it is replicated over the tensor-parallel ranks."""
 
-_KINDS = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
+Kind = Literal["sequence", "token"]
+"""What a classifier scores: a sample by its last token, or each of its tokens."""
+
+_KINDS: Mapping[str, Kind] = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """What the score head of a checkpoint reads (a sample's last token, or each), and its shape."""
+    """What the score head of a checkpoint reads, and its shape."""
 
-    kind: Literal["sequence", "token"]
+    kind: Kind
     num_labels: int
     bias: bool
 

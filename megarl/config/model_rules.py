@@ -50,8 +50,9 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
             "checkpoint (...ForSequenceClassification or ...ForTokenClassification)"
         )
     labels = has_one_label(config, placed, head.num_labels)
-    steps = steps_are_of_a_token_classifier(config, head.kind)
-    raise_all([*of_reward, labels, steps, knows_every_token(config, placed, hf_config, reward)])
+    of_kind = [rule(config, head.kind) for rule in (steps_are_of_a_token_classifier, rewarded_tokens_are_the_sampled)]
+    tokens = knows_every_token(config, placed, hf_config, reward) if placed.reads == "ids" else None
+    raise_all([*of_reward, labels, *of_kind, tokens])
 
 
 def check_implicit_reward_model(config: Config, hf_config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -195,23 +196,23 @@ def engine_expert_mlp_divides_by_tp(key: str, tp: int, hf: Mapping[str, Any]) ->
 
 
 def context_fits_the_positions(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    context, positions = config.rollout.context_length, hf["max_position_embeddings"]
+    (key, context), positions = config.context_of(placed), hf["max_position_embeddings"]
     if context <= positions:
         return None
     return (
-        f"rollout.context_length={context}: the model has {positions} positions (max_position_embeddings); set "
-        f"rollout.context_length to at most {positions}"
+        f"{key}={context}: the model has {positions} positions (max_position_embeddings); set {key} to at most "
+        f"{positions}"
     )
 
 
 def attention_is_full(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
     """A window that is as long as the longest sample hides nothing."""
-    window, context = attention_window(hf), config.rollout.context_length
+    window, (key, context) = attention_window(hf), config.context_of(placed)
     if window is None or context <= window:
         return None
     return (
-        f"rollout.context_length={context}: with sliding_window {window} the model would not see the tokens before, "
-        f"which the trainer's attention does; set rollout.context_length to at most {window}"
+        f"{key}={context}: with sliding_window {window} the model would not see the tokens before, which the trainer's "
+        f"attention does; set {key} to at most {window}"
     )
 
 
@@ -249,6 +250,19 @@ def steps_are_of_a_token_classifier(config: Config, kind: str) -> str | None:
     return (
         f"reward_model.step_end={config.reward_model.step_end!r}: {_model(config, config.reward_model)} scores whole "
         "samples (...ForSequenceClassification); set reward_model.step_end=null"
+    )
+
+
+def rewarded_tokens_are_the_sampled(config: Config, kind: str) -> str | None:
+    """Other tokens than the sampled ones have scores, but those are of no action."""
+    settings = config.reward_model
+    outcome = settings.aggregation is not None or config.algorithm.advantage.estimator != "gae"
+    if settings.reads == "ids" or kind == "sequence" or outcome or settings.step_end is not None:
+        return None
+    return (
+        f"reward_model.reads={settings.reads}: {_model(config, settings)} scores tokens of its own, whose positions "
+        "are not those of the sampled ones that gae would reward; set reward_model.step_end, "
+        "reward_model.aggregation=mean or reward_model.reads=ids"
     )
 
 

@@ -115,13 +115,13 @@ def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str |
     """The budget is of one rank, and a sample's tokens are shared out over the context-parallel ranks, in two chunks
     of equal size for each."""
     role = placed.section
-    budget, cp, context = placed.tokens_per_microbatch, placed.layout.cp, config.rollout.context_length
+    budget, cp, (key, context) = placed.tokens_per_microbatch, placed.layout.cp, config.context_of(placed)
     needed = -(-context // (2 * cp)) * 2 if cp > 1 else context
     if budget >= needed:
         return None
     ranks = f" on {role}.layout.cp={cp} ranks" if cp > 1 else ""
     return (
-        f"{role}.tokens_per_microbatch={budget}: a sample may have rollout.context_length={context} tokens{ranks} and "
+        f"{role}.tokens_per_microbatch={budget}: a sample may have {key}={context} tokens{ranks} and "
         f"is never split over microbatches ({budget} < {needed}); set {role}.tokens_per_microbatch to at least {needed}"
     )
 
@@ -161,6 +161,16 @@ def token_rewards_need_a_critic(config: Config) -> str | None:
         f"implicit_reward.coefficient={coefficient:g}: algorithm.advantage.estimator={estimator} compares whole "
         "samples and has no use for token rewards; set algorithm.advantage.estimator=gae or "
         "implicit_reward.coefficient=0"
+    )
+
+
+def sampled_ids_have_one_length(config: Config) -> str | None:
+    settings = config.reward_model
+    if settings.context_length is None or settings.reads != "ids":
+        return None
+    return (
+        f"reward_model.context_length={settings.context_length}: with reward_model.reads=ids it reads the sampled "
+        f"tokens, at most rollout.context_length={config.rollout.context_length}; set reward_model.context_length=null"
     )
 
 
@@ -296,6 +306,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     top_p_is_one,
     context_holds_a_prompt_and_a_response,
     warmup_of_the_critic_ends,
+    sampled_ids_have_one_length,
     reward_engines_have_tensor_and_data_parallel_ranks_only,
     something_gives_rewards,
     token_rewards_need_a_critic,

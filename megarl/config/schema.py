@@ -143,6 +143,8 @@ class RewardModel(Section):
 
     engine: Literal["megatron", "vllm"]
     path: Annotated[str, Field(min_length=1)] | None
+    reads: Literal["ids", "text", "chat"]
+    context_length: PositiveInt | None
     weight: FiniteFloat
     step_end: Annotated[str, Field(min_length=1)] | None
     aggregation: Literal["mean", "sum", "min", "last"] | None
@@ -283,6 +285,12 @@ class Config(Section):
         """The section of a model that runs in Megatron."""
         sections = (self.actor, self.critic, self.reward_model, self.implicit_reward)
         return next(section for section in sections if section.section == role)
+
+    def context_of(self, placed: Placed) -> tuple[str, int]:
+        """How many tokens the longest sample has for a model, and the key that says so."""
+        if isinstance(placed, RewardModel) and placed.context_length is not None:
+            return "reward_model.context_length", placed.context_length
+        return "rollout.context_length", self.rollout.context_length
 
     @property
     def all_trained(self) -> tuple[Trained, ...]:

@@ -81,7 +81,13 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
         token_ids=tuple(token_ids),
         answer=row.answer,
         source=source,
+        messages=tuple(_messages(row)),
     )
+
+
+def _messages(row: Row) -> list[dict[str, str]]:
+    """Plain text is one message of the user."""
+    return [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
 
 
 def _token_ids(row: Row, tokenizer: PreTrainedTokenizerBase, chat_template: bool, place: str) -> list[int]:
@@ -92,9 +98,8 @@ def _token_ids(row: Row, tokenizer: PreTrainedTokenizerBase, chat_template: bool
 
     from jinja2.exceptions import TemplateError
 
-    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return tokenizer.apply_chat_template(_messages(row), add_generation_prompt=True, return_dict=False)
     except TemplateError as error:
         raise ValueError(f"{place}: the model's chat template refuses the messages: {error}") from error
 

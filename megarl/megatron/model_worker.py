@@ -56,7 +56,7 @@ class ModelWorker:
             hf_config,
             self.dtype,
             self.temperature,
-            config.rollout.context_length,
+            config.context_of(settings)[1],
             frozen=self._frozen(),
         )
         self._load_weights()

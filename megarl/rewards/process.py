@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Literal
 
 Aggregation = Literal["mean", "sum", "min", "last"]
@@ -38,13 +41,11 @@ def on_trained_tokens(scores: Mapping[int, float], mask: Sequence[bool]) -> list
 def step_ends(pieces: Sequence[str], step_end: str) -> list[int]:
     """Indexes of the tokens that end a step, ascending: those in which an occurrence of the text step_end ends, and the
     last one. pieces: the text of each token of a response."""
-    text, ends, token, seen = "".join(pieces), set(), 0, 0
-    start = text.find(step_end)
-    while start >= 0:
-        stop = start + len(step_end)
-        while seen + len(pieces[token]) < stop:
-            seen += len(pieces[token])
-            token += 1
-        ends.add(token)
-        start = text.find(step_end, stop)
-    return sorted(ends | {len(pieces) - 1})
+    ends = list(accumulate(map(len, pieces)))
+    stops = step_stops("".join(pieces), step_end)
+    return sorted({*(bisect_left(ends, stop) for stop in stops), len(pieces) - 1})
+
+
+def step_stops(text: str, step_end: str) -> list[int]:
+    """How many characters of the text come up to each occurrence of step_end, itself included."""
+    return [found.end() for found in re.finditer(re.escape(step_end), text)]

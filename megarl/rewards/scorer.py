@@ -34,9 +34,13 @@ class Scorer:
     def score(self, sample: Sample, of_model: ModelReward | None = None) -> Score:
         """Calls every function; the value is the weighted sum of what they and the model (None: there is none) say, if
         all of them say something."""
-        results: dict[str, Any] = {} if of_model is None else {MODEL: of_model.value}
+        results: dict[str, Any] = {}
         parts: dict[str, float] = {}
         failures: list[str] = []
+        if of_model is not None and of_model.failure is None:
+            results[MODEL] = of_model.value
+        elif of_model is not None:
+            failures.append(f"{MODEL} {of_model.failure}, on sample {sample.id}")
         for name, function in self._functions.items():
             try:
                 results[name] = function(sample.prompt.text, sample.text, sample.prompt.answer)

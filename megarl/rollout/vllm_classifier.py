@@ -27,7 +27,7 @@ class VllmClassifier:
             folder,
             config.model.dtype,
             settings.layout.tp,
-            config.rollout.context_length,
+            config.context_of(settings)[1],
             settings.kv_cache_gib,
         ) | dict(
             runner="pooling",

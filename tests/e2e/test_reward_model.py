@@ -22,7 +22,7 @@ from tests.distributed.test_reward_model import (
 )
 from tests.e2e.test_train import metrics_of, train
 from tests.parity import config_of
-from tests.tiny_model import EOS_ID, tiny_tokenizer, write_tiny_llama
+from tests.tiny_model import EOS_ID, merging_tokenizer, tiny_tokenizer, write_tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -125,6 +125,33 @@ def test_a_reward_model_in_vllm_scores_as_transformers(tmp_path, kind):
         scores = scores_of(classifier, row)
         assert row["reward"] == pytest.approx(sum(scores) if kind == "token" else scores[-1], rel=1e-5, abs=1e-4)
     assert {"reward-model-0", "reward-model-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
+
+
+@pytest.mark.parametrize("engine", ["megatron", "vllm"])
+def test_a_reward_model_reads_the_conversation_in_its_own_chat_template(tmp_path, engine):
+    """Its vocabulary is another than the actor's, and what it reads is longer than what the actor has sampled."""
+    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
+    trunk = write_tiny_llama(tmp_path / "trunk", num_kv_heads=2, vocab_size=300, seed=1)
+    classifier = write_reward_model(tmp_path / "reward", trunk, "sequence")
+    own = merging_tokenizer("a b", "1 2", ": Ġ")
+    own.save_pretrained(tmp_path / "reward")
+    run = train(
+        tmp_path,
+        model,
+        "run.steps=1",
+        "rewards.functions=[]",
+        f"reward_model.path={tmp_path / 'reward'}",
+        f"reward_model.engine={engine}",
+        "reward_model={reads: chat, context_length: 200, tokens_per_microbatch: 256, kv_cache_gib: 0.05}",
+    )
+    rows = rows_of(run)
+    assert len(rows) == 64
+    for row in rows:
+        question = row["prompt"].removeprefix("<|user|>").removesuffix("<eos><|assistant|>")
+        said = [{"role": "user", "content": question}, {"role": "assistant", "content": row["response"]}]
+        with torch.no_grad():
+            scores = classifier(own.apply_chat_template(said, return_tensors="pt", return_dict=False)).logits
+        assert row["reward"] == pytest.approx(scores.item(), rel=1e-5, abs=1e-4)
 
 
 def test_scores_of_tokens_are_what_the_critic_learns(tmp_path):

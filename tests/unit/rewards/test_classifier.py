@@ -31,7 +31,8 @@ def settings(*overrides: str) -> RewardModel:
 
 
 def reward(*overrides: str, kind: str = "token", rewards_tokens: bool = True, scores=SCORES) -> ModelReward:
-    return ClassifierReward(kind, settings(*overrides), Letters(), rewards_tokens).reward(sample(), scores)
+    rule = ClassifierReward(kind, settings(*overrides), Letters(), None, rewards_tokens)
+    return rule.reward(sample(), scores)
 
 
 def test_every_token_is_rewarded_with_its_score():
