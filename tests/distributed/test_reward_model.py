@@ -32,20 +32,25 @@ SAMPLES = [sample for group in random_groups(0) for sample, _ in group]
 STEP_END = "a"
 
 
-@pytest.fixture(scope="module", params=CLASSES)
-def reward_model(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
-    actor = write_tiny_llama(
-        tmp_path_factory.mktemp("actor"), num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96
-    )
-    folder = tmp_path_factory.mktemp(request.param)
-    model = CLASSES[request.param].from_pretrained(actor, num_labels=1, attn_implementation="eager").eval()
+def write_classifier(folder: Path, actor: Path, kind: str) -> torch.nn.Module:
+    """With the actor's trunk and tokenizer and a random head, as Hugging Face writes it."""
+    model = CLASSES[kind].from_pretrained(actor, num_labels=1, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.score.parameters():
             parameter.normal_(generator=generator)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    return folder, model
+    return model
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def reward_model(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    actor = write_tiny_llama(
+        tmp_path_factory.mktemp("actor"), num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96
+    )
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, write_classifier(folder, actor, request.param)
 
 
 def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from megarl.config.schema import Config
-from megarl.rollout.environment import environment
-from tests.distributed.test_reward_model import (
-    CLASSES,
-    SAMPLES,
-    reward_model,  # noqa: F401  a fixture
-    rewards_of,
-    token_scores,
-)
+from tests.distributed.test_reward_model import CLASSES, write_classifier
 from tests.e2e.test_train import metrics_of, train
-from tests.parity import config_of
 from tests.tiny_model import EOS_ID, merging_tokenizer, tiny_tokenizer, write_tiny_llama
 
 pytestmark = pytest.mark.slow
-
-
-def write_reward_model(folder: Path, actor: Path, kind: str) -> torch.nn.Module:
-    """A classifier with the actor's trunk and a random head, as Hugging Face writes it."""
-    model = CLASSES[kind].from_pretrained(actor, num_labels=1, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.score.parameters():
-            parameter.normal_(generator=generator)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return model
 
 
 def scores_of(model: torch.nn.Module, row: dict) -> list[float]:
@@ -61,7 +37,7 @@ def readable(row: dict) -> bool:
 
 def test_run_is_rewarded_by_a_model_and_a_function(tmp_path):
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
-    write_reward_model(tmp_path / "reward", model, "sequence")
+    write_classifier(tmp_path / "reward", model, "sequence")
     run = train(
         tmp_path,
         model,
@@ -83,32 +59,11 @@ def test_run_is_rewarded_by_a_model_and_a_function(tmp_path):
     assert {"reward-model-0", "reward-model-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
 
 
-def in_vllm(config: Config, folder: Path) -> list[list[float]]:
-    """In a process of its own: the scores of SAMPLES."""
-    os.environ.update(environment(tp=1, threads=1))
-    from megarl.rollout.vllm_classifier import VllmClassifier
-
-    return [scores.tolist() for scores in VllmClassifier(config, folder).scores(SAMPLES)]
-
-
-def test_vllm_scores_as_megatron_and_transformers_do(reward_model):  # noqa: F811
-    """The same ids, in responses from one token to sixteen."""
-    folder, model = reward_model
-    overrides = [f"reward_model.path={folder}", "reward_model.tokens_per_microbatch=80", "reward_model.aggregation=sum"]
-    config = config_of(folder, *overrides, "reward_model.engine=vllm", "reward_model.kv_cache_gib=0.05")
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        ours = pool.submit(in_vllm, config, folder).result(timeout=200)
-    for sample, own in zip(SAMPLES, ours, strict=True):
-        assert own == pytest.approx(token_scores(model, sample), rel=0, abs=1e-4)
-    in_megatron = rewards_of(folder, "reward_model.aggregation=sum")
-    assert [sum(own) for own in ours] == pytest.approx(in_megatron, rel=1e-5, abs=1e-4)
-
-
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_reward_model_in_vllm_scores_as_transformers(tmp_path, kind):
     """By two engines. grpo compares the sums of a token classifier's scores."""
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
-    classifier = write_reward_model(tmp_path / "reward", model, kind)
+    classifier = write_classifier(tmp_path / "reward", model, kind)
     run = train(
         tmp_path,
         model,
@@ -132,7 +87,7 @@ def test_a_reward_model_reads_the_conversation_in_its_own_chat_template(tmp_path
     """Its vocabulary is another than the actor's, and what it reads is longer than what the actor has sampled."""
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
     trunk = write_tiny_llama(tmp_path / "trunk", num_kv_heads=2, vocab_size=300, seed=1)
-    classifier = write_reward_model(tmp_path / "reward", trunk, "sequence")
+    classifier = write_classifier(tmp_path / "reward", trunk, "sequence")
     own = merging_tokenizer("a b", "1 2", ": Ġ")
     own.save_pretrained(tmp_path / "reward")
     run = train(
@@ -158,7 +113,7 @@ def test_scores_of_tokens_are_what_the_critic_learns(tmp_path):
     """The critic starts at zero, and nothing is discounted: its first targets are the rewards to come. The classifier
     gives each token the same, so that these follow from the lengths alone."""
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
-    classifier = write_reward_model(tmp_path / "reward", model, "token")
+    classifier = write_classifier(tmp_path / "reward", model, "token")
     torch.nn.init.zeros_(classifier.score.weight)
     torch.nn.init.constant_(classifier.score.bias, 0.5)
     classifier.save_pretrained(tmp_path / "reward")
