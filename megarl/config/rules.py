@@ -10,7 +10,7 @@ from math import gcd
 
 from megarl.config.divisors import divisors, does_not_divide
 from megarl.config.learning_rate import num_updates
-from megarl.config.schema import Config, Placed, Trained
+from megarl.config.schema import Config, Layout, Placed, Trained
 from megarl.config.violations import raise_all
 
 
@@ -18,7 +18,13 @@ def check(config: Config) -> None:
     """Checks the keys against each other. Raises ValueError with one line per broken rule."""
     of_placed = [rule(config, placed) for placed in config.all_placed for rule in _PLACED_RULES]
     of_trained = [rule(config, trained) for trained in config.all_trained for rule in _TRAINED_RULES]
-    raise_all([rule(config) for rule in _RULES] + of_placed + of_trained)
+    of_layouts = [rule(placed.section, placed.layout) for placed in config.all_placed for rule in _LAYOUT_RULES]
+    raise_all([rule(config) for rule in _RULES] + of_layouts + of_placed + of_trained)
+
+
+def check_layout(layout: Layout, role: str = "actor") -> None:
+    """Checks a layout by itself. Raises ValueError with one line per broken rule, which has the keys of this role."""
+    raise_all([rule(role, layout) for rule in _LAYOUT_RULES])
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
@@ -46,8 +52,7 @@ def top_p_is_one(config: Config) -> str | None:
     )
 
 
-def sequence_parallel_needs_tensor_parallel(config: Config, placed: Placed) -> str | None:
-    role, layout = placed.section, placed.layout
+def sequence_parallel_needs_tensor_parallel(role: str, layout: Layout) -> str | None:
     if not layout.sequence_parallel or layout.tp > 1:
         return None
     return (
@@ -56,8 +61,7 @@ def sequence_parallel_needs_tensor_parallel(config: Config, placed: Placed) -> s
     )
 
 
-def uneven_stages_need_pipeline(config: Config, placed: Placed) -> str | None:
-    role, layout = placed.section, placed.layout
+def uneven_stages_need_pipeline(role: str, layout: Layout) -> str | None:
     given = [name for name, layers in layout.uneven_stages.items() if layers is not None]
     if not given or layout.pp > 1:
         return None
@@ -67,8 +71,7 @@ def uneven_stages_need_pipeline(config: Config, placed: Placed) -> str | None:
     )
 
 
-def virtual_stages_need_pipeline(config: Config, placed: Placed) -> str | None:
-    role, layout = placed.section, placed.layout
+def virtual_stages_need_pipeline(role: str, layout: Layout) -> str | None:
     if layout.vpp == 1 or layout.pp > 1:
         return None
     return (
@@ -77,9 +80,8 @@ def virtual_stages_need_pipeline(config: Config, placed: Placed) -> str | None:
     )
 
 
-def expert_tensor_parallel_needs_expert_parallel(config: Config, placed: Placed) -> str | None:
+def expert_tensor_parallel_needs_expert_parallel(role: str, layout: Layout) -> str | None:
     """Megatron computes wrong gradients otherwise, without an error."""
-    role, layout = placed.section, placed.layout
     if layout.ep > 1 or layout.expert_tp == layout.tp:
         return None
     return (
@@ -88,9 +90,8 @@ def expert_tensor_parallel_needs_expert_parallel(config: Config, placed: Placed)
     )
 
 
-def experts_tile_a_stage(config: Config, placed: Placed) -> str | None:
+def experts_tile_a_stage(role: str, layout: Layout) -> str | None:
     """The ranks of a pipeline stage are tp x cp x dp, and for the experts etp x ep x their own data parallelism."""
-    role, layout = placed.section, placed.layout
     ranks, needed = layout.tp * layout.cp * layout.dp, layout.expert_tp * layout.ep
     if ranks % needed == 0:
         return None
@@ -280,12 +281,16 @@ def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
     )
 
 
-_PLACED_RULES: tuple[Callable[[Config, Placed], str | None], ...] = (
+_LAYOUT_RULES: tuple[Callable[[str, Layout], str | None], ...] = (
     sequence_parallel_needs_tensor_parallel,
     uneven_stages_need_pipeline,
     virtual_stages_need_pipeline,
     expert_tensor_parallel_needs_expert_parallel,
     experts_tile_a_stage,
+)
+"""Those of a layout alone; they name its keys as those of `role`."""
+
+_PLACED_RULES: tuple[Callable[[Config, Placed], str | None], ...] = (
     microbatch_holds_the_longest_sample,
     every_data_parallel_rank_has_a_sample,
 )

@@ -63,7 +63,8 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
     huggingface: a folder with the config.json and the tokenizer of its model (None: those that the checkpoint has, or
     those of the run). Raises ValueError where it is no whole checkpoint of this model.
     """
-    path, files, hf_config = _described(path, huggingface)
+    path = model_path(path)
+    files, hf_config = _described(path, huggingface)
     with TorchDistFolder(path) as folder:
         hf_config = with_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
         plan = blueprint(hf_config, Layout(**ONE_PROCESS, sequence_parallel=False), 0, _format(folder))
@@ -77,14 +78,17 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
         yield CheckpointSource(path, files, hf_config, holder, folder, by_name, companions)
 
 
-def _described(path: Path, huggingface: Path | None) -> tuple[Path, Path, dict[str, Any]]:
-    """The checkpoint itself, the folder of its model's description, and its config.json."""
-    if (path / MANIFEST).is_file():
-        path = path / "actor"
+def model_path(path: Path) -> Path:
+    """The checkpoint of one model: of a run's, the actor."""
+    return path / "actor" if (path / MANIFEST).is_file() else path
+
+
+def _described(path: Path, huggingface: Path | None) -> tuple[Path, dict[str, Any]]:
+    """The folder of the model's description, and its config.json."""
     own = path / DESCRIPTION
     if huggingface is not None or own.is_dir():
         files = huggingface or own
-        return path, files, read_config(resolve(str(files), key="--hf"))
+        return files, read_config(resolve(str(files), key="--hf"))
     manifest = path.parent / MANIFEST
     if not manifest.is_file():
         raise ValueError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
@@ -93,7 +97,7 @@ def _described(path: Path, huggingface: Path | None) -> tuple[Path, Path, dict[s
     given = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
     files = resolve(given, key="--hf")
     hf_config = read_config(files)
-    return path, files, as_classifier(hf_config) if role == "critic" else hf_config
+    return files, as_classifier(hf_config) if role == "critic" else hf_config
 
 
 def _format(folder: TorchDistFolder) -> dict[str, Any]:
@@ -109,17 +113,16 @@ def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], 
 
 
 def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]) -> list[str]:
-    prefixes: dict[str, None] = {}
-    unexpected = []
-    for key in folder.tensors.keys() - parameters:
-        parts = key.split(".")
-        found = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
-        if (cut := next(found, None)) is None:
-            unexpected.append(key)
-        else:
-            prefixes[".".join(parts[:cut]) + "."] = None
-    refuse_unexpected(path, sorted(unexpected))
-    return sorted(prefixes)
+    prefixes = {key: companion_prefix(key, parameters) for key in folder.tensors.keys() - parameters}
+    refuse_unexpected(path, sorted(key for key, prefix in prefixes.items() if prefix is None))
+    return sorted(set(prefixes.values()))
+
+
+def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
+    """What stands before a parameter's key in this one, if it ends with one."""
+    parts = key.split(".")
+    cuts = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
+    return next((".".join(parts[:cut]) + "." for cut in cuts), None)
 
 
 def refuse_unexpected(path: Path, names: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from megarl.config.classifier import score_head_of
 from megarl.config.huggingface import left_out
+from megarl.config.rules import check_layout
 from megarl.config.schema import Layout
 from megarl.config.value_head import without_value_head
 from megarl.data.model_folder import read_config
@@ -68,6 +70,33 @@ class Weights:
     transport: Transport
     files: Path
     companions: Sequence[Companion] = ()
+
+
+def layout_of_files(
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+) -> Layout:
+    """With as few data-parallel ranks as the experts need. Raises ValueError for one that does not go together."""
+    experts = ep * (tp if etp is None else etp)
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=1,
+        ep=ep,
+        etp=etp,
+        dp=lcm(tp, experts) // tp,
+        sequence_parallel=False,
+        first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers,
+    )
+    check_layout(layout)
+    return layout
 
 
 def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Options = Options()) -> int:

@@ -1,0 +1,71 @@
+"""tools/convert.py: its arguments, and what a person sees."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from tests.unit.megatron.test_conversion import left_in, write_model
+from tests.unit.resharding.cases import config_of
+
+TOOL = Path(__file__).parents[2] / "tools" / "convert.py"
+
+
+def convert(*arguments: str | Path) -> str:
+    """What it prints."""
+    specification = importlib.util.spec_from_file_location("convert", TOOL)
+    tool = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(tool)
+    return CliRunner().invoke(tool.app, list(map(str, arguments)), catch_exceptions=False).stdout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tool")
+    write_model(folder / "hf", config_of(num_hidden_layers=4))
+    convert("hf-to-megatron", "--hf", folder / "hf", "--out", folder / "checkpoint", "--tp", 3, "--pp", 2, "--vpp", 2)
+    return folder
+
+
+def test_there_and_back(model, tmp_path):
+    shown = convert("megatron-to-hf", "--checkpoint", model / "checkpoint", "--out", tmp_path / "back")
+    before = {name: t for path in (model / "hf").glob("*.safetensors") for name, t in load_file(path).items()}
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert "written" in shown and "verified" in shown and "back: 0.000 GB of tensors" in shown
+
+
+def test_another_layout_without_reading_back(model, tmp_path):
+    arguments = ("--checkpoint", model / "checkpoint", "--out", tmp_path / "new", "--pp", 2, "--first-stage-layers", 1)
+    shown = convert("reshape", *arguments, "--no-verify", "--dtype", "float32")
+    assert "verified" not in shown
+    found = json.loads(convert("inspect", tmp_path / "new", "--json"))
+    assert found["model"] == "llama" and len(found["files"]) == 2 and found["companions"] == []
+    assert found["tensors"]["decoder.layers.3.mlp.linear_fc1.weight"] == [[36, 12], "float32", 2]
+
+
+def test_what_a_person_sees_of_a_checkpoint(model):
+    shown = convert("inspect", model / "checkpoint")
+    assert "llama\n" in shown and "GB in 6 files" in shown
+    assert "  decoder.layers.0.self_attention.linear_qkv.weight  [24, 12]  bfloat16  in 3\n" in shown
+
+
+def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
+    arguments = ["--hf", model / "hf", "--out", tmp_path / "out", "--tp", "2"]
+    command = [sys.executable, TOOL, "hf-to-megatron", *arguments]
+    done = subprocess.run(command, cwd=TOOL.parents[1], capture_output=True, text=True, timeout=300)
+    expected = "convert: error: --tp=2: num_key_value_heads 3 does not divide by 2; choose a divisor\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+    with pytest.raises(
+        ValueError, match=r"actor.layout.vpp=2: virtual stages .* and actor.layout.pp=1 is a single one"
+    ):
+        convert("hf-to-megatron", *arguments[:4], "--vpp", 2)
+    assert left_in(tmp_path) == set()

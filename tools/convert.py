@@ -1,0 +1,163 @@
+"""Converts between Hugging Face folders and Megatron checkpoints. Run it with --help."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from megarl.megatron.conversion import Options
+
+app = typer.Typer(
+    help="Convert between Hugging Face folders and Megatron checkpoints, in one process, a tensor at a time.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Out = Annotated[Path, typer.Option(help="The new folder; it appears when it is complete.")]
+Checkpoint = Annotated[
+    Path,
+    typer.Option(help="A Megatron checkpoint (torch_dist), or a run's checkpoints/step_… (its actor) or …/critic."),
+]
+HuggingFace = Annotated[
+    Path | None,
+    typer.Option("--hf", help="Where the model's config.json and tokenizer are; by default the checkpoint knows."),
+]
+Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")]
+Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages.")]
+Vpp = Annotated[int, typer.Option(min=1, help="Virtual stages of each pipeline stage.")]
+Ep = Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")]
+Etp = Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks of each expert; by default as --tp.")]
+FirstStage = Annotated[int | None, typer.Option(min=1, help="Layers of the first stage; by default stages are even.")]
+LastStage = Annotated[int | None, typer.Option(min=1, help="Layers of the last stage.")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Convert to it; by default all keep theirs.")
+]
+Verify = Annotated[bool, typer.Option(help="Read everything back and compare checksums.")]
+
+
+@app.command()
+def hf_to_megatron(
+    hf: Annotated[Path, typer.Option(help="A Hugging Face folder with safetensors.")],
+    out: Out,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    first_stage_layers: FirstStage = None,
+    last_stage_layers: LastStage = None,
+    dtype: Dtype = None,
+    verify: Verify = True,
+) -> None:
+    """Write a Megatron checkpoint, as ranks of the layout would. It loads under any other one."""
+    from megarl.megatron.conversion import huggingface_to_megatron, layout_of_files
+
+    layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
+    with _options(dtype, verify) as options:
+        _report(out, huggingface_to_megatron(hf, out, layout, options))
+
+
+@app.command()
+def megatron_to_hf(
+    checkpoint: Checkpoint,
+    out: Out,
+    hf: HuggingFace = None,
+    shard_gb: Annotated[float, typer.Option(min=0, help="Size of a weights file, in 10^9 bytes.")] = 5.0,
+    dtype: Dtype = None,
+    verify: Verify = True,
+) -> None:
+    """Write a Hugging Face folder."""
+    from megarl.megatron.conversion import megatron_to_huggingface
+
+    with _options(dtype, verify) as options:
+        _report(out, megatron_to_huggingface(checkpoint, out, hf, round(shard_gb * 1e9), options))
+
+
+@app.command()
+def reshape(
+    checkpoint: Checkpoint,
+    out: Out,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    first_stage_layers: FirstStage = None,
+    last_stage_layers: LastStage = None,
+    hf: HuggingFace = None,
+    dtype: Dtype = None,
+    verify: Verify = True,
+) -> None:
+    """Write a Megatron checkpoint as ranks of another layout would, the optimizer's state included."""
+    from megarl.megatron.conversion import layout_of_files, reshape
+
+    layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
+    with _options(dtype, verify) as options:
+        _report(out, reshape(checkpoint, out, layout, hf, options))
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A Megatron checkpoint (torch_dist), or a run's.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every tensor.")] = False,
+) -> None:
+    """Print what a checkpoint holds: its model, tensors, dtypes, and the files that they are in."""
+    from megarl.megatron.checkpoint_description import describe
+
+    found = describe(checkpoint)
+    typer.echo(json.dumps(found.__dict__, indent=1) if as_json else found.text())
+
+
+def main() -> None:
+    """Exits with the command's code; a ValueError is the user's to mend: one line on stderr, exit code 2."""
+    # An interrupted conversion removes what it has written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Megatron says at import what it lacks on this machine, and nothing here needs it.
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        app()
+    except ValueError as error:
+        # The rules of layouts name the keys of a recipe; here they are options.
+        text = str(error).replace("actor.layout.", "layout.").replace("layout.", "--")
+        print(f"convert: error: {text}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextmanager
+def _options(dtype: str | None, verify: bool) -> Iterator[Options]:
+    """With a progress bar for each thing that is done."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from megarl.megatron.conversion import Options
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn()) as bar:
+        tasks = {}
+
+        def progress(done: str, num_bytes: int, total: int) -> None:
+            if done not in tasks:
+                tasks[done] = bar.add_task(done, total=total)
+            bar.advance(tasks[done], num_bytes)
+
+        yield Options(dtype, verify, progress)
+
+
+def _report(out: Path, num_bytes: int) -> None:
+    typer.echo(f"{out}: {num_bytes / 1e9:.3f} GB of tensors")
+
+
+if __name__ == "__main__":
+    main()
