@@ -1,0 +1,195 @@
+"""Converted checkpoints in Megatron itself, and checkpoints of Megatron's and of runs as Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl.checkpoints import Checkpoints
+from megarl.config.schema import Config
+from megarl.megatron.actor_worker import ActorWorker
+from megarl.megatron.conversion import huggingface_to_megatron, layout_of_files, megatron_to_huggingface, reshape
+from tests.forked import run_ranks
+from tests.parity import canonical, config_of, random_groups, shares
+from tests.parity import train as trained
+from tests.tiny_model import write_tiny_model
+
+TOLERANCE = 1e-5
+GROUPS = random_groups(0)
+SIZES = dict(
+    vocab_size=131,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_hidden_layers=4,
+    intermediate_size=48,
+    max_position_embeddings=64,
+)
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=12,
+    kv_lora_rank=20,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    first_k_dense_replace=1,
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], str]] = {
+    # model, and the layouts that it is written for and loaded under
+    "Qwen2, tied: PP2, VPP2 and TP2": ("qwen2", dict(tie_word_embeddings=True), dict(pp=2, vpp=2), "tp: 2"),
+    "Llama: TP2 and PP2": ("llama", {}, dict(tp=2), "pp: 2, first_stage_layers: 1"),
+    "Qwen3 with experts: TP2, EP2, ETP1 and PP2": ("qwen3_moe", EXPERTS, dict(tp=2, ep=2, etp=1), "pp: 2"),
+    "DeepSeek-V3: PP2, EP4 and TP2, EP2, ETP1": (
+        "deepseek_v3",
+        LATENT,
+        dict(pp=2, ep=4),
+        "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    ),
+}
+
+
+def write(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
+    sizes = {key: size for key, size in SIZES.items() if key != "head_dim" or model_type != "deepseek_v3"}
+    return write_tiny_model(folder, model_type, **sizes | changes)
+
+
+def logits(store, rank: int, config: Config, folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """On the last stage, by sample id: this rank's part [R, vocabulary share] of the logits for its response."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    for weight in worker.parameters().values():
+        weight.fill_(torch.nan)
+    # By Megatron's own loader, as a user of Megatron would.
+    for chunk in worker.chunks:
+        state = chunk.module.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+        chunk.module.load_state_dict(dist_checkpointing.load({"model": state}, str(checkpoint))["model"])
+    captured: list[torch.Tensor] = []
+
+    def capture(head, inputs, keywords):
+        weight = head.weight if keywords.get("weight") is None else keywords["weight"]
+        hidden = inputs[0][:, 0]
+        if head.sequence_parallel:
+            parts = [torch.empty_like(hidden) for _ in range(head.tp_group.size())]
+            torch.distributed.all_gather(parts, hidden, group=head.tp_group)
+            hidden = torch.cat(parts)
+        captured.append(hidden[head.request.rows] @ weight.T)
+
+    if worker.chunks[-1].module.post_process:
+        worker.chunks[-1].module.output_layer.register_forward_pre_hook(capture, with_kwargs=True)
+    [share] = shares(config, worker.packing, [GROUPS[0]])
+    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+    worker.score("old", samples, share.microbatches)
+    order = [samples[i].sample for members in share.microbatches for i in members] if captured else []
+    sizes = [len(sample.response_ids) for sample in order]
+    parts = torch.cat(captured).split(sizes) if captured else ()
+    return {sample.id: part for sample, part in zip(order, parts, strict=True)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_megatron_loads_it_under_another_layout_and_has_the_logits_of_transformers(tmp_path, case):
+    model_type, changes, written, loaded = CASES[case]
+    folder = write(tmp_path / "hf", model_type, changes)
+    huggingface_to_megatron(folder, tmp_path / "checkpoint", layout_of_files(**written))
+    config = config_of(folder, f"actor.layout={{{loaded}}}", "batch.prompts_per_step=1", "batch.prompts_per_update=1")
+    ranks = run_ranks(config.actor.layout.world_size, logits, config, folder, tmp_path / "checkpoint")
+    last = ranks[-config.actor.layout.tp :]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for sample, _ in GROUPS[0]:
+        ours = torch.cat([part[sample.id] for part in last], -1)[:, : SIZES["vocab_size"]]
+        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        with torch.no_grad():
+            theirs = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
+        difference = (ours - theirs).abs().max()
+        assert difference <= TOLERANCE, f"{sample.id}: {difference:.1e}"
+
+
+def save_as_megatron_does(store, rank: int, config: Config, model: Path, out: Path) -> None:
+    """With Megatron's defaults, in which all layers are slices of one tensor."""
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    dist_checkpointing.save({"model": worker.chunks[0].module.sharded_state_dict()}, str(out))
+
+
+def test_a_checkpoint_by_megatrons_own_writer(tmp_path):
+    folder = write(tmp_path / "hf", "qwen3", {})
+    (tmp_path / "checkpoint").mkdir()
+    config = config_of(folder, "actor.layout={tp: 2}")
+    run_ranks(2, save_as_megatron_does, config, folder, tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match="says nothing of its model; give --hf"):
+        megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back")
+    megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back", folder)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def train_and_save(store, rank: int, config: Config, model: Path, folder: Path):
+    """One update, and a checkpoint of what it gave."""
+    worker: list[ActorWorker] = []
+    inner = ActorWorker.end_step
+
+    def end_step(self: ActorWorker) -> None:
+        inner(self)
+        worker.append(self)
+
+    ActorWorker.end_step = end_step
+    result = trained(store, rank, config, model, [GROUPS])
+    worker[0].save_checkpoint(folder, "actor")
+    return result, worker[0].finish_checkpoint(folder)
+
+
+def test_a_checkpoint_of_a_run_exports_and_takes_another_layout(tmp_path):
+    """Weights that were trained, their optimizer's state and its count."""
+    folder = write(tmp_path / "hf", "qwen2", dict(tie_word_embeddings=True))
+    config = config_of(folder, "actor.layout={pp: 2}", "actor.frozen=[model.layers.1.*]")
+    checkpoints = Checkpoints(tmp_path / "run")
+    hidden = checkpoints.begin(1)
+    (hidden / "actor").mkdir()
+    ranks = run_ranks(2, train_and_save, config, folder, hidden)
+    records = [record for _, files in ranks for record in files]
+    checkpoint = checkpoints.commit(1, {"config": config.model_dump()}, records).path
+    weights = canonical(folder, [result for result, _ in ranks], "weights")
+
+    megatron_to_huggingface(checkpoint, tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    assert torch.equal(model.state_dict()["model.norm.weight"], weights["model.norm.weight"])
+    original = load_file(folder / "model.safetensors")
+    moved = [name for name in weights if not torch.equal(original[name], weights[name])]
+    assert moved and not [name for name in moved if name.startswith("model.layers.1.")]
+
+    reshape(checkpoint / "actor", tmp_path / "reshaped", layout_of_files(tp=2))
+    assert (tmp_path / "reshaped" / "common.pt").read_bytes() == (checkpoint / "actor" / "common.pt").read_bytes()
+    before, after = (read_whole(path) for path in (checkpoint / "actor", tmp_path / "reshaped"))
+    embeddings = {key for key in before if key.endswith("word_embeddings.weight")}
+    assert before.keys() == after.keys() and len(embeddings) == 4
+    for key in before:
+        rows = SIZES["vocab_size"] if key in embeddings else None
+        assert torch.equal(before[key][:rows], after[key][:rows]), key
+    megatron_to_huggingface(tmp_path / "reshaped", tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+def read_whole(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, as torch reads it."""
+    entries = torch.distributed.checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if hasattr(entry, "chunks")
+    }
+    torch.distributed.checkpoint.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+    return tensors
