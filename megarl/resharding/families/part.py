@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -19,7 +19,7 @@ class Part:
     transformer_engine  the same for Megatron's layers of Transformer Engine (None: as in `megatron`)
     float32             canonical tensors that are kept so, whatever the dtype of the model
     per_expert          what is said of one expert: {} in names is its number, in Megatron's that among the rank's own;
-                        a parameter of vLLM has all experts, one after the other
+                        a parameter of vLLM has all of the worker's, one after the other
     """
 
     tensors: Mapping[str, tuple[str, ...]]
@@ -44,8 +44,11 @@ class Part:
             for local, tiling in tilings.items()
         }
 
-    def vllm_tilings(self, model: ModelShape) -> dict[str, Tiling]:
-        return {local: tiling.of_experts(self._experts(model)) for local, tiling in self.vllm.items()}
+    def vllm_tilings(self, experts: Iterable[int]) -> dict[str, Tiling]:
+        """experts: the numbers of those that the worker has."""
+        if not self.per_expert:
+            return dict(self.vllm)
+        return {local: tiling.of_experts(experts) for local, tiling in self.vllm.items()}
 
     def _experts(self, model: ModelShape) -> range:
         return range(model.experts.count) if self.per_expert and model.experts else range(1)

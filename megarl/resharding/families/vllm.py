@@ -16,46 +16,74 @@ VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this, whatever tp is."""
 
 
-def vllm_holder(hf_config: Mapping[str, Any], tp: int, rank: int, replica: int, dtype: str | None = None) -> Holder:
+def vllm_holder(
+    hf_config: Mapping[str, Any],
+    tp: int,
+    rank: int,
+    replica: int,
+    dtype: str | None = None,
+    expert_parallel: bool = False,
+) -> Holder:
     """The parameters of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}".
 
-    dtype   of the weights, such as "bfloat16" (None: the checkpoint's)
+    dtype            of the weights, such as "bfloat16" (None: the checkpoint's)
+    expert_parallel  workers have whole experts, in runs as equal as can be, not a share of each expert
 
     Raises ValueError where the model does not divide by tp.
     """
-    return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype))
+    return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype, expert_parallel))
 
 
-def vllm_holders(hf_config: Mapping[str, Any], tp: int, replicas: int, dtype: str | None = None) -> list[Holder]:
+def vllm_holders(
+    hf_config: Mapping[str, Any],
+    tp: int,
+    replicas: int,
+    dtype: str | None = None,
+    expert_parallel: bool = False,
+) -> list[Holder]:
     """The same of all workers of all engines."""
-    shards = [_shard(hf_config, tp, rank, dtype) for rank in range(tp)]
+    shards = [_shard(hf_config, tp, rank, dtype, expert_parallel) for rank in range(tp)]
     return [Holder(f"vllm:{replica}.{rank}", shards[rank]) for replica in range(replicas) for rank in range(tp)]
 
 
-def _shard(hf_config: Mapping[str, Any], tp: int, rank: int, dtype: str | None) -> Shard:
+def _shard(hf_config: Mapping[str, Any], tp: int, rank: int, dtype: str | None, expert_parallel: bool) -> Shard:
     canonical = Canonical(hf_config)
     model = canonical.model
     padded = -(-model.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    _check_tp(model, padded, tp)
+    _check_tp(model, padded, tp, expert_parallel)
     builder, share = ShardBuilder(canonical, dtype or weights_dtype(hf_config)), Share(tp, rank)
+    count = model.experts.count if model.experts else 0
+    experts, expert_share = range(count), share
+    if expert_parallel:
+        experts, expert_share = _run(count, tp, rank), Share(1, 0)
     builder.add(EMBEDDING, Padded((EMBEDDING,), padded=padded), share)
     for layer in range(model.num_layers):
         for part in canonical.layer_parts(layer):
-            builder.add_layer(layer, canonical.layer_prefix(layer), part.vllm_tilings(model), share)
+            cut = expert_share if part.per_expert else share
+            builder.add_layer(layer, canonical.layer_prefix(layer), part.vllm_tilings(experts), cut)
     builder.add(FINAL_NORM, Whole((FINAL_NORM,)), share)
     if not model.tied:
         builder.add(HEAD, Padded((HEAD,), padded=padded), share)
     return builder.build()
 
 
-def _check_tp(model: ModelShape, padded_vocab: int, tp: int) -> None:
+def _run(count: int, parts: int, part: int) -> range:
+    """The first `count % parts` of them have one more than the others."""
+    each, more = divmod(count, parts)
+    start = part * each + min(part, more)
+    return range(start, start + each + (part < more))
+
+
+def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bool) -> None:
     experts = model.experts
     dense = {} if experts and all(experts.layers) else {"intermediate_size": model.intermediate}
-    mixed = {"the experts' intermediate size": experts.intermediate} if experts else {}
+    mixed = {"the experts' intermediate size": experts.intermediate} if experts and not expert_parallel else {}
+    shared = {"the shared experts' intermediate size": experts.shared_intermediate} if experts else {}
     sizes = {
         "num_attention_heads": model.heads,
         **dense,
         **mixed,
+        **shared,
         f"vocab_size, padded to a multiple of {VOCABULARY_MULTIPLE},": padded_vocab,
     }
     for key, size in sizes.items():

@@ -1,0 +1,147 @@
+"""What vllm_holder declares, against the models that vLLM's own classes build and load."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.piece import Holder
+from megarl.resharding.transports.transport import view
+from tests.published_models import CONFIGS
+from tests.unit.resharding.vllm_world import weights, worker
+
+LATENT = dict(
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+    first_k_dense_replace=1,
+    n_routed_experts=18,
+    n_shared_experts=2,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
+    norm_topk_prob=True,
+    num_key_value_heads=48,
+    max_position_embeddings=64,
+)
+TINY = {
+    "Llama": ("Llama-3.1-8B", {}),
+    "Llama, tied": ("Llama-3.2-1B", {}),
+    "Llama, all biases": ("Llama-3.1-8B", dict(attention_bias=True, mlp_bias=True)),
+    "Mistral": ("Mistral-7B-v0.3", {}),
+    "Mixtral": ("Mixtral-8x7B", dict(num_local_experts=18, intermediate_size=48)),
+    "Qwen2": ("Qwen2.5-7B", {}),
+    "Qwen2, tied": ("Qwen2.5-0.5B", {}),
+    "Qwen3": ("Qwen3-32B", {}),
+    "Qwen3, experts": ("Qwen3-30B-A3B", dict(num_experts=18, mlp_only_layers=[0])),
+    "DeepSeek-V3": ("DeepSeek-V3", LATENT | dict(q_lora_rank=24)),
+    "DeepSeek-V3, direct queries": ("DeepSeek-V3", LATENT | dict(q_lora_rank=None)),
+}
+"""Changes of published models, beside the sizes below."""
+
+SIZES = dict(
+    hidden_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=48,
+    num_key_value_heads=4,
+    head_dim=2,
+    intermediate_size=96,
+    moe_intermediate_size=48,
+    vocab_size=131,
+)
+TP = {1: (0,), 2: (1,), 4: (0, 3), 8: (5,), 12: (7,), 16: (0, 10, 15)}
+"""Tensor-parallel sizes up to four times the number of KV heads -> ranks that are looked at."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_published_models_on_up_to_16_workers(name, tmp_path):
+    """Names, shapes and dtypes; a size that one side refuses is refused by the other. Four layers have all kinds."""
+    config = CONFIGS[name] | {"num_hidden_layers": 4}
+    for tp in range(1, 17):
+        try:
+            holder = vllm_holder(config, tp, tp - 1, replica=0, dtype="bfloat16")
+        except ValueError:
+            with pytest.raises((AssertionError, ValueError)), worker(tmp_path, config, tp, tp - 1):
+                pass
+        else:
+            with worker(tmp_path, config, tp, tp - 1) as model:
+                assert_declared(holder, model)
+
+
+@pytest.mark.parametrize(("name", "tp"), [("Llama-3.1-405B", 8), ("Qwen3-235B-A22B", 16), ("DeepSeek-V3", 16)])
+def test_the_largest_models_with_all_their_layers(name, tp, tmp_path):
+    holder = vllm_holder(CONFIGS[name], tp, 3, replica=0, dtype="bfloat16")
+    with worker(tmp_path, CONFIGS[name], tp, 3) as model:
+        assert_declared(holder, model)
+
+
+@pytest.mark.parametrize("name", ["Mixtral-8x22B", "Qwen3-235B-A22B", "DeepSeek-V3"])
+@pytest.mark.parametrize("tp", [2, 8])
+def test_workers_with_whole_experts(name, tp, tmp_path):
+    config = CONFIGS[name] | {"num_hidden_layers": 4}
+    holder = vllm_holder(config, tp, 1, replica=0, dtype="bfloat16", expert_parallel=True)
+    with worker(tmp_path, config, tp, 1, expert_parallel=True) as model:
+        assert_declared(holder, model)
+
+
+def assert_declared(holder: Holder, model: torch.nn.Module) -> None:
+    real = weights(model)
+    assert holder.shapes == {name: tuple(weight.shape) for name, weight in real.items()}
+    assert holder.dtypes == {name: str(weight.dtype).removeprefix("torch.") for name, weight in real.items()}
+
+
+@pytest.mark.parametrize("tp", TP)
+@pytest.mark.parametrize("name", TINY)
+def test_vllm_loads_every_number_to_where_the_holder_has_it(name, tp, tmp_path):
+    check_numbers(name, tp, TP[tp], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3, experts", "DeepSeek-V3"])
+def test_vllm_loads_whole_experts_to_where_the_holder_has_them(name, tmp_path):
+    """18 experts on four workers: five on each of the first two, four on each of the others."""
+    check_numbers(name, 4, range(4), tmp_path, expert_parallel=True)
+
+
+def check_numbers(name, tp, ranks, folder, expert_parallel=False):
+    published, changes = TINY[name]
+    config = CONFIGS[published] | SIZES | changes
+    checkpoint = distinct_numbers(config)
+    for rank in ranks:
+        holder = vllm_holder(config, tp, rank, replica=0, dtype="float32", expert_parallel=expert_parallel)
+        place = dict(expert_parallel=expert_parallel, dtype=torch.float32, device="cpu")
+        with worker(folder, config, tp, rank, **place) as model:
+            for parameter in model.parameters():
+                parameter.data.fill_(math.nan)
+            model.load_weights(iter(checkpoint.items()))
+            real = weights(model)
+        declared = held(holder, checkpoint)
+        assert declared.keys() == real.keys()
+        assert not [name for name, weight in real.items() if not torch.equal(weight, declared[name])], f"rank {rank}"
+
+
+def distinct_numbers(config) -> dict[str, torch.Tensor]:
+    """A checkpoint in which no two numbers are equal, all exact in float32, and none is zero."""
+    tensors, start = {}, 1
+    for name, shape in huggingface_holder(config).shapes.items():
+        stop = start + math.prod(shape)
+        tensors[name] = torch.arange(start, stop, dtype=torch.float32).reshape(shape)
+        start = stop
+    assert start <= 2**24
+    return tensors
+
+
+def held(holder: Holder, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.full(shape, math.nan) for name, shape in holder.shapes.items()}
+    for piece in holder.pieces:
+        here = view(tensors[piece.local], piece.local_rectangle)
+        if piece.canonical is None:
+            here.zero_()
+        else:
+            here.copy_(view(checkpoint[piece.canonical], piece.canonical_rectangle))
+    return tensors
