@@ -96,7 +96,8 @@ def assemble(
     engines.start()
     hf_config = models.hf_config
     dtype = config.model.dtype
-    engine_holders = vllm_holders(hf_config, config.rollout.tp, config.rollout.replicas, dtype)
+    whole_experts = bool(config.rollout.vllm_extra.get("enable_expert_parallel"))
+    engine_holders = vllm_holders(hf_config, config.rollout.tp, config.rollout.replicas, dtype, whole_experts)
     return Cast(
         trainers=trainers,
         critic=critic,
