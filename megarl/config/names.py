@@ -27,6 +27,7 @@ VERL = {
     "gpu_memory_utilization": "rollout.vllm_extra.gpu_memory_utilization (on CPU: rollout.kv_cache_gib)",
     "grad_clip": "actor.optimizer.clip_grad_norm",
     "grad_offload": "actor.offload",
+    "input_tokenizer": "reward_model.reads (ids, text or chat)",
     "kl_loss_coef": "algorithm.kl.coefficient",
     "kl_loss_type": "algorithm.kl.estimator",
     "kl_penalty": "algorithm.kl.estimator",

@@ -62,6 +62,8 @@ def test_every_family_is_scored_as_transformers_does(tmp_path, kind):
     models = {}
     for name in names:
         model_type, changes = MODELS[name]
+        # What transformers calls head_dim is, with latent attention, the channels that have positions.
+        changes = changes | ({"head_dim": changes["qk_rope_head_dim"]} if model_type == "deepseek_v3" else {})
         trunk = write_tiny_model(tmp_path / "trunk" / folders[name].name, model_type, **SIZES | changes)
         models[name] = write_classifier(folders[name], trunk, kind)
     for name, ours in zip(names, vllm_scores(list(folders.values())), strict=True):

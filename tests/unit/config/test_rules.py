@@ -501,6 +501,42 @@ def test_reward_engines_have_no_other_layout_than_tensor_and_data_parallel() -> 
     recipe("reward_model.path=rm", VLLM, "reward_model.layout={tp: 3, dp: 2}")
 
 
+TOKEN_CLASSIFIER = CLASSIFIER | {"architectures": ["LlamaForTokenClassification"], "vocab_size": 300}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["reward_model.reads=ids"],
+        ["reward_model.reads=chat", "reward_model.step_end=."],
+        ["reward_model.reads=chat", "reward_model.aggregation=mean"],
+        ["reward_model.reads=chat", "algorithm.advantage.estimator=grpo"],
+    ],
+)
+def test_rewards_of_tokens_are_of_sampled_ones(overrides: list[str]) -> None:
+    actor = SMOLLM2 | {"vocab_size": 300}
+    check_reward_model(recipe("reward_model.path=rm", GAE, *overrides), actor, TOKEN_CLASSIFIER)
+    with pytest.raises(ValueError, match=r"reward_model.reads=text: reward_model.path=rm scores tokens of its own"):
+        check_reward_model(recipe("reward_model.path=rm", GAE, "reward_model.reads=text"), actor, TOKEN_CLASSIFIER)
+
+
+def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_its_own() -> None:
+    read = ["reward_model.path=rm", "reward_model.reads=text", "reward_model.aggregation=mean"]
+    check_reward_model(recipe(*read), SMOLLM2 | {"vocab_size": 49152}, TOKEN_CLASSIFIER)
+    long = recipe(*read, "reward_model.context_length=9000")
+    with pytest.raises(ValueError, match=r"reward_model.context_length=9000: the model has 8192 positions"):
+        check_reward_model(long, SMOLLM2 | {"vocab_size": 49152}, TOKEN_CLASSIFIER)
+    (line,) = errors(*read, "reward_model.context_length=20000")
+    assert line.startswith(
+        "reward_model.tokens_per_microbatch=16384: a sample may have reward_model.context_length=20000"
+    )
+    (line,) = errors("reward_model.path=rm", "reward_model.context_length=512")
+    assert line == (
+        "reward_model.context_length=512: with reward_model.reads=ids it reads the sampled tokens, at most "
+        "rollout.context_length=256; set reward_model.context_length=null"
+    )
+
+
 def test_layout_rules_hold_for_the_reward_model() -> None:
     (line,) = errors("reward_model.path=rm", "reward_model.layout.vpp=2")
     assert line.startswith("reward_model.layout.vpp=2: virtual stages interleave")

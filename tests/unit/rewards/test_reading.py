@@ -9,7 +9,7 @@ from megarl.batch import Prompt, Sample, VersionRun
 from megarl.config.load import load
 from megarl.config.schema import RewardModel
 from megarl.rewards.classifier import ClassifierReward, ModelReward
-from megarl.rewards.reading import Reader, Unreadable
+from megarl.rewards.reading import MARK, Reader, Unreadable
 from tests.tiny_model import merging_tokenizer, tiny_tokenizer
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
@@ -67,6 +67,12 @@ def test_a_response_is_found_where_it_is_and_not_in_the_template(response):
     assert CHARACTERS.decode(reading.sample.response_ids) == response
 
 
+def test_a_prompt_may_hold_the_mark():
+    asked = ({"role": "user", "content": f"What is {MARK}?"},)
+    reading = reader("chat", own=CHARACTERS).read(sample("ab", ACTOR, asked))
+    assert CHARACTERS.decode(reading.sample.response_ids) == "ab"
+
+
 def test_what_the_template_trims_does_not_count():
     reading = reader("chat").read(sample("  ab \n", ACTOR))
     assert PAIRS.decode(reading.sample.response_ids) == "ab"
@@ -109,6 +115,12 @@ def test_characters_of_several_tokens_end_with_their_last():
     assert mapped == ModelReward(160.0, [0.0] * 5 + [32.0, 0.0, 0.0, 128.0])
     ended = merging_tokenizer(". Ã")  # a token that ends inside of a character
     assert reward("a.é.b", [1.0, 2.0, 4.0, 8.0, 16.0], ended, CHARACTERS).by_token is not None
+
+
+def test_a_step_may_end_with_a_character_of_several_tokens():
+    assert len(CHARACTERS.tokenize("。")) == 3
+    mapped = reward("a。b", [1.0, 2.0, 4.0, 8.0, 16.0], CHARACTERS, CHARACTERS, "reward_model.step_end=。")
+    assert mapped == ModelReward(24.0, [0.0, 0.0, 0.0, 8.0, 0.0, 16.0])
 
 
 def test_a_step_that_ends_inside_of_a_sampled_token_is_refused():

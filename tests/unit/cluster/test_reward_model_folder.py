@@ -1,0 +1,50 @@
+"""A reward model whose tokenizer cannot read the samples is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megarl.cluster.model_folders import find_models
+from megarl.config.load import load
+from tests.tiny_model import merging_tokenizer, tiny_tokenizer, write_tiny_llama
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("actor"), vocab_size=300)
+
+
+def find(actor: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, reads: str) -> Path | None:
+    """Writes a reward model with the actor's shapes and this tokenizer, and finds it."""
+    config = json.loads((actor / "config.json").read_text())
+    config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.save_pretrained(folder)
+    required = [f"model.path={actor}", "data.source=arithmetic", "rollout.context_length=64"]
+    keys = ["rollout.max_new_tokens=16", f"reward_model.path={folder}", f"reward_model.reads={reads}"]
+    return find_models(load(BASE, [*required, *keys])).reward_model
+
+
+def test_ids_are_read_with_the_actors_tokenizer_only(actor, tmp_path):
+    assert find(actor, tmp_path, tiny_tokenizer(300), "ids") == tmp_path
+    with pytest.raises(ValueError, match=r"its tokenizer is not that of .* set reward_model.reads=text or chat"):
+        find(actor, tmp_path, merging_tokenizer(), "ids")
+
+
+def test_text_and_conversations_are_read_with_any(actor, tmp_path):
+    for reads in ("text", "chat"):
+        assert find(actor, tmp_path, merging_tokenizer(), reads) == tmp_path
+
+
+def test_a_conversation_needs_a_chat_template(actor, tmp_path):
+    tokenizer = merging_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"has no chat template; set reward_model.reads=text"):
+        find(actor, tmp_path, tokenizer, "chat")
+    assert find(actor, tmp_path, tokenizer, "text") == tmp_path
