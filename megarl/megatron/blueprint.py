@@ -22,7 +22,7 @@ from megarl.megatron import parallel
 from megarl.megatron.architecture import architecture
 from megarl.megatron.extra import build
 from megarl.megatron.head import replace_output_layer
-from megarl.megatron.model import VOCABULARY_MULTIPLE, build_chunk, parallelism, tensors_of
+from megarl.megatron.model import build_chunk, parallelism, tensors_of
 from megarl.resharding.checkpoint import Extent
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.families.shape import ModelShape
@@ -47,7 +47,7 @@ def blueprint(
     format: what Megatron's `sharded_state_dict` takes as metadata.
     Raises ValueError where the model does not divide by the layout.
     """
-    holder = megatron_holder(hf_config, layout, rank, dtype, vocab_multiple=VOCABULARY_MULTIPLE)
+    holder = megatron_holder(hf_config, layout, rank, dtype)
     with parallel.pretended(layout, rank):
         chunks = _chunks(hf_config, layout)
         states = [chunk.sharded_state_dict(metadata=dict(format)) for chunk in chunks]

@@ -44,6 +44,7 @@ def install() -> None:
         random_state,
         device_literals,
         uneven_collectives,
+        lone_ranks,
         expert_dispatch,
         rotary_shares,
     ):
@@ -108,6 +109,21 @@ def uneven_collectives() -> None:
         return total.split(input_split_sizes)[group.rank()].contiguous()
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
+
+
+def lone_ranks() -> None:
+    """A rank that shares the optimizer with nobody has all gradients and parameters in its buffers already. There gloo,
+    unlike NCCL, copies whole buffers to new memory and back."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    def unless_alone(collective: Callable) -> Callable:
+        def collect(output, input_, group, **options):
+            return collective(output, input_, group=group, **options) if group.size() > 1 else None
+
+        return collect
+
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(param_and_grad_buffer, name, unless_alone(getattr(param_and_grad_buffer, name)))
 
 
 def rotary_shares() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import megatron.core.optimizer as megatron_optimizer
+import torch
 from megatron.core.tensor_parallel import layers
 
 from megarl import device
@@ -21,14 +22,28 @@ def adam() -> str:
 
 def fuses_weight_gradients() -> bool:
     """Whether the matrix product that gives a weight's gradient adds it to main_grad itself: Transformer Engine's
-    layers do, Megatron's own with Apex's kernel."""
+    layers do, Megatron's own with Apex's kernel, and on CPU with torch's product."""
     apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return device.on_cuda() and (apex or uses_transformer_engine())
+    return not device.on_cuda() or apex or uses_transformer_engine()
 
 
 def fuse_weight_gradients() -> None:
     """Megatron's output layer insists on Apex's kernel then. The head that stands in for it has no use for that."""
     layers._grad_accum_fusion_available = True
+    if not device.on_cuda():
+        layers.fused_weight_gradient_mlp_cuda = TorchWeightGradient
+
+
+class TorchWeightGradient:
+    """What Megatron calls of Apex's module fused_weight_gradient_mlp_cuda."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
+        """Adds gradientᵀ · inputs, of [T, out] and [T, in], to main_grad, float32 [out, in]."""
+        if inputs.dtype is main_grad.dtype:
+            main_grad.addmm_(gradient.t(), inputs)
+        else:  # torch has no product of bfloat16 that adds to float32
+            main_grad.add_(gradient.t() @ inputs)
 
 
 def describe() -> str:

@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -26,7 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
 from megarl import device
-from megarl.ops.packed_attention import Bucket, packed_attention
+from megarl.ops.packed_attention import Documents, packed_attention
+from megarl.ops.swiglu import swiglu
 from megarl.resharding.families.canonical import parts_of_layer
 from megarl.resharding.families.shape import ModelShape
 
@@ -37,7 +39,7 @@ class PackedDocuments(PackedSeqParams):
     rotary embedding the positions (int64 [T]), in the order in which Megatron shares out the pack over context-parallel
     ranks."""
 
-    buckets: tuple[Bucket, ...] = ()
+    documents: Documents | None = None
     positions: torch.Tensor | None = None
 
 
@@ -88,7 +90,7 @@ class DocumentAttention(torch.nn.Module):
         if self.context_group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
-        out = packed_attention(query, key, value, packed_seq_params.buckets, self.scale, dropout)
+        out = packed_attention(query, key, value, packed_seq_params.documents, self.scale, dropout)
         return out.reshape(num_tokens, 1, -1)
 
 
@@ -163,6 +165,14 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> Non
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+
+def replace_activations(model: torch.nn.Module) -> None:
+    """Gives the MLPs, experts among them, our activation, which takes gate and up at once as Transformer Engine's do.
+    Under TransformerConfig.use_te_activation_func they call it so."""
+    for module in model.modules():
+        if isinstance(module, MLP):
+            module.activation_func = swiglu
 
 
 def _fused_norm() -> type:

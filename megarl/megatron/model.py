@@ -16,13 +16,11 @@ from megarl.megatron import kernels, parallel
 from megarl.megatron.architecture import FORM, architecture
 from megarl.megatron.extra import build, checked
 from megarl.megatron.head import replace_output_layer
-from megarl.megatron.layer_spec import block_spec, uses_transformer_engine
+from megarl.megatron.layer_spec import block_spec, replace_activations, uses_transformer_engine
 from megarl.megatron.precision import precision
 from megarl.megatron.rope import set_rotary
+from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
 from megarl.resharding.families.shape import ModelShape
-
-VOCABULARY_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this times tp, as Megatron does."""
 
 MODEL_DEFAULTS = (
     *("calculate_per_token_loss", "defer_embedding_wgrad_compute", "fp16", "init_model_with_meta_device"),
@@ -57,8 +55,6 @@ def build_model(
     waits for a gradient of each parameter that it has.
     """
     config = transformer_config(settings, hf_config, dtype)
-    if config.gradient_accumulation_fusion:
-        kernels.fuse_weight_gradients()
     chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
     for chunk in chunks:
         replace_output_layer(chunk, hf_config, temperature)
@@ -113,6 +109,8 @@ def build_chunk(
 
     fused: Transformer Engine's layers (None: if it is there).
     """
+    if config.gradient_accumulation_fusion:
+        kernels.fuse_weight_gradients()
     shape = ModelShape.of(hf_config)
     multiple = VOCABULARY_MULTIPLE * config.tensor_model_parallel_size
     virtual = stage if config.virtual_pipeline_model_parallel_size else None
@@ -128,6 +126,8 @@ def build_chunk(
         vp_stage=virtual,
     )
     set_rotary(model, hf_config)
+    if config.use_te_activation_func:
+        replace_activations(model)
     return model
 
 
@@ -204,11 +204,12 @@ def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
 
 
 def _kernels(latent: bool) -> dict[str, Any]:
-    """Fused kernels come with Transformer Engine; weights are loaded right after, so initialisation is free of cost."""
+    """Most fused kernels come with Transformer Engine. Weights are loaded right after, so initialising them is free."""
     fused = uses_transformer_engine()
     return dict(
         gradient_accumulation_fusion=kernels.fuses_weight_gradients(),
         bias_activation_fusion=fused,
+        use_te_activation_func=not fused,  # of this kind: see replace_activations
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
         apply_rope_fusion=fused and not latent,  # that for latent attention knows YaRN only

@@ -11,7 +11,7 @@ from megarl.batch import TokenBatch
 from megarl.megatron.context_parallel import ContextShares, context_shares, sum_over_ranks
 from megarl.megatron.head import HeadRequest
 from megarl.megatron.layer_spec import PackedDocuments, uses_transformer_engine
-from megarl.ops.packed_attention import make_buckets
+from megarl.ops.packed_attention import documents_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ModelInput:
 
 
 def _attention(batch: TokenBatch, shares: ContextShares) -> PackedSeqParams:
-    """Transformer Engine attends within boundaries; our own attention has its documents in the buckets, and to the
+    """Transformer Engine attends within boundaries; our own attention has what `documents` says, and to the
     rotary embedding, which has the positions, the pack is one sequence."""
     if uses_transformer_engine():
         longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
@@ -63,13 +63,12 @@ def _attention(batch: TokenBatch, shares: ContextShares) -> PackedSeqParams:
     num_tokens = len(batch.tokens)
     whole = torch.tensor([0, num_tokens], dtype=torch.int32)
     parts = (shares.own, shares.all) if len(shares.places) > 1 else ()
-    buckets = make_buckets(batch.document_tokens, batch.boundaries, *parts)
     return PackedDocuments(
         "thd",
         whole,
         whole,
         max_seqlen_q=num_tokens,
         max_seqlen_kv=num_tokens,
-        buckets=buckets,
+        documents=documents_of(batch.document_tokens, batch.boundaries, *parts),
         positions=batch.positions[shares.sequence],
     )

@@ -19,7 +19,7 @@ from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron import kernels, parallel, step
 from megarl.megatron.layer_spec import uses_transformer_engine
-from megarl.megatron.model import VOCABULARY_MULTIPLE, build_model, named_weights
+from megarl.megatron.model import build_model, named_weights
 from megarl.megatron.packing import packing_of
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
@@ -80,7 +80,6 @@ class ModelWorker:
             self._rank,
             dtype=self._config.model.dtype,
             transformer_engine=uses_transformer_engine(),
-            vocab_multiple=VOCABULARY_MULTIPLE,
         )
 
     @property

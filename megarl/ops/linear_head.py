@@ -89,10 +89,13 @@ def _sharded(group: dist.ProcessGroup | None) -> bool:
     return group is not None and dist.get_world_size(group) > 1
 
 
-def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor:
-    """What autograd gets where the gradient already is in main_grad; DDP reads it only under zero_out_wgrad."""
+def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
+    """What autograd gets where the gradient already is in main_grad, so that DDP's hook is called and reads nothing.
+
+    Under zero_out_wgrad it reads all the same: the weight is the embedding's too, whose gradient calls the hook.
+    """
     weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 def _forward_tokens(hidden, weight, targets, temperature, group):

@@ -22,26 +22,38 @@ class Bucket:
     keys      int64 [D, S]: where a document's keys and values are; a shorter one's last token stands again
     queries   int64 [D, Q]: where its queries are; where there are fewer, any stand again
     visible   bool [D, 1, Q, S]: which keys a query sees; None: Q = S, and each sees those up to its own
-    scatter   int64 [n]: positions in the flattened [D · Q] whose output is kept
-    tokens    int64 [n]: the query that each of them is the output of
     """
 
     keys: torch.Tensor
     queries: torch.Tensor
     visible: torch.Tensor | None
-    scatter: torch.Tensor
-    tokens: torch.Tensor
+
+    def to(self, device: torch.device) -> Bucket:
+        visible = None if self.visible is None else self.visible.to(device)
+        return Bucket(self.keys.to(device), self.queries.to(device), visible)
 
 
-def make_buckets(
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """A pack's.
+
+    buckets   all documents, each in one bucket
+    outputs   int64 [n]: where each query's output is among those of the buckets, flattened one after the other
+    """
+
+    buckets: tuple[Bucket, ...]
+    outputs: torch.Tensor
+
+
+def documents_of(
     document_tokens: torch.Tensor,
     boundaries: torch.Tensor,
     own: torch.Tensor | None = None,
     held: torch.Tensor | None = None,
-) -> tuple[Bucket, ...]:
+) -> Documents:
     """document_tokens, boundaries: as in TokenBatch. Computed once a microbatch, for all layers.
 
-    own    int64 [n]: the places in the pack of the tokens that queries come from (None: all, in order)
+    own    int64 [n ≥ 1]: the places in the pack of the tokens that queries come from (None: all, in order)
     held   int64 [T]: the place in the pack of each token, in the order of keys and values; given with own
 
     A token that several documents share (a common prompt) has the same output in each of them, as it attends to
@@ -58,7 +70,13 @@ def make_buckets(
         unclaimed[places] = False
         if len(document.positions):
             groups.setdefault(-(-len(places) // LENGTH_STEP), []).append(document)
-    return tuple(_bucket(members, device, causal=own is None) for _, members in sorted(groups.items()))
+    ordered = [members for _, members in sorted(groups.items())]
+    buckets = [_bucket(members, causal=own is None) for members in ordered]
+    tokens = torch.cat([bucket.queries.flatten() for bucket in buckets])
+    kept = torch.cat([_padded([document.kept for document in members], fill=False).flatten() for members in ordered])
+    outputs = torch.empty(num_tokens if own is None else len(own), dtype=torch.long)
+    outputs[tokens[kept]] = kept.nonzero()[:, 0]
+    return Documents(tuple(bucket.to(device) for bucket in buckets), outputs.to(device))
 
 
 def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
@@ -83,26 +101,20 @@ class _Document:
         self.kept = new[self.positions]
 
 
-def _bucket(documents: list[_Document], device: torch.device, causal: bool) -> Bucket:
+def _bucket(documents: list[_Document], causal: bool) -> Bucket:
     keys, queries, positions = (
         _padded([getattr(document, name) for document in documents]) for name in ("keys", "queries", "positions")
     )
-    width = queries.shape[1]
-    places = torch.cat([row * width + document.kept.nonzero()[:, 0] for row, document in enumerate(documents)])
     visible = None if causal else torch.arange(keys.shape[1]) <= positions[:, None, :, None]
-    return Bucket(
-        keys=keys.to(device),
-        queries=queries.to(device),
-        visible=None if visible is None else visible.to(device),
-        scatter=places.to(device),
-        tokens=queries.flatten()[places].to(device),
-    )
+    return Bucket(keys, queries, visible)
 
 
-def _padded(rows: list[torch.Tensor]) -> torch.Tensor:
-    """One [D, longest]; a shorter row's last element stands again."""
+def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
+    """One [D, longest]; a shorter row is filled up, by its last element if by nothing else."""
     longest = max(map(len, rows))
-    return torch.stack([F.pad(row, (0, longest - len(row)), value=int(row[-1])) for row in rows])
+    return torch.stack(
+        [F.pad(row, (0, longest - len(row)), value=int(row[-1]) if fill is None else fill) for row in rows]
+    )
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -115,7 +127,7 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    buckets: tuple[Bucket, ...],
+    documents: Documents,
     scale: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
@@ -123,8 +135,10 @@ def packed_attention(
 
     Returns [n, heads, v].
     """
-    out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    for bucket in buckets:
+    value_dim, outputs = value.shape[-1], []
+    # torch's kernels want as many channels of all three; where they differ, it stores the score of each pair of tokens.
+    value = F.pad(value, (0, max(0, query.shape[-1] - value_dim)))
+    for bucket in documents.buckets:
         q, k, v = take(query, bucket.queries), take(key, bucket.keys), take(value, bucket.keys)
         attended = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
@@ -134,9 +148,8 @@ def packed_attention(
             dropout_p=dropout,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        rows = attended.transpose(1, 2).flatten(0, 1)[bucket.scatter]
-        out = out.index_copy(0, bucket.tokens, rows)
-    return out
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return take(outputs[0] if len(outputs) == 1 else torch.cat(outputs), documents.outputs)[..., :value_dim]
 
 
 def plain_attention(

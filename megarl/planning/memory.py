@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
+EXPERTS = ".mlp.experts."
+"""In the names of routed experts' parameters."""
 TILE = (1024, 4096)
 """Tokens × vocabulary of a tile of the head's logits, of which megarl/ops/linear_head.py makes one at a time."""
 
@@ -26,7 +28,7 @@ class RankMemory:
     weights       P · b: parameters of the rank, the vocabulary's padding included, of b bytes
     gradients     P · 4: the float32 buffer that they are accumulated and reduced in
     optimizer     P / d · 8, beside bfloat16 P / d · 12: Adam's two moments and the main weight, sharded over the
-                  d = dp · cp data-parallel ranks
+                  d = dp · cp data-parallel ranks; of experts over the d = tp · cp · dp / (etp · ep) that have the same
     activations   what the layers keep of the microbatches whose backward pass is still to come
     head          hidden states of the scored rows, their gradient, and the head's tiles; on the last stage
     """
@@ -52,44 +54,39 @@ def rank_memory(
     num_microbatches: int,
     recompute: Recompute = "none",
 ) -> RankMemory:
-    """Of a dense model with the layers of `megatron/layer_spec.py`; Transformer Engine's keep less.
+    """With the layers of `megatron/layer_spec.py`, those of Transformer Engine keep less; as if the router sent every
+    expert as many tokens.
 
     num_bytes              of a parameter and of an activation: 4 (float32) or 2 (bfloat16)
     num_tokens, num_rows   of one microbatch of a replica
-
-    Raises ValueError for experts or latent attention.
     """
     shape = ModelShape.of(hf_config)
-    if shape.experts is not None or shape.latent is not None:
-        raise ValueError(
-            f"memory of {shape.model_type}: only dense models with plain attention have a closed form here"
-        )
-    shapes = megatron_holder(hf_config, layout, rank).shapes
-    parameters = sum(prod(size) for size in shapes.values())
-    layers = len({tuple(name.split(".")[:4]) for name in shapes if ".layers." in name})
-    stage = rank // (layout.tp * layout.cp * layout.dp)
+    sizes = {name: prod(size) for name, size in megatron_holder(hf_config, layout, rank).shapes.items()}
+    parameters, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if EXPERTS in name)
+    ranks = layout.tp * layout.cp * layout.dp
+    sharded = (parameters - experts) // (layout.dp * layout.cp) + experts * layout.expert_tp * layout.ep // ranks
+    layers = _layers(sizes)
     own_tokens = -(-num_tokens // layout.cp)
-    last = any("final_layernorm" in name for name in shapes)
+    last = any("final_layernorm" in name for name in sizes)
+    in_flight = layers_in_flight(layout, rank // ranks, len(layers), num_microbatches)
     return RankMemory(
         weights=parameters * num_bytes,
         gradients=parameters * FLOAT32,
-        optimizer=parameters * (8 if num_bytes == FLOAT32 else 12) // (layout.dp * layout.cp),
-        activations=_activations(shape, layout, stage, layers, own_tokens, num_microbatches, num_bytes, recompute),
+        optimizer=sharded * (8 if num_bytes == FLOAT32 else 12),
+        activations=_activations(shape, layout, layers, in_flight, own_tokens, num_bytes, recompute),
         head=_head(shape, layout, own_tokens, -(-num_rows // layout.cp), num_bytes) if last else 0,
     )
 
 
-def layer_bytes(shape: ModelShape, layout: Layout, num_bytes: int, recompute: Recompute = "none") -> float:
+def layer_bytes(
+    shape: ModelShape, layout: Layout, num_bytes: int, recompute: Recompute = "none", has_experts: bool = False
+) -> float:
     """What a layer keeps of one token until its backward pass.
 
-    With h hidden, q and k rows of query and of key, f rows of the MLP, d the head's dimension, b bytes:
+    With h hidden, b bytes:
 
         norms       (4h + 2) · 4    input and normalised input of both, in float32, and their scales
-        linear in   2h · b          of query, key and value; of gate and up
-        attention   (4q + 2k + 4d) · b + heads · 4
-                                    rotated query, then query, key, value and output of the kernel, input of the output
-                                    layer; cosines and sines; the kernel's log-sum-exp
-        MLP         5f · b          gate and up, the gate's SiLU, both its factors, the product
+        linear in   2h · b          of attention's first layers; of gate and up, or of the router
 
     Tensor parallelism divides attention and MLP, sequence parallelism the rest. Context parallelism shares out tokens,
     but keys and values of all of them are gathered.
@@ -97,12 +94,64 @@ def layer_bytes(shape: ModelShape, layout: Layout, num_bytes: int, recompute: Re
     sequence = layout.tp if layout.sequence_parallel else 1
     norms = ((4 * shape.hidden + 2) * FLOAT32) / sequence
     linear = 2 * shape.hidden * num_bytes / sequence
-    rows = (4 * shape.query + 2 * shape.key * layout.cp) / layout.tp + 4 * shape.head_dim
-    attention = rows * num_bytes + shape.heads / layout.tp * FLOAT32
-    mlp = 5 * shape.intermediate * num_bytes / layout.tp
     if recompute == "full":
         return shape.hidden * num_bytes / sequence
-    return norms + linear + attention + (0 if recompute == "selective" else mlp)
+    attention = _latent_attention if shape.latent else _attention
+    mlp = _experts if has_experts else _mlp
+    kept = norms + linear + attention(shape, layout, num_bytes)
+    return kept if recompute == "selective" else kept + mlp(shape, layout, num_bytes)
+
+
+def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+    """With q and k rows of query and of key, d the head's dimension:
+
+    (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output layer; cosines
+                                      and sines; the kernel's log-sum-exp
+    2 (q + k) · 4 + 2 · heads · 4     where queries and keys have norms, as of norms above; in float32 their inputs
+                                      are parts of what the first layer gave, kept whole: another (q + k) · 4
+    """
+    rows = (3 * shape.query + 2 * shape.key * layout.cp) / layout.tp + 4 * shape.head_dim
+    kept = rows * num_bytes + shape.heads / layout.tp * FLOAT32
+    if not shape.qk_norm:
+        return kept
+    inputs = (3 if num_bytes == FLOAT32 else 2) * (shape.query + shape.key)
+    return kept + (inputs + shape.heads + shape.kv_heads) / layout.tp * FLOAT32
+
+
+def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+    """With q rows of the query, v of the values, p channels of a head that have positions, r the ranks of both latents:
+
+    (2r + 2) · 4 + r · b              the latents' norms, and the linear layers after them; in float32 the key's
+                                      channels with positions come along: p · 4
+    (4q + v + 4p) · b + heads · 4     as above, with values as wide as keys, and the output cut to their width
+    """
+    latent, sequence = shape.latent, layout.tp if layout.sequence_parallel else 1
+    ranks = (latent.query_rank or 0) + latent.kv_rank
+    along = latent.position_dim if num_bytes == FLOAT32 else 0
+    latents = (2 * ranks + 2 + along) * FLOAT32 + ranks * num_bytes
+    rows = (2 * shape.query * (1 + layout.cp) + shape.value) / layout.tp + 4 * latent.position_dim
+    return latents / sequence + rows * num_bytes + shape.heads / layout.tp * FLOAT32
+
+
+def _mlp(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+    """3f · b, with f rows: gate and up, and the activation's output."""
+    return 3 * shape.intermediate * num_bytes / layout.tp
+
+
+def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+    """With e experts of f rows, a of them active, and s rows of shared experts:
+
+        a (h + 4f) · b    tokens as they were sent to the experts; as of an MLP, and its output once weighted
+        3s · b            as of an MLP
+        9e + 20a          the router's scores, twice, and its choice as a mask; as numbers, twice, with their scores
+
+    The ranks that share a sequence share out its tokens; those that share an expert gather what is sent to it.
+    """
+    experts = shape.experts
+    sent = experts.active * shape.hidden * layout.expert_tp / layout.tp
+    inside = 4 * experts.active * experts.intermediate / layout.tp
+    shared = 3 * experts.shared_intermediate / layout.tp
+    return (sent + inside + shared) * num_bytes + (9 * experts.count + 20 * experts.active) / layout.tp
 
 
 def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatches: int) -> float:
@@ -117,11 +166,26 @@ def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatch
     return num_layers / layout.vpp * min(ahead, num_microbatches * layout.vpp)
 
 
-def _activations(shape, layout, stage, num_layers, own_tokens, num_microbatches, num_bytes, recompute) -> int:
-    """Where layers are recomputed, one of them has all that it would keep otherwise."""
-    kept = layer_bytes(shape, layout, num_bytes, recompute)
-    again = layer_bytes(shape, layout, num_bytes) - kept
-    return round(own_tokens * (kept * layers_in_flight(layout, stage, num_layers, num_microbatches) + again))
+def _layers(names: Iterable[str]) -> list[bool]:
+    """Of each layer that the parameters belong to: whether it has experts."""
+    layers: dict[str, bool] = {}
+    for name in names:
+        before, _, after = name.partition(".layers.")
+        if after:
+            layer = f"{before}.{after.partition('.')[0]}"
+            layers[layer] = layers.get(layer, False) or EXPERTS in name
+    return list(layers.values())
+
+
+def _activations(shape, layout, has_experts, in_flight, own_tokens, num_bytes, recompute) -> int:
+    """has_experts: of each layer of the stage. Where layers are recomputed, one of them has all that it would keep
+    otherwise."""
+    if not has_experts:
+        return 0
+    kept = [layer_bytes(shape, layout, num_bytes, recompute, mixed) for mixed in has_experts]
+    whole = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in has_experts]
+    again = max(one - other for one, other in zip(whole, kept, strict=True))
+    return round(own_tokens * (sum(kept) / len(kept) * in_flight + again))
 
 
 def _head(shape, layout, own_tokens, own_rows, num_bytes) -> int:

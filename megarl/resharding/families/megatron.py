@@ -15,6 +15,9 @@ from megarl.resharding.piece import Holder, Shard
 if TYPE_CHECKING:
     from megarl.config.schema import Layout
 
+VOCABULARY_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this times tp, as Megatron does."""
+
 
 class Coordinates(NamedTuple):
     """A rank's place in the layout; ranks with the same coordinates are replicas, with the same weights.
@@ -42,7 +45,7 @@ def megatron_holder(
     rank: int,
     dtype: str | None = None,
     transformer_engine: bool = False,
-    vocab_multiple: int = 128,
+    vocab_multiple: int = VOCABULARY_MULTIPLE,
 ) -> Holder:
     """The parameters of global rank `rank`, named "megatron:{rank}".
 

@@ -9,7 +9,7 @@ from megarl.megatron import kernels
 
 
 def test_without_transformer_engine_everything_is_torch():
-    assert kernels.describe() == "layers of torch, torch's fused AdamW, weight gradients added by torch"
+    assert kernels.describe() == "layers of torch, torch's fused AdamW, weight gradients fused into the products"
 
 
 @pytest.mark.parametrize(

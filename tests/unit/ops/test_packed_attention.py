@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 
-from megarl.ops.packed_attention import make_buckets, packed_attention, plain_attention, take
+from megarl.ops.packed_attention import documents_of, packed_attention, plain_attention, take
 
 
 def separate(lengths: list[int]) -> list[list[int]]:
@@ -41,7 +41,7 @@ def test_equals_one_mask_over_the_pack(name, kv_heads, value_dim):
     key, value = (torch.randn(num_tokens, kv_heads, dim, requires_grad=True) for dim in (8, value_dim))
     gradient = torch.randn(num_tokens, 6, value_dim)
     expected = plain_attention(query, key, value, tokens, boundaries, 0.3)
-    ours = packed_attention(query, key, value, make_buckets(tokens, boundaries), 0.3)
+    ours = packed_attention(query, key, value, documents_of(tokens, boundaries), 0.3)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(
         torch.autograd.grad(ours, (query, key, value), gradient),
@@ -63,9 +63,9 @@ def test_queries_of_some_tokens_against_all_keys(name, size):
     expected = plain_attention(query, key, value, tokens, boundaries, 0.3)
     held = torch.randperm(num_tokens)
     ours = torch.zeros_like(expected)
-    for own in held.tensor_split(size):
-        buckets = make_buckets(tokens, boundaries, own, held)
-        ours = ours.index_copy(0, own, packed_attention(query[own], key[held], value[held], buckets, 0.3))
+    for own in held.tensor_split(min(size, num_tokens)):
+        documents = documents_of(tokens, boundaries, own, held)
+        ours = ours.index_copy(0, own, packed_attention(query[own], key[held], value[held], documents, 0.3))
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(
         torch.autograd.grad(ours, (query, key, value), gradient),
@@ -77,7 +77,7 @@ def test_queries_of_some_tokens_against_all_keys(name, size):
 
 def test_padding_stays_below_one_step_per_document():
     lengths = torch.randint(1, 200, (50,), generator=torch.Generator().manual_seed(0)).tolist()
-    padded = sum(bucket.keys.numel() for bucket in make_buckets(*tensors(separate(lengths))))
+    padded = sum(bucket.keys.numel() for bucket in documents_of(*tensors(separate(lengths))).buckets)
     assert padded - sum(lengths) < 16 * len(lengths)
 
 

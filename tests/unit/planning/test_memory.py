@@ -17,6 +17,19 @@ QWEN_1_5B = {
     "intermediate_size": 8960,
     "tie_word_embeddings": True,
 }
+MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
 PARAMETERS = 1_543_714_304
 """Of Qwen2.5-1.5B, as its model card's 1.54B."""
 
@@ -63,7 +76,16 @@ def test_layers_in_flight(pp, vpp, stage, num_microbatches, in_flight):
     assert layers_in_flight(layout(pp=pp, vpp=vpp), stage, 28 // pp, num_microbatches) == in_flight
 
 
-def test_a_mixture_of_experts_is_refused():
-    mixtral = QWEN_1_5B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    with pytest.raises(ValueError, match="memory of mixtral: only dense models with plain attention"):
-        rank_memory(mixtral, layout(), 0, 2, 8, 8, 1)
+def test_expert_parallel_ranks_hold_every_state_once():
+    ranks = layout(dp=8, ep=8)
+    memory = [rank_memory(MIXTRAL_8X7B, ranks, rank, 2, 0, 0, 1) for rank in range(8)]
+    assert sum(rank.optimizer for rank in memory) == pytest.approx(12 * 46_702_792_704, rel=1e-6)  # its model card's
+    experts = 32 * 8 * 3 * 4096 * 14336  # layers, experts, matrices
+    assert memory[0].weights == 2 * (46_702_792_704 - experts * 7 // 8)
+
+
+def test_experts_keep_what_a_token_visits():
+    """Twice the experts, of which a token visits as many, add only to the router's scores."""
+    eight, sixteen = (MIXTRAL_8X7B | {"num_local_experts": count} for count in (8, 16))
+    kept = [rank_memory(config, layout(), 0, 2, 4096, 0, 1).activations for config in (eight, sixteen)]
+    assert kept[1] - kept[0] == 32 * 4096 * 9 * 8

@@ -6,7 +6,6 @@ import pytest
 
 from megarl.config.schema import Layout
 from megarl.megatron.layer_spec import uses_transformer_engine
-from megarl.megatron.model import VOCABULARY_MULTIPLE
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.piece import Holder
 from tests.published_models import CONFIGS
@@ -118,9 +117,7 @@ def test_published_models_on_every_rank_that_differs(model, layout):
 
 
 def check_rank(config: dict, layout: Layout, rank: int) -> None:
-    holder = megatron_holder(
-        config, layout, rank, transformer_engine=uses_transformer_engine(), vocab_multiple=VOCABULARY_MULTIPLE
-    )
+    holder = megatron_holder(config, layout, rank, transformer_engine=uses_transformer_engine())
     real = real_rank(config, layout, rank)
     assert holder.shapes == real.shapes, f"rank {rank}"
     assert_columns(holder, real.layers, "self_attention.linear_proj.weight", "layers", real.tp_rank)
