@@ -63,7 +63,7 @@ def megatron_holders(
     layout: Layout,
     dtype: str | None = None,
     transformer_engine: bool = False,
-    vocab_multiple: int = 128,
+    vocab_multiple: int = VOCABULARY_MULTIPLE,
 ) -> list[Holder]:
     """The same of all ranks."""
     return _holders(hf_config, layout, range(layout.world_size), dtype, transformer_engine, vocab_multiple)
