@@ -27,17 +27,34 @@ def interrupt_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
-def end_descendants(grace_s: float = 3.0) -> None:
+def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
     """Ends every process that this one started, directly or not; returns when they are gone.
 
-    SIGTERM comes first: some release shared memory then. After grace_s seconds follows SIGKILL.
+    SIGTERM comes first: some release shared memory then. After grace_s seconds follows SIGKILL. Python's resource
+    trackers remove what killed processes leave, once these are gone, and end then; they have tracker_s seconds for it.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         # Asked again for the second signal: a process may have started another in between.
-        descendants = psutil.Process().children(recursive=True)
-        for process in descendants:
+        others = [process for process in _descendants() if not _tracks_resources(process)]
+        for process in others:
             _signal(process, number)
-        psutil.wait_procs(descendants, timeout=grace_s)
+        psutil.wait_procs(others, timeout=grace_s)
+    trackers = _descendants()
+    _, late = psutil.wait_procs(trackers, timeout=tracker_s)
+    for process in late:
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(late, timeout=grace_s)
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _signal(process: psutil.Process, number: int) -> None:

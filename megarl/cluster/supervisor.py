@@ -77,9 +77,9 @@ def _interrupt(*_) -> None:
 
 def _end(scratch: Path) -> None:
     """Ends all processes that were started by this one or its lost child, and removes what they leave."""
-    shared_memory = segments.mapped() | segments.noted(scratch)
+    shared_memory = segments.mapped()
     processes.end_descendants()
-    segments.remove(shared_memory)
+    segments.remove(shared_memory | segments.noted(scratch))
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -25,6 +25,7 @@ class VllmActor:
         log_to(logs / f"{process.name}.log")
         # The sockets between vLLM's processes would else stay behind.
         os.environ.update(environment(tp, process.threads), VLLM_RPC_BASE_PATH=str(scratch))
+        segments.name_semaphores(scratch)
         self._config, self._model_folder, self._process, self._scratch = config, model_folder, process, scratch
 
     def start(self) -> None:

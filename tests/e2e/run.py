@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +22,8 @@ DEADLINE_S = 30
 """From a fault to the end of the run."""
 
 SHARED_MEMORY = Path("/dev/shm")
+LISTEN = "0A"
+"""The state of a socket, as the kernel's tables have it."""
 ROOT = Path(__file__).parents[2]
 RECIPE = """
 base: {base}
@@ -124,10 +126,10 @@ class Run:
         [driver] = psutil.Process(self.pid).children()
         return driver
 
-    def ports(self) -> set[int]:
-        """TCP ports on which a process of the run listens."""
-        own = {process.pid for process in self.processes()}
-        return _listening(c for c in psutil.net_connections("tcp") if c.pid in own)
+    def sockets(self) -> set[str]:
+        """Those of its processes' sockets that listen on a port, by inode: another run may take the port later."""
+        links = set[str]().union(*(_open_files(process.pid) for process in self.processes()))
+        return {inode for inode in listening_sockets() if f"socket:[{inode}]" in links}
 
     def scratch(self) -> Path:
         """The folder of the run's temporary files, as Ray's raylet was told."""
@@ -168,13 +170,20 @@ def mapped_shared_memory(process: psutil.Process) -> set[Path]:
     return {path for path in paths if path.parent == SHARED_MEMORY and path.exists()}
 
 
-def listening_ports() -> set[int]:
-    """Of the whole machine."""
-    return _listening(psutil.net_connections("tcp"))
+def listening_sockets() -> set[str]:
+    """Inodes of the whole machine's TCP sockets that listen on a port."""
+    tables = (Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
+    rows = [line.split() for table in tables for line in table]
+    return {row[9] for row in rows if row[3] == LISTEN}
 
 
-def _listening(connections: Iterable) -> set[int]:
-    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+def _open_files(pid: int) -> set[str]:
+    links = set()
+    with suppress(OSError):  # it has ended
+        for file in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # it has closed this one
+                links.add(os.readlink(file))
+    return links
 
 
 def _session(pid: int) -> int | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.run import Run, listening_ports, mapped_shared_memory, write_recipe
+from tests.e2e.run import Run, listening_sockets, mapped_shared_memory, write_recipe
 
 pytestmark = pytest.mark.slow
 INTERRUPTED = "interrupted; the run ends"
@@ -32,15 +32,15 @@ def hold(recipe: Path):
 
 def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> None:
     """After the fault the run ends in time with this exit code, has only this cause on stderr, and leaves nothing."""
-    scratch, ports = run.scratch(), run.ports()
+    scratch, sockets = run.scratch(), run.sockets()
     assert scratch.exists()
-    assert ports
+    assert sockets
     fault()
     assert run.end() == code
     assert re.fullmatch(f"megarl: error: {cause}", "\n".join(run.errors)), run.errors
     assert not scratch.exists()
     assert not run.left_shared_memory()
-    assert not ports & listening_ports()
+    assert not sockets & listening_sockets()
 
 
 def test_ctrl_c(recipe: Path, tmp_path: Path) -> None:

@@ -46,6 +46,57 @@ def test_all_descendants_end(tmp_path: Path) -> None:
     assert 1 <= float(done.stdout) < 5, "the one that ignores SIGTERM takes the grace time"
 
 
+WITH_TRACKER = """
+import multiprocessing, os, signal, sys, time
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+lock = multiprocessing.get_context("spawn").Lock()
+memory = shared_memory.SharedMemory(create=True, size=16)
+tracker = resource_tracker._resource_tracker._pid
+os.kill(tracker, signal.SIGSTOP)
+Path(sys.argv[1]).write_text(f"{tracker} {lock._semlock.name} {memory.name} done")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(60)
+"""
+SLOW_TRACKER_DRIVER = """
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+import psutil
+from megarl.cluster import processes
+file = Path(sys.argv[1])
+child = subprocess.Popen([sys.executable, "-c", file.with_name("child.py").read_text(), str(file)])
+while not (file.exists() and file.read_text().endswith("done")):
+    time.sleep(0.01)
+tracker = int(file.read_text().split()[0])
+
+def go_on_when_the_others_are_gone():
+    while psutil.pid_exists(child.pid):
+        time.sleep(0.01)
+    time.sleep(0.5)  # in which it would be killed
+    os.kill(tracker, signal.SIGCONT)
+
+threading.Thread(target=go_on_when_the_others_are_gone).start()
+processes.adopt_orphans()
+processes.end_descendants(grace_s=0.1, tracker_s=60)
+print(psutil.pid_exists(tracker))
+"""
+
+
+def test_a_tracker_has_time_to_remove_what_killed_processes_left(tmp_path: Path) -> None:
+    """One that gets no processor time while the others end."""
+    file = tmp_path / "names"
+    (tmp_path / "child.py").write_text(WITH_TRACKER)
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_TRACKER_DRIVER, str(file)], capture_output=True, text=True, check=True
+    )
+    _, semaphore, memory, _ = file.read_text().split()
+    left = [path for path in (f"sem.{semaphore.strip('/')}", memory) if Path("/dev/shm", path).exists()]
+    for path in left:
+        Path("/dev/shm", path).unlink()
+    assert not left
+    assert done.stdout == "False\n"
+
+
 STUCK = """
 import sys, threading, time
 from pathlib import Path

@@ -36,6 +36,29 @@ def test_those_of_a_killed_process_are_known_and_removed(tmp_path: Path) -> None
     foreign.unlink()
 
 
+WITH_SEMAPHORE = """
+import multiprocessing, os, signal, sys
+from multiprocessing import resource_tracker
+from pathlib import Path
+from megarl.cluster import segments
+
+segments.name_semaphores(Path(sys.argv[1]))
+context = multiprocessing.get_context("spawn")
+lock = context.Lock()
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)  # as at the end of a run, before it came to it
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_semaphore_is_known_from_the_moment_it_exists(tmp_path: Path) -> None:
+    """Of a process that was killed before anything could be noted, and whose tracker did not remove it."""
+    subprocess.run([sys.executable, "-c", WITH_SEMAPHORE, str(tmp_path)])
+    [name] = segments.noted(tmp_path)
+    assert name.startswith(f"sem.{tmp_path.name}-")
+    segments.remove({name})
+    assert segments.noted(tmp_path) == set()
+
+
 def test_nothing_is_noted_in_a_folder_that_is_gone(tmp_path: Path) -> None:
     assert segments.noted(tmp_path / "gone") == set()
     segments.remove({"megarl-no-such-segment"})
