@@ -104,3 +104,10 @@ def test_a_models_score_is_a_part_like_others():
     failed = scorer.score(sample_of("12"), ModelReward(float("nan")))
     assert failed.value is None and failed.parts == {"exact_match": 1.0}
     assert "reward_model returned nan, not a finite number" in failed.failure
+
+
+def test_what_a_model_cannot_read_is_a_failure_and_no_zero():
+    scorer = Scorer([RewardFunction(function="exact_match")])
+    score = scorer.score(sample_of("12"), ModelReward(None, failure="would read 14 tokens"))
+    assert score.value is None and score.parts == {"exact_match": 1.0}
+    assert score.failure == "rewards.functions: reward_model would read 14 tokens, on sample s7"
