@@ -59,7 +59,7 @@ def run(config: Config, scratch: Path) -> None:
     memory = MemorySampler()
     with Session(config.cluster, folder.logs, scratch) as session:
         cast = assemble(session, config, models, placement, begin.checkpoint)
-        cast.refit(version=state.step)
+        cast.refit.run(version=state.step)
         print(f"kernels: {cast.trainers.kernels}", flush=True)
         while state.step < config.run.steps:
             chosen = [prompts[i] for i in state.cursor.take(config.batch.prompts_per_step)]
@@ -88,7 +88,7 @@ def step(config: Config, cast: Cast, number: int, prompts: Sequence, rollouts: P
     with watch.phase("train"):
         metrics |= offloaded | train(config, cast, scored, number, process)
     with watch.phase("refit"):
-        cast.refit(version=number)
+        metrics |= cast.refit.run(version=number)
     return _finish(metrics, watch, groups, number)
 
 

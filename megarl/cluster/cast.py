@@ -11,6 +11,7 @@ from megarl.checkpoints import Checkpoint
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import Placement
+from megarl.cluster.refit import Refit
 from megarl.cluster.reward_engine_group import RewardEngineGroup
 from megarl.cluster.reward_model_group import RewardModelGroup
 from megarl.cluster.reward_worker import RewardWorker
@@ -18,7 +19,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
 from megarl.metrics import Metric
-from megarl.resharding.families import huggingface_holder, vllm_holders
+from megarl.resharding.families import huggingface_holder
 from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
@@ -32,16 +33,11 @@ class Cast:
     reward_model: RewardModelGroup | RewardEngineGroup | None
     engines: EngineGroup
     rewards: RewardWorker
-    transport: SharedMemory
-    refit_plan: Plan
+    refit: Refit
     export_plan: Plan
 
-    def refit(self, version: int) -> int:
-        """The trainer's weights, in place, into every engine. Returns the bytes written."""
-        return self.engines.refit(self.refit_plan, self.transport, version)
-
     def export(self, out: Path) -> None:
-        self.trainers.export(self.export_plan, self.transport, out)
+        self.trainers.export(self.export_plan, SharedMemory(self.trainers.publish()), out)
 
     @property
     def trained(self) -> list[TrainerGroup]:
@@ -94,10 +90,6 @@ def assemble(
             if checkpoint is not None:
                 group.load_checkpoint(checkpoint)
     engines.start()
-    hf_config = models.hf_config
-    dtype = config.model.dtype
-    whole_experts = bool(config.rollout.vllm_extra.get("enable_expert_parallel"))
-    engine_holders = vllm_holders(hf_config, config.rollout.tp, config.rollout.replicas, dtype, whole_experts)
     return Cast(
         trainers=trainers,
         critic=critic,
@@ -105,9 +97,8 @@ def assemble(
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,
-        transport=SharedMemory(trainers.publish()),
-        refit_plan=make_plan(trainers.holders, engine_holders),
-        export_plan=make_plan(trainers.holders, [huggingface_holder(hf_config, dtype)]),
+        refit=Refit(session, config, trainers, engines),
+        export_plan=make_plan(trainers.holders, [huggingface_holder(models.hf_config, config.model.dtype)]),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,15 +11,20 @@ import ray
 
 from megarl.batch import SampleInfo
 from megarl.cluster import segments
+from megarl.cluster.failure import RunFailure
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.cluster.vllm_group import VllmActor, VllmGroup
 from megarl.config.schema import Config
+from megarl.data.model_folder import read_config
+from megarl.resharding.families import vllm_holders
+from megarl.resharding.piece import Holder
+from megarl.resharding.plan import Plan
 from megarl.rollout.engine import SamplingRequest
 
 if TYPE_CHECKING:
-    from megarl.resharding.plan import Plan
-    from megarl.resharding.transports.shared_memory import SharedMemory
+    from megarl.resharding.transports.transport import Channel
+    from megarl.rollout.engine import Refitted
     from megarl.rollout.vllm_engine import VllmEngine
 
 
@@ -49,36 +54,94 @@ class EngineActor(VllmActor):
         segments.note(self._scratch)  # vLLM makes some only when it generates
         return [RemoteSample(SampleInfo.of(sample), ray.put(sample)) for sample in samples]
 
-    def refit(self, plan: Plan, transport: SharedMemory, version: int) -> int:
-        return self._engine.refit(plan, transport, version)
+    def connect(self, plan: Plan, channel: Channel) -> None:
+        self._engine.connect(plan, channel)
+
+    def refit(self, version: int) -> list[Refitted]:
+        return self._engine.refit(version)
 
 
 class EngineGroup(VllmGroup):
-    """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache."""
+    """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache.
+
+    Where there are several, one that is lost is left out from then on, and the others do its work.
+    """
 
     actor_class = EngineActor
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
-        super().__init__(session, config, model_folder, processes, config.rollout.tp)
+        tp, extra = config.rollout.tp, config.rollout.vllm_extra
+        super().__init__(session, config, model_folder, processes, tp)
+        self._started_with = len(processes)
+        holders = vllm_holders(
+            read_config(model_folder),
+            tp,
+            len(processes),
+            config.model.dtype,
+            expert_parallel=bool(extra.get("enable_expert_parallel")),
+        )
+        self._holders = {p.name: holders[p.index * tp : (p.index + 1) * tp] for p in processes}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the processes that are not lost."""
+        return list(self._actors)
+
+    @property
+    def holders(self) -> list[Holder]:
+        """Of all their workers."""
+        return [holder for name in self._actors for holder in self._holders[name]]
+
+    @property
+    def expendable(self) -> list[str]:
+        """Those without which the run goes on."""
+        return self.names if len(self._actors) > 1 else []
 
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], meanwhile: Callable[[], object] | None = None
     ) -> list[list[RemoteSample]]:
         """groups: the requests of each prompt. Returns their samples in the same shape and order. meanwhile: called now
         and then until they are there."""
-        replicas = len(self._actors)
-        answers = self._session.wait(
-            {
-                name: actor.generate.remote([request for group in groups[i::replicas] for request in group])
-                for i, (name, actor) in enumerate(self._actors.items())
-            },
-            "rollout",
-            meanwhile=meanwhile,
-        )
-        streams = [iter(samples) for samples in answers]
-        return [[next(streams[i % replicas]) for _ in group] for i, group in enumerate(groups)]
+        done: dict[int, list[RemoteSample]] = {}
+        while left := [i for i in range(len(groups)) if i not in done]:
+            dealt = {name: left[k :: len(self._actors)] for k, name in enumerate(self._actors)}
+            calls = {
+                name: self._actors[name].generate.remote([request for i in own for request in groups[i]])
+                for name, own in dealt.items()
+            }
+            answers, lost = self._session.gather(calls, "rollout", expendable=self.expendable, meanwhile=meanwhile)
+            for name, samples in answers.items():
+                stream = iter(samples)
+                done |= {i: [next(stream) for _ in groups[i]] for i in dealt[name]}
+            self.drop(lost, "rollout")
+        return [done[i] for i in range(len(groups))]
 
-    def refit(self, plan: Plan, transport: SharedMemory, version: int) -> int:
-        """Every engine takes the weights in place. Returns the bytes written over all engines."""
-        calls = {name: actor.refit.remote(plan, transport, version) for name, actor in self._actors.items()}
-        return sum(self._session.wait(calls, "refit"))
+    def connect(self, plan: Plan, channel: Channel) -> bool:
+        """From now on a refit is this plan. Returns whether all engines know; those that do not are lost."""
+        calls = {name: actor.connect.remote(plan, channel) for name, actor in self._actors.items()}
+        _, lost = self._session.gather(calls, "connecting for the refit", expendable=self.expendable)
+        self.drop(lost, "refit")
+        return not lost
+
+    def refitting(self, version: int) -> dict[str, ray.ObjectRef]:
+        """Calls, under way, by which every engine takes the weights, for the caller to wait for."""
+        return {name: actor.refit.remote(version) for name, actor in self._actors.items()}
+
+    def drop(self, lost: Collection[str], phase: str) -> None:
+        """Goes on without these. Raises RunFailure where none is left."""
+        for name in lost:
+            del self._actors[name]
+            print(
+                f"{phase}: {name} died; the run goes on with {len(self._actors)} of {self._started_with} engines; see "
+                f"{self._session.logs / name}.log",
+                flush=True,
+            )
+        if not self._actors:
+            raise RunFailure(f"{phase}: no engine is left; see {self._session.logs}")
+        if lost:
+            self._watch()
+
+    def _watch(self) -> None:
+        """The last one: its loss ends every wait; that of another is noticed when it is asked for something."""
+        if len(self._actors) == 1:
+            self._session.watch(self._actors)

@@ -28,6 +28,11 @@ def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> ValueError
     return RunFailure(f"{phase}: {name}: {type(origin).__name__}: {first_line}; see {log}")
 
 
+def is_cause(error: Exception) -> bool:
+    """Whether it is more than what a process sees of the failure of another: a user's error, or a loss."""
+    return _rank(error) < 2
+
+
 def _rank(error: Exception) -> int:
     if isinstance(_origin(error), ValueError):
         return 0

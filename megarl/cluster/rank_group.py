@@ -103,12 +103,15 @@ class RankGroup:
         session.watch(self._actors)
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
+        self.rendezvous = ("", 0)
+        """Host and port of the ranks' TCPStore, which rank 0 has."""
 
     def start(self) -> None:
         first_name, first = next(iter(self._actors.items()))
         [(host, port)] = self._session.wait(
             {first_name: first.open_store.remote()}, f"{self._role} rendezvous", self._start_timeout_s
         )
+        self.rendezvous = (host, port)
         started = self._session.wait(
             {name: actor.start.remote(host, port) for name, actor in self._actors.items()},
             f"{self._role} start",

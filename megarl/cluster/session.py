@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from megarl.cluster import processes
-from megarl.cluster.failure import RunFailure, cause
+from megarl.cluster.failure import RunFailure, cause, is_cause
 from megarl.cluster.watchdog import Watchdog
 from megarl.config.schema import Cluster
 
@@ -92,25 +92,43 @@ class Session:
         that names process and phase. timeout_s: None takes cluster.step_timeout_s. meanwhile: called now and then
         during a long wait; it may wait for other processes.
         """
+        answers, _ = self.gather(calls, phase, timeout_s, meanwhile=meanwhile)
+        return list(answers.values())
+
+    def gather(
+        self,
+        calls: Mapping[str, ray.ObjectRef],
+        phase: str,
+        timeout_s: float | None = None,
+        expendable: Collection[str] = (),
+        meanwhile: Callable[[], object] | None = None,
+    ) -> tuple[dict[str, Any], set[str]]:
+        """As `wait`, but the loss of an expendable process is no failure. Returns the answers by process, without those
+        of calls that failed because of a loss, once every call has ended; and the processes that are lost.
+        """
         timeout_s = timeout_s or self._config.step_timeout_s
         deadline = time.monotonic() + timeout_s
         names = {ref: name for name, ref in calls.items()}
         pending = list(names)
+        errors: dict[str, Exception] = {}
         while pending:
             self._watchdog.phase = phase
             remaining = deadline - time.monotonic()
             ready, pending = ray.wait(pending, timeout=min(max(remaining, 0.0), CHECK_S))
             waiting = [names[ref] for ref in pending]
-            errors = _errors(ready, names) if ready else self._lost(set(self._watched).difference(waiting))
-            if errors:
-                raise cause(self._settled(errors, pending, names), phase, self.logs)
+            errors |= _errors(ready, names) if ready else self._lost(set(self._watched).difference(waiting))
+            if errors and not _lost_among(errors, expendable):
+                errors |= self._settled(errors, pending, names)
+            if fatal := _unexplained(errors, expendable):
+                raise cause(fatal, phase, self.logs)
             if not ready and remaining <= 0:
                 raise RunFailure(
                     f"{phase}: no answer from {', '.join(waiting)} in {timeout_s:g} s; {self._seen(waiting)}"
                 )
             if not ready and meanwhile is not None:
                 meanwhile()
-        return ray.get(list(calls.values()))
+        answers = {name: ray.get(ref) for name, ref in calls.items() if name not in errors}
+        return answers, _lost_among(errors, expendable)
 
     def _seen(self, stuck: Sequence[str]) -> str:
         """Where it can be seen what these processes are doing, if they still tell."""
@@ -135,6 +153,18 @@ class Session:
             time.sleep(1.0)
             self._watchdog.check()
         return errors
+
+
+def _lost_among(errors: Mapping[str, Exception], expendable: Collection[str]) -> set[str]:
+    return {name for name in expendable if isinstance(errors.get(name), RayActorError)}
+
+
+def _unexplained(errors: Mapping[str, Exception], expendable: Collection[str]) -> dict[str, Exception]:
+    """The errors, without those that follow from the loss of expendable processes if there is one."""
+    lost = _lost_among(errors, expendable)
+    if not lost:
+        return dict(errors)
+    return {name: e for name, e in errors.items() if name not in lost and is_cause(e)}
 
 
 def _errors(ready: Sequence[ray.ObjectRef], names: Mapping[ray.ObjectRef, str]) -> dict[str, Exception]:

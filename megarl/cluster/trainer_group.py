@@ -19,6 +19,7 @@ from megarl.metrics import Metric, merge
 if TYPE_CHECKING:
     from megarl.megatron.actor_worker import Scorer
     from megarl.resharding.plan import Plan
+    from megarl.resharding.transports.p2p import Meeting
     from megarl.resharding.transports.shared_memory import PublishedParameter, SharedMemory
 
 
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 class TrainerActor(RankActor):
     def publish(self) -> dict[str, PublishedParameter]:
         return self._worker.publish()
+
+    def connect(self, plan: Plan, meeting: Meeting) -> None:
+        self._worker.connect(plan, meeting)
+
+    def send(self) -> int:
+        return self._worker.send()
 
     def score(self, scorer: Scorer, share: Share) -> None:
         self._worker.score(scorer, [item.fetch() for item in share.samples], share.microbatches)
@@ -86,6 +93,15 @@ class TrainerGroup(RankGroup):
             {name: actor.publish.remote() for name, actor in self._actors.items()}, "publishing weights"
         )
         return {holder.name: parameters for holder, parameters in zip(self.holders, published, strict=True)}
+
+    def connect(self, plan: Plan, meeting: Meeting) -> None:
+        """From now on `sending` is each rank's part of this plan."""
+        calls = {name: actor.connect.remote(plan, meeting) for name, actor in self._actors.items()}
+        self._session.wait(calls, "connecting for the refit")
+
+    def sending(self) -> dict[str, ray.ObjectRef]:
+        """Calls, under way, by which the ranks send their parts of a refit, for the caller to wait for."""
+        return {name: actor.send.remote() for name, actor in self._actors.items()}
 
     def score(self, scorer: Scorer, shares: Sequence[Share]) -> None:
         """shares: by data-parallel rank."""

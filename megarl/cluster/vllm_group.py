@@ -54,8 +54,12 @@ class VllmGroup:
             )
             for process in processes
         }
-        session.watch(self._actors)
+        self._watch()
 
     def start(self) -> None:
         calls = {name: actor.start.remote() for name, actor in self._actors.items()}
         self._session.wait(calls, f"{next(iter(calls)).rpartition('-')[0]} start", self._start_timeout_s)
+
+    def _watch(self) -> None:
+        """From now on the loss of an engine ends the run."""
+        self._session.watch(self._actors)

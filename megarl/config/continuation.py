@@ -25,6 +25,8 @@ FREE = (
     "rollout.tp",
     "*.kv_cache_gib",
     "*.vllm_extra*",
+    "rollout.transport",
+    "rollout.refit_*",
     "reward_model.engine",
     "rewards.failure_limit",
     "checkpoint.*",

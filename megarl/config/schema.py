@@ -167,6 +167,9 @@ class Rollout(Section):
     max_new_tokens: PositiveInt
     context_length: PositiveInt
     kv_cache_gib: PositiveFloat
+    transport: Literal["auto", "shared_memory", "p2p"]
+    refit_bucket_mib: PositiveInt | None
+    refit_timeout_s: PositiveFloat
     threads: PositiveInt | None
     vllm_extra: dict[str, Any]
 

@@ -29,6 +29,7 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.folder import write_folder
 from megarl.resharding.plan import Plan
 from megarl.resharding.selection import select_tensors, whole_parameters
+from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import PublishedParameter, publish
 from megarl.resharding.transports.transport import Transport
 
@@ -70,6 +71,14 @@ class TrainerWorker(ModelWorker, ABC):
     def publish(self) -> dict[str, PublishedParameter]:
         """Moves the live parameters into shared memory, where an engine on this machine reads them from now on."""
         return publish(self.parameters())
+
+    def connect(self, plan: Plan, meeting: Meeting) -> None:
+        """From now on `send` is this rank's part of this plan, which others at the meeting receive."""
+        self._transport = meeting.open(self.holder.name, self.parameters(), plan)
+
+    def send(self) -> int:
+        """This rank's part of a refit. Returns the bytes sent."""
+        return self._transport.send()
 
     def update(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> dict[str, Metric]:
         """One optimizer step. Returns metrics on the ranks that report for their replica, nothing on the others."""

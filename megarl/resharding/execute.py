@@ -24,9 +24,8 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
     for copy in writes.copies:
         _check_dtypes(copy, parameters, transport)
     written = 0
-    for copy in writes.copies:
+    for copy, source in transport.deliver(writes.copies):
         target = view(parameters[copy.move.destination.parameter], copy.move.destination.rectangle)
-        source = transport.read(copy.source, *copy.move.source)
         # copy_ would broadcast a source of another shape.
         assert source.shape == target.shape, f"{tuple(source.shape)} into {tuple(target.shape)}: {copy}"
         target.copy_(source)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from megarl.batch import Prompt, Sample
 from megarl.resharding.plan import Plan
-from megarl.resharding.transports.transport import Transport
+from megarl.resharding.transports.transport import Channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,18 @@ class SamplingRequest:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Refitted:
+    """What a worker of an engine says of a refit.
+
+    num_bytes      written into its parameters
+    staging_bytes  allocated on their way
+    """
+
+    num_bytes: int
+    staging_bytes: int
+
+
 class Engine(Protocol):
     version: int | None
     """Weight version that the engine holds; None before the first refit and after a failed one."""
@@ -27,5 +39,8 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
         """Samples in the order of the requests. Raises RuntimeError while version is None."""
 
-    def refit(self, plan: Plan, transport: Transport, version: int) -> int:
-        """Writes new weights into the live engine and sets its version last. Returns the bytes written."""
+    def connect(self, plan: Plan, channel: Channel) -> None:
+        """From now on a refit is this plan, which has at least the part of this engine, by this channel."""
+
+    def refit(self, version: int) -> list[Refitted]:
+        """Writes new weights into the live engine and sets its version last. Returns what each worker says."""

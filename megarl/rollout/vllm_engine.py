@@ -12,8 +12,8 @@ from megarl import device
 from megarl.batch import Sample, VersionRun
 from megarl.config.schema import Rollout
 from megarl.resharding.plan import Plan
-from megarl.resharding.transports.transport import Transport
-from megarl.rollout.engine import SamplingRequest
+from megarl.resharding.transports.transport import Channel
+from megarl.rollout.engine import Refitted, SamplingRequest
 from megarl.rollout.engine_arguments import engine_arguments
 
 
@@ -47,14 +47,17 @@ class VllmEngine:
             _sample(request, output.outputs[0], self.version) for request, output in zip(requests, outputs, strict=True)
         ]
 
-    def refit(self, plan: Plan, transport: Transport, version: int) -> int:
+    def connect(self, plan: Plan, channel: Channel) -> None:
+        self._llm.collective_rpc("connect", args=(plan, self._replica, channel))
+
+    def refit(self, version: int) -> list[Refitted]:
         self.version = None
-        written = self._llm.collective_rpc("refit", args=(plan, self._replica, transport))
+        refitted = self._llm.collective_rpc("refit")
         # Cached keys and values are those of the old weights.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM refused to drop its prefix cache: requests are still running")
         self.version = version
-        return sum(written)
+        return refitted
 
     def checksums(self) -> list[dict[str, str]]:
         """Per worker: parameter -> SHA-256 of its bytes."""

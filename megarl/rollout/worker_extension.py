@@ -18,7 +18,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from megarl import stacks
 from megarl.resharding.execute import execute
 from megarl.resharding.plan import Plan
-from megarl.resharding.transports.transport import Transport
+from megarl.resharding.transports.transport import Channel
+from megarl.rollout.engine import Refitted
 
 # This may be a process of vLLM's own, of several tensor-parallel ranks.
 stacks.write_on_request()
@@ -70,11 +71,17 @@ def _pack_experts(layer: RoutedExperts) -> None:
 class RefitExtension:
     """Mixed into vLLM's worker; its methods are called by LLM.collective_rpc."""
 
-    def refit(self, plan: Plan, replica: int, transport: Transport) -> int:
-        """Writes this worker's parameters from the trainer's. Returns the bytes written."""
-        written = execute(plan.into(f"vllm:{replica}.{self.rank}"), self._parameters(), transport)
+    def connect(self, plan: Plan, replica: int, channel: Channel) -> None:
+        """See Engine.connect. replica: the engine's number."""
+        member = f"vllm:{replica}.{self.rank}"
+        self._writes = plan.into(member)
+        self._transport = channel.open(member, self._parameters(), plan)
+
+    def refit(self) -> Refitted:
+        """Writes this worker's parameters from the trainer's."""
+        num_bytes = execute(self._writes, self._parameters(), self._transport)
         _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype)
-        return written
+        return Refitted(num_bytes, self._transport.staging_bytes)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._parameters().items()}

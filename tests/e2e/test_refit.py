@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import tempfile
+from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -17,16 +20,21 @@ from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.megatron.actor_worker import ActorWorker
 from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.piece import num_elements
+from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
+from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.environment import environment
+from tests.e2e.run import mapped_shared_memory
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 DEADLINE_S = 180
-NUM_SAMPLES = 8
+BUCKET_BYTES = 2**16
+"""Smaller than some tensors."""
 
 
 class Remote:
@@ -35,7 +43,9 @@ class Remote:
     def __init__(self, context: str, build, *args):
         mp = multiprocessing.get_context(context)
         self._connection, theirs = mp.Pipe()
-        self._process = mp.Process(target=serve, args=(theirs, build, args), daemon=True)
+        # A short path: those of the sockets that vLLM has there may have 107 bytes.
+        self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
+        self._process = mp.Process(target=serve, args=(theirs, self._scratch.name, build, args))
         self._process.start()
 
     def send(self, method: str, *args) -> None:
@@ -53,11 +63,21 @@ class Remote:
         return self.receive()
 
     def end(self) -> None:
-        self._process.kill()
+        """And with it the processes that it has started, and their shared memory."""
+        own = psutil.Process(self._process.pid)
+        family = [own, *own.children(recursive=True)]
+        segments = {path for process in family for path in mapped_shared_memory(process)}
+        for process in family:
+            process.kill()
         self._process.join()
+        psutil.wait_procs(family, DEADLINE_S)
+        for path in segments:
+            path.unlink(missing_ok=True)
+        self._scratch.cleanup()
 
 
-def serve(connection: Connection, build, args) -> None:
+def serve(connection: Connection, scratch: str, build, args) -> None:
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
     served = build(*args)
     while True:
         method, arguments = connection.recv()
@@ -77,8 +97,14 @@ class EngineSide:
         self.engine = VllmEngine(rollout, folder, "float32", replica=0, seed=0)
         self.engine.version = 0 if start_with_weights else None
 
-    def refit(self, plan, transport, version):
-        return self.engine.refit(plan, transport, version)
+    def connect(self, plan, channel):
+        self.engine.connect(plan, channel)
+
+    def refit(self, version):
+        return self.engine.refit(version)
+
+    def wipe(self):
+        self.engine._llm.collective_rpc(wipe)
 
     def sample(self, prompts):
         return self.engine.generate([SamplingRequest(f"{i}", prompt, seed=i) for i, prompt in enumerate(prompts)])
@@ -104,6 +130,12 @@ class EngineSide:
         return self.engine.checksums()
 
 
+def wipe(worker) -> None:
+    """Leaves nothing of the weights in vLLM's parameters."""
+    for parameter in worker._parameters().values():
+        parameter.fill_(float("nan"))
+
+
 class TrainerSide:
     def __init__(self, config: Config, folder: Path, store: Path, rank: int):
         world_size = config.actor.layout.world_size
@@ -114,6 +146,12 @@ class TrainerSide:
 
     def publish(self):
         return self.worker.publish()
+
+    def connect(self, plan, meeting):
+        self.worker.connect(plan, meeting)
+
+    def send(self):
+        return self.worker.send()
 
     def update(self, samples):
         """Advantages alternate in sign, so that every update moves the weights."""
@@ -145,7 +183,7 @@ def remotes():
         remote.end()
 
 
-def config_of(folder: Path) -> Config:
+def config_of(folder: Path, tp: int) -> Config:
     return load(
         BASE,
         [
@@ -155,6 +193,7 @@ def config_of(folder: Path) -> Config:
             "actor.layout.pp=2",
             "actor.optimizer.lr=3e-3",
             "actor.tokens_per_microbatch=1024",
+            f"rollout.tp={tp}",
             "rollout.max_new_tokens=12",
             "rollout.context_length=128",
             "rollout.kv_cache_gib=0.05",
@@ -221,53 +260,89 @@ MODELS = {
     "DeepSeek-V3, direct queries, YaRN": ("deepseek_v3", LATENT | dict(q_lora_rank=None, rope_parameters=YARN)),
 }
 
+OVER_TWO_WORKERS = ("Llama, tied", "Llama, all biases", "Qwen3, experts")
 
-@pytest.mark.parametrize("name", MODELS)
-def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name):
+
+class Trainers:
+    """Two pipeline stages, called together."""
+
+    def __init__(self, start, config: Config, folder: Path, store: Path):
+        self._ranks = [start("fork", TrainerSide, config, folder, store, rank) for rank in range(2)]
+        self.holders = self.call("holder")
+        self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def begin(self, method, *args) -> None:
+        for rank in self._ranks:
+            rank.send(method, *args)
+
+    def end(self) -> list:
+        return [rank.receive() for rank in self._ranks]
+
+    def call(self, method, *args) -> list:
+        self.begin(method, *args)
+        return self.end()
+
+    def shared_memory(self) -> SharedMemory:
+        return SharedMemory({h.name: p for h, p in zip(self.holders, self.call("publish"), strict=True)})
+
+    def meeting(self) -> Meeting:
+        return Meeting("127.0.0.1", self._rendezvous.port, "refit", DEADLINE_S)
+
+    def log_probs(self, samples) -> dict[str, list[float]]:
+        """The last pipeline stage has them."""
+        return self.call("log_probs", samples)[-1]
+
+    def export(self, hf_config, transport: SharedMemory, out: Path) -> Path:
+        self._ranks[0].call("export", make_plan(self.holders, [huggingface_holder(hf_config)]), transport, out)
+        return out
+
+
+@pytest.mark.parametrize(("name", "tp"), [*((name, 1) for name in MODELS), *((name, 2) for name in OVER_TWO_WORKERS)])
+def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     model_type, changes = MODELS[name]
     folder = write_tiny_model(tmp_path / "model", model_type, **SIZES | changes)
-    config, hf_config = config_of(folder), read_config(folder)
-    trainers = [remotes("fork", TrainerSide, config, folder, tmp_path / "store", rank) for rank in range(2)]
+    config, hf_config = config_of(folder, tp), read_config(folder)
+    trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes("spawn", EngineSide, config, folder, False)
-
-    def on_all(method, *args):
-        for trainer in trainers:
-            trainer.send(method, *args)
-        return [trainer.receive() for trainer in trainers]
-
-    holders = on_all("holder")
-    transport = SharedMemory({h.name: p for h, p in zip(holders, on_all("publish"), strict=True)})
-    target = vllm_holder(hf_config, 1, 0, 0)
-    plan = make_plan(holders, [target])
-    assert engine.call("shapes") == [target.shapes]
-
+    targets = [vllm_holder(hf_config, tp, rank, replica=0) for rank in range(tp)]
+    plan, shared_memory = make_plan(trainers.holders, targets, BUCKET_BYTES), trainers.shared_memory()
+    assert engine.call("shapes") == [target.shapes for target in targets]
     with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
         engine.call("sample", prompts())
-    bytes_of_model = sum(4 * torch_numel(shape) for shape in target.shapes.values())
-    assert engine.call("refit", plan, transport, 0) == bytes_of_model
+
+    bytes_of_model = [sum(4 * prod(shape) for shape in target.shapes.values()) for target in targets]
+    engine.call("connect", plan, shared_memory)
+    assert [worker.num_bytes for worker in engine.call("refit", 0)] == bytes_of_model
     before = engine.call("greedy", prompts())  # fills the prefix cache with the old weights' keys and values
     for version in (1, 2):
         samples = engine.call("sample", prompts())
         assert all(run.version == version - 1 for sample in samples for run in sample.versions)
-        trained = trainer_log_probs(on_all, samples)
+        trained = trainers.log_probs(samples)
         for sample in samples:
             assert max(abs(a - b) for a, b in zip(sample.response_logprobs, trained[sample.id], strict=True)) <= 1e-4
-        on_all("update", samples)
-        engine.call("refit", plan, transport, version)
+        trainers.call("update", samples)
+        engine.call("refit", version)
     after = engine.call("greedy", prompts())
     assert after != before, "the updates did not change what the model says"
 
-    exported = tmp_path / "exported"
-    trainers[0].call("export", make_plan(holders, [huggingface_holder(hf_config)]), transport, exported)
-    fresh = remotes("spawn", EngineSide, config, exported, True)
-    assert fresh.call("checksums") == engine.call("checksums")
+    fresh = remotes("spawn", EngineSide, config, trainers.export(hf_config, shared_memory, tmp_path / "exported"), True)
+    expected = fresh.call("checksums")
+    assert engine.call("checksums") == expected
     assert fresh.call("greedy", prompts()) == after
 
+    meeting = trainers.meeting()
+    trainers.call("connect", plan, meeting)
+    engine.call("connect", plan, meeting)
+    for version in (3, 4):
+        engine.call("wipe")
+        trainers.begin("send")
+        workers = engine.call("refit", version)
+        assert sum(trainers.end()) == sum(worker.num_bytes for worker in workers) - bytes_of_padding(plan)
+        assert all(0 < worker.staging_bytes <= 2 * BUCKET_BYTES for worker in workers)
+        assert engine.call("checksums") == expected
+    assert engine.call("greedy", prompts()) == after
 
-def trainer_log_probs(on_all, samples) -> dict[str, list[float]]:
-    """The last pipeline stage has them."""
-    return on_all("log_probs", samples)[-1]
 
-
-def torch_numel(shape: tuple[int, ...]) -> int:
-    return shape[0] * (shape[1] if len(shape) == 2 else 1)
+def bytes_of_padding(plan: Plan) -> int:
+    fills = [fill for name in plan.destinations for fill in plan.into(name).fills]
+    return sum(4 * num_elements(fill.place.rectangle) for fill in fills)

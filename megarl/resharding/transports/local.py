@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from megarl.resharding.piece import Rectangle
-from megarl.resharding.transports.transport import view
+from megarl.resharding.transports.transport import Readable, view
 
 
-class LocalMemory:
+class LocalMemory(Readable):
     def __init__(self, sources: Mapping[str, Mapping[str, torch.Tensor]]):
         """sources: holder name -> its parameters."""
         self._sources = sources

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from megarl.resharding.piece import ITEM_BYTES, Holder, Rectangle
 from megarl.resharding.transports.checksum import raw_bytes
-from megarl.resharding.transports.transport import dtype_name
+from megarl.resharding.transports.transport import Readable, dtype_name
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -27,7 +27,7 @@ DTYPES = {
 }
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(Readable):
     """One model.safetensors, or shards with an index. A context manager, which closes the files.
 
     It is a single source: the `source` of a read names no other folder.

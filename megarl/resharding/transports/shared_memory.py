@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.resharding.piece import Rectangle
-from megarl.resharding.transports.transport import view
+from megarl.resharding.transports.transport import Readable, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _published(tensor: torch.Tensor) -> PublishedParameter:
     return PublishedParameter(segment, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-class SharedMemory:
+class SharedMemory(Readable):
     """Sources that other processes on this machine have published. Can be pickled and sent to a reader."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, PublishedParameter]]):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import BytesStorageMetadata, FileSystemReader,
 
 from megarl.resharding.checkpoint import Extent
 from megarl.resharding.piece import Rectangle, contains, moved, shape_of, whole
-from megarl.resharding.transports.transport import dtype_name, view
+from megarl.resharding.transports.transport import Readable, dtype_name, view
 
 METADATA = ".metadata"
 
@@ -89,7 +89,7 @@ class TorchDistFolder:
         return self._maps[name]
 
 
-class StoredExtents:
+class StoredExtents(Readable):
     """The transport: extents by their names, in a checkpoint that has `prefix` before their keys."""
 
     def __init__(self, folder: TorchDistFolder, extents: Mapping[str, Extent], prefix: str = ""):

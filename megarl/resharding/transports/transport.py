@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, Self
 
 import torch
 
 from megarl.resharding.piece import Rectangle
+from megarl.resharding.plan import Copy, Plan
 
 
 class Transport(Protocol):
+    staging_bytes: int
+    """Allocated for what is on its way, at its peak in the last delivery."""
+
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """Of a source's parameter. Raises ValueError for one that the source does not have."""
 
+    def deliver(self, copies: Sequence[Copy]) -> Iterator[tuple[Copy, torch.Tensor]]:
+        """The copies, whole or in parts and in any order, each with its elements. These are valid until the next is
+        asked for, and by then the destination has written them."""
+
+
+class Channel(Protocol):
+    """A transport before it is opened: can be pickled and sent to those that take part in it."""
+
+    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan) -> Transport:
+        """Called by the process that is `member`, a holder, and has these parameters. plan: its part."""
+
+
+class Readable(ABC):
+    """A transport by which the destination reads its sources where they lie. It is its own channel."""
+
+    staging_bytes = 0
+
+    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan) -> Self:
+        return self
+
+    def deliver(self, copies: Sequence[Copy]) -> Iterator[tuple[Copy, torch.Tensor]]:
+        for copy in copies:
+            yield copy, self.read(copy.source, *copy.move.source)
+
+    @abstractmethod
+    def dtype(self, source: str, parameter: str) -> torch.dtype:
+        """See Transport."""
+
+    @abstractmethod
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
         """The elements of a rectangle of a source's parameter, as a view of the source where the medium allows it."""
 

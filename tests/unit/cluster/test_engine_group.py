@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,8 +8,10 @@ import pytest
 
 from megarl.cluster import vllm_group
 from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.failure import RunFailure
 from megarl.cluster.placement import Process
 from megarl.config.load import load
+from tests.unit.resharding.cases import config_of
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -17,31 +20,44 @@ class FakeActor:
     """An engine that answers every request with its name; a call is run when it is waited for."""
 
     seen: dict[str, list[str]]
+    dying: set[str]
+    """Those that die when they are next asked."""
 
     def __init__(self, name: str):
         self.generate = SimpleNamespace(remote=lambda requests: lambda: self._answer(name, requests))
 
-    def _answer(self, name: str, requests: list[str]) -> list[str]:
-        FakeActor.seen[name] = requests
-        return [f"{request} by {name}" for request in requests]
+    def _answer(self, name: str, requests: list[str]) -> list[str] | None:
+        FakeActor.seen.setdefault(name, []).extend(requests)
+        return None if name in FakeActor.dying else [f"{request} by {name}" for request in requests]
+
+
+class FakeSession:
+    logs, scratch = Path("logs"), None
+
+    def __init__(self) -> None:
+        self.watched: list[str] = []
+
+    def watch(self, actors: dict) -> None:
+        self.watched += actors
+
+    def gather(self, calls: dict, phase: str, expendable: list[str], meanwhile: None) -> tuple[dict, set[str]]:
+        answers = {name: call() for name, call in calls.items()}
+        lost = {name for name, answer in answers.items() if answer is None}
+        assert lost <= set(expendable)
+        return {name: answer for name, answer in answers.items() if name not in lost}, lost
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch):
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """start(replicas): an EngineGroup of such engines."""
-    FakeActor.seen = {}
+    FakeActor.seen, FakeActor.dying = {}, set()
+    (tmp_path / "config.json").write_text(json.dumps(config_of()))
     options = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
     monkeypatch.setattr(EngineGroup, "actor_class", SimpleNamespace(options=lambda **_: options))
     monkeypatch.setattr(vllm_group, "ray", SimpleNamespace(cluster_resources=dict))
-    session = SimpleNamespace(
-        logs=None,
-        scratch=None,
-        watch=lambda actors: None,
-        wait=lambda calls, phase, meanwhile: [call() for call in calls.values()],
-    )
     config = load(QUICKSTART)
     return lambda replicas: EngineGroup(
-        session, config, Path("model"), [Process("engine", index, 1) for index in range(replicas)]
+        FakeSession(), config, tmp_path, [Process("engine", index, 1) for index in range(replicas)]
     )
 
 
@@ -59,3 +75,32 @@ def test_a_group_stays_on_one_replica(start) -> None:
 
 def test_fewer_groups_than_replicas(start) -> None:
     assert start(3).generate([["a"], ["b"]]) == [["a by engine-0"], ["b by engine-1"]]
+
+
+def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys) -> None:
+    engines = start(3)
+    FakeActor.dying = {"engine-1"}
+    groups = [[f"{i}.{k}" for k in range(2)] for i in range(5)]
+    answers = engines.generate(groups)
+    assert [[answer.split()[0] for answer in group] for group in answers] == groups
+    assert engines.names == ["engine-0", "engine-2"]
+    assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:2.0"]
+    delivered = [request for name in engines.names for request in FakeActor.seen[name]]
+    assert sorted(delivered) == sorted(request for group in groups for request in group)
+    line = "rollout: engine-1 died; the run goes on with 2 of 3 engines; see logs/engine-1.log"
+    assert capsys.readouterr().out.strip() == line
+
+
+def test_the_last_engine_is_watched(start) -> None:
+    engines = start(2)
+    assert engines.expendable == ["engine-0", "engine-1"]
+    assert engines._session.watched == []
+    engines.drop({"engine-0"}, "rollout")
+    assert engines.expendable == []
+    assert engines._session.watched == ["engine-1"]
+    assert start(1)._session.watched == ["engine-0"]
+
+
+def test_a_run_without_engines_ends(start) -> None:
+    with pytest.raises(RunFailure, match=r"^refit: no engine is left; see logs$"):
+        start(2).drop({"engine-0", "engine-1"}, "refit")

@@ -145,3 +145,44 @@ def test_its_loss_is_the_cause_of_what_others_miss(session: Session) -> None:
     session._watched["engine-0"].until = 1
     with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
         session.wait({"trainer-0": Call(2, RayTaskError("f", "", KeyError("its sample is gone")))}, "update")
+
+
+EXPENDABLE = ("engine-0", "engine-1")
+
+
+def test_an_expendable_process_may_be_lost(session: Session, ray: FakeRay) -> None:
+    calls = {"engine-0": Call(1, ActorDiedError()), "engine-1": Call(40, "samples")}
+    assert session.gather(calls, "rollout", expendable=EXPENDABLE) == ({"engine-1": "samples"}, {"engine-0"})
+    assert ray.now == 40, "the others' calls have ended"
+
+
+def test_what_others_see_of_an_expendable_loss_is_no_failure(session: Session) -> None:
+    """Also where it is seen before the loss itself."""
+    reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
+    calls = {"trainer-0": Call(1, reset), "engine-0": Call(2, ActorDiedError()), "engine-1": Call(9, reset)}
+    assert session.gather(calls, "refit", expendable=EXPENDABLE) == ({}, {"engine-0"})
+
+
+def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(session: Session) -> None:
+    calls = {"engine-0": Call(1, RayTaskError("f", "", KeyError("w"))), "engine-1": Call(NEVER)}
+    with pytest.raises(RunFailure, match=r"^refit: engine-0: KeyError: 'w'; see /logs/engine-0.log$"):
+        session.gather(calls, "refit", expendable=EXPENDABLE)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ActorDiedError(), "refit: trainer-0 died; see /logs/trainer-0.log"),
+        (RayTaskError("f", "", ValueError("no such tensor")), "no such tensor"),
+    ],
+)
+def test_a_loss_does_not_hide_the_failure_of_another(session: Session, error: Exception, message: str) -> None:
+    calls = {"engine-0": Call(1, ActorDiedError()), "trainer-0": Call(2, error), "engine-1": Call(NEVER)}
+    with pytest.raises((RunFailure, ValueError), match=f"^{message}$"):
+        session.gather(calls, "refit", expendable=EXPENDABLE)
+
+
+def test_after_a_loss_the_others_still_have_a_deadline(session: Session) -> None:
+    calls = {"engine-0": Call(1, ActorDiedError()), "engine-1": Call(NEVER)}
+    with pytest.raises(RunFailure, match=r"^rollout: no answer from engine-1 in 100 s; see /logs$"):
+        session.gather(calls, "rollout", expendable=EXPENDABLE)

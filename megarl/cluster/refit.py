@@ -1,0 +1,72 @@
+"""The actor's weights on their way into the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.session import Session
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.schema import Config
+from megarl.metrics import Metric
+from megarl.resharding.planner import make_plan
+from megarl.resharding.transports.p2p import Meeting
+from megarl.resharding.transports.shared_memory import SharedMemory
+from megarl.resharding.transports.transport import Channel
+
+
+class Refit:
+    """Plans once, and anew when an engine is lost: those that are left then take all weights again."""
+
+    def __init__(self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup):
+        self._session, self._config = session, config
+        self._trainers, self._engines = trainers, engines
+        self._connected: Collection[str] = ()
+        self._connections = 0
+
+    def run(self, version: int) -> dict[str, Metric]:
+        """Every engine takes the weights, in place, as this version. Returns metrics.
+
+        Raises RunFailure where that fails, or where the last engine is lost.
+        """
+        while True:
+            if self._connected != self._engines.names:
+                self._connect()
+            sending = self._trainers.sending() if self.transport == "p2p" else {}
+            answers, lost = self._session.gather(
+                sending | self._engines.refitting(version), "refit", expendable=self._engines.expendable
+            )
+            if not lost:
+                break
+            self._engines.drop(lost, "refit")
+        workers = [worker for name in self._engines.names for worker in answers[name]]
+        return {
+            "refit/gb": Metric(sum(worker.num_bytes for worker in workers) / 1e9),
+            "refit/staging_mib": Metric(max(worker.staging_bytes for worker in workers) / 2**20),
+            "engines/alive": Metric(len(self._engines.names)),
+        }
+
+    @property
+    def transport(self) -> Literal["shared_memory", "p2p"]:
+        """Trainer and engines are on one machine."""
+        chosen = self._config.rollout.transport
+        return "shared_memory" if chosen == "auto" else chosen
+
+    def _connect(self) -> None:
+        bucket_mib = self._config.rollout.refit_bucket_mib
+        bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
+        plan = make_plan(self._trainers.holders, self._engines.holders, bucket_bytes)
+        channel: Channel
+        if self.transport == "p2p":
+            channel = self._meeting()
+            self._trainers.connect(plan, channel)
+        else:
+            channel = SharedMemory(self._trainers.publish())
+        self._connected = self._engines.names if self._engines.connect(plan, channel) else ()
+
+    def _meeting(self) -> Meeting:
+        """A new one each time: one that somebody left cannot go on."""
+        self._connections += 1
+        host, port = self._trainers.rendezvous
+        return Meeting(host, port, f"refit.{self._connections}", self._config.rollout.refit_timeout_s)

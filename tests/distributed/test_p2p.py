@@ -1,0 +1,192 @@
+"""Weights sent between processes: what arrives, how much is staged for it, and what a member does when another ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.resharding.check import check_plan
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.piece import Holder
+from megarl.resharding.planner import make_plan
+from megarl.resharding.transports.local import LocalMemory
+from megarl.resharding.transports.p2p import BUFFERS, Meeting, PointToPoint
+from tests.forked import run_ranks
+from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
+
+TIMEOUT_S = 20
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators make, other than views."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        known = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
+        result = operator(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in known:
+            self.num_bytes += result.untyped_storage().nbytes()
+        return result
+
+
+class Case:
+    """A model in random weights, as it should be at every member of a plan."""
+
+    def __init__(self, layout, vllm_tp: int, replicas: int, bucket_bytes: int, nodes: tuple[int, ...] = ()):
+        """nodes: of the engines' workers (none given: all are where the sources are)."""
+        config = config_of(num_key_value_heads=2)
+        folder = huggingface_holder(config)
+        checkpoint = random_checkpoint(config)
+        self.sources = [in_dtypes(holder) for holder in megatron_holders(config, layout, vocab_multiple=4)]
+        workers = [in_dtypes(holder) for holder in vllm_holders(config, vllm_tp, replicas)]
+        self.destinations = [replace(w, node=n) for w, n in zip(workers, nodes or [0] * len(workers), strict=True)]
+        self.plan = make_plan(self.sources, self.destinations, bucket_bytes)
+        check_plan(self.plan, self.sources, self.destinations)
+        from_folder = make_plan([folder], [replace(holder, node=0) for holder in self.members])
+        self.weights = {}
+        for holder in self.members:
+            self.weights[holder.name] = self.empty(holder)
+            local = LocalMemory({folder.name: checkpoint})
+            execute(from_folder.into(holder.name), self.weights[holder.name], local)
+        self.timeout_s = TIMEOUT_S
+
+    @property
+    def members(self) -> list[Holder]:
+        return [*self.sources, *self.destinations]
+
+    def empty(self, holder: Holder) -> dict[str, torch.Tensor]:
+        return {n: torch.full(s, torch.nan, dtype=getattr(torch, holder.dtypes[n])) for n, s in holder.shapes.items()}
+
+    def open(self, store: dist.Store, rank: int) -> tuple[PointToPoint, dict[str, torch.Tensor]]:
+        """A member's transport and parameters. Rank 0 has the TCPStore that they meet at."""
+        if rank == 0:
+            self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store.set("port", str(self._rendezvous.port))
+        meeting = Meeting("127.0.0.1", int(store.get("port")), "refit", self.timeout_s)
+        holder = self.members[rank]
+        own = self.empty(holder) if holder in self.destinations else self.weights[holder.name]
+        return meeting.open(holder.name, own, self.plan), own
+
+
+def in_dtypes(holder: Holder) -> Holder:
+    """Norms in float32, the others in bfloat16: what travels together has items of several sizes."""
+    dtypes = {name: "float32" if len(shape) == 1 else "bfloat16" for name, shape in holder.shapes.items()}
+    return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
+
+
+def take_part(store: dist.Store, rank: int, case: Case) -> tuple[int, int]:
+    """Twice, as the weights of a source change in between. Returns bytes staged and bytes allocated."""
+    holder = case.members[rank]
+    receives = holder in case.destinations
+    transport, parameters = case.open(store, rank)
+    for factor in (1, 2):
+        if not receives:
+            for tensor in parameters.values():
+                tensor.mul_(factor)
+        with Allocations() as allocations:
+            num_bytes = execute(case.plan.into(holder.name), parameters, transport) if receives else transport.send()
+        if receives:
+            assert num_bytes == sum(tensor.nbytes for tensor in parameters.values())
+            wrong = [n for n, t in parameters.items() if not torch.equal(t, factor * case.weights[holder.name][n])]
+            assert not wrong
+    store.add("done", 1)
+    while store.add("done", 0) < len(case.members):  # rank 0 has what others still meet at
+        time.sleep(0.01)
+    return transport.staging_bytes, allocations.num_bytes
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1024, 2**20])
+@pytest.mark.parametrize(
+    ("layout", "vllm_tp", "replicas", "nodes"),
+    [
+        (layout_of(tp=2), 1, 2, ()),
+        (layout_of(pp=2, dp=2), 2, 1, ()),
+        (layout_of(pp=2), 1, 2, (1, 1)),
+        (layout_of(), 2, 2, (1, 1, 1, 2)),
+    ],
+    ids=["TP2-two-engines", "PP2-DP2-engine-of-TP2", "two-engines-on-another-node", "engines-on-two-nodes"],
+)
+def test_arrives_bit_for_bit_through_two_buffers(layout, vllm_tp, replicas, nodes, bucket_bytes):
+    case = Case(layout, vllm_tp, replicas, bucket_bytes, nodes)
+    assert any(bucket.onward for bucket in case.plan.buckets) == bool(nodes)
+    largest = max(bucket.num_bytes for bucket in case.plan.buckets)
+    for staged, allocated in run_ranks(len(case.members), take_part, case):
+        assert 0 < staged <= BUFFERS * largest
+        assert allocated == staged, "bytes beside the buffers"
+
+
+def fails_midway(store: dist.Store, rank: int, case: Case) -> str:
+    """The first destination fails; says what each member sees."""
+    transport, parameters = case.open(store, rank)
+    name = case.members[rank].name
+    try:
+        if name == "vllm:0.0":
+            for _ in transport.deliver(()):
+                raise ValueError("a failure")
+        execute(case.plan.into(name), parameters, transport) if name in case.plan.destinations else transport.send()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_member_that_fails_ends_the_others_waiting():
+    case = Case(layout_of(), vllm_tp=1, replicas=2, bucket_bytes=256)
+    begin = time.monotonic()
+    source, failed, other = run_ranks(3, fails_midway, case)
+    assert failed == "a failure"
+    assert "by peer" in source
+    assert "by peer" in other, "it waits for the source, which has given up"
+    assert time.monotonic() - begin < TIMEOUT_S
+
+
+def killed_midway(store: dist.Store, rank: int, case: Case) -> None:
+    if rank == 0:
+        transport, _ = case.open(store, rank)
+        with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):
+            transport.send()
+        with pytest.raises(RuntimeError, match="megatron:0: its connections are closed since an exchange failed"):
+            transport.send()
+    elif child := os.fork():
+        os.waitpid(child, 0)
+    else:
+        transport, _ = case.open(store, rank)
+        for _ in transport.deliver(()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_member_that_is_killed_is_noticed_at_once():
+    case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=256)
+    begin = time.monotonic()
+    run_ranks(2, killed_midway, case)
+    assert time.monotonic() - begin < TIMEOUT_S
+
+
+def alone(store: dist.Store, rank: int, case: Case) -> str:
+    transport, _ = case.open(store, rank)
+    with pytest.raises(RuntimeError) as error:
+        transport.send()
+    return str(error.value)
+
+
+def test_nobody_waits_for_ever():
+    case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=256)
+    case.timeout_s = 1.0
+    [error] = run_ranks(1, alone, case)
+    assert "timeout" in error
+
+
+def test_a_source_that_is_not_as_planned_says_so():
+    case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=256)
+    transport, parameters = case.open(dist.HashStore(), 0)
+    parameters["chunk0.embedding.word_embeddings.weight"] = torch.zeros(40, 12)
+    with pytest.raises(ValueError, match=r"megatron:0 has \S+word_embeddings.weight as torch.float32"):
+        transport.send()
