@@ -1,0 +1,215 @@
+"""tools/convert.py on a random model of about 3B parameters: seconds and memory, against reading and writing its bytes.
+
+.venv/bin/python tools/benchmarks/convert.py --out tools/benchmarks/results/convert.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import QUIET_PERCENT, children_cpu_seconds, machine, machine_cpu_seconds
+from rich.console import Console
+from rich.table import Table
+
+from megarl.resharding.families import huggingface_holder
+from megarl.resharding.transports.safetensors import write_file
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET_RATIO, TARGET_GB = 2.0, 2.0
+# The shape of Llama-3.2-3B.
+MODEL = dict(
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    hidden_size=3072,
+    intermediate_size=8192,
+    num_attention_heads=24,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+SIZES = {"3B": 28, "tiny": 2}
+"""Name -> layers."""
+
+BLOCK_BYTES = 64 * 2**20
+
+
+def main() -> None:
+    arguments = _parse()
+    start, machine_before, own_before = time.perf_counter(), machine_cpu_seconds(), _own_cpu_seconds()
+    with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.work) as name:
+        measured = measure(SIZES[arguments.size], Path(name))
+    elsewhere = machine_cpu_seconds() - machine_before - (_own_cpu_seconds() - own_before)
+    percent = 100 * elsewhere / ((time.perf_counter() - start) * os.cpu_count())
+    result = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "cpu_percent_elsewhere": percent,
+        **measured,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    show(result)
+    print(f"result: {arguments.out}")
+    if percent > QUIET_PERCENT:
+        print(f"warning: {percent:.0f} % of the CPU time went elsewhere; measure when it is quiet")
+
+
+def measure(num_layers: int, work: Path) -> dict[str, Any]:
+    """Each conversion with and without reading back, and just before it the plain reading and writing of its bytes."""
+    folder, checkpoint = work / "hf", work / "checkpoint"
+    num_parameters = write_model(folder, num_layers)
+    there = ["hf-to-megatron", "--hf", folder, "--tp", "2", "--pp", "2"]
+    back = ["megatron-to-hf", "--checkpoint", checkpoint]
+    runs = {}
+    for name, command, source, out in (
+        ("hf-to-megatron", there, folder, checkpoint),
+        ("hf-to-megatron --no-verify", [*there, "--no-verify"], folder, work / "new"),
+        ("megatron-to-hf", back, checkpoint, work / "new"),
+        ("megatron-to-hf --no-verify", [*back, "--no-verify"], checkpoint, work / "new"),
+    ):
+        plain = plain_copy(source, work / "copy")
+        seconds, peak = run([*command, "--out", out], source)
+        runs[name] = {"seconds": seconds, "peak_gb": peak, **plain, "ratio": seconds / sum(plain.values())}
+        if name == "megatron-to-hf" and not same_bytes(folder, out):
+            raise RuntimeError("the model came back changed")
+        shutil.rmtree(work / "new", ignore_errors=True)
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return {"num_parameters": num_parameters, "gb": num_bytes / 1e9, "runs": runs}
+
+
+def write_model(folder: Path, num_layers: int) -> int:
+    """Random bfloat16 weights. Returns the number of parameters."""
+    config = {**MODEL, "num_hidden_layers": num_layers}
+    holder = huggingface_holder(config)
+    largest = max(map(prod, holder.shapes.values()))
+    pool = torch.randn(largest + 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    folder.mkdir()
+
+    def tensor(name: str) -> torch.Tensor:
+        shape = holder.shapes[name]
+        start = zlib.crc32(name.encode()) % 4096  # tensors of one shape differ
+        return pool[start : start + prod(shape)].view(shape)
+
+    write_file(folder / "model.safetensors", holder.shapes, holder.dtypes, tensor)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return sum(map(prod, holder.shapes.values()))
+
+
+def plain_copy(source: Path, copy: Path) -> dict[str, float]:
+    """Seconds to read all bytes of a folder, from the disk, and to write as many, to the disk."""
+    forget(source)
+    start = time.perf_counter()
+    num_bytes = sum(map(len, blocks(source)))
+    read = time.perf_counter() - start
+    block = memoryview(os.urandom(BLOCK_BYTES))
+    start = time.perf_counter()
+    with copy.open("wb", buffering=0) as file:
+        for position in range(0, num_bytes, BLOCK_BYTES):
+            file.write(block[: num_bytes - position])
+        os.fsync(file.fileno())
+    written = time.perf_counter() - start
+    copy.unlink()
+    return {"read_seconds": read, "write_seconds": written}
+
+
+def run(command: list[Any], source: Path) -> tuple[float, float]:
+    """Seconds of the whole command, start-up included, and the most memory that it had, without pages of files."""
+    forget(source)
+    start, peak = time.perf_counter(), 0
+    tool = [sys.executable, ROOT / "tools" / "convert.py", *command]
+    with subprocess.Popen([str(part) for part in tool], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            peak = max(peak, anonymous_bytes(process.pid))
+            time.sleep(0.02)
+    if process.returncode:
+        raise RuntimeError(f"{tool} ended with exit code {process.returncode}")
+    return time.perf_counter() - start, peak / 1e9
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Resident memory that is no page of a file, of which the kernel can drop those that nobody has changed."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def blocks(folder: Path) -> Iterator[bytes]:
+    for path in files(folder):
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    """Of the weights: data, not headers, which list tensors in an order of their own."""
+    from safetensors import safe_open
+
+    with (
+        safe_open(one / "model.safetensors", "pt") as before,
+        safe_open(other / "model.safetensors", "pt") as after,
+    ):
+        names = before.keys()
+        return names == after.keys() and all(torch.equal(before.get_tensor(n), after.get_tensor(n)) for n in names)
+
+
+def forget(folder: Path) -> None:
+    """The files' pages leave the page cache, so that they are read from the disk."""
+    for path in files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    table = Table(title=f"{result['num_parameters'] / 1e9:.2f}B parameters, {result['gb']:.2f} GB")
+    for column in (
+        "",
+        "seconds",
+        "read",
+        "write",
+        f"ratio (target {TARGET_RATIO:g})",
+        f"peak GB (target {TARGET_GB:g})",
+    ):
+        table.add_column(column)
+    for name, values in result["runs"].items():
+        numbers = [values[key] for key in ("seconds", "read_seconds", "write_seconds", "ratio", "peak_gb")]
+        table.add_row(name, *(f"{number:.2f}" for number in numbers))
+    Console().print(table)
+
+
+def _own_cpu_seconds() -> float:
+    return time.process_time() + children_cpu_seconds()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="3B")
+    parser.add_argument("--work", type=Path, help="where its 20 GB of files go for the time being")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
