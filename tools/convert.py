@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 import warnings
@@ -127,6 +128,8 @@ def main() -> None:
     # Megatron says at import what it lacks on this machine, and nothing here needs it.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    # Tensors in large pages of memory: getting it page by page takes longer than filling it. torch reads this once.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         app()
     except ValueError as error:
