@@ -9,15 +9,21 @@ import pytest
 import yaml
 
 from tests.readme import ROOT, command_blocks, commands
+from tests.unit.megatron.test_conversion import assert_same, weights_of, write_model
+from tests.unit.resharding.cases import config_of
+from tests.unit.test_convert import convert
 
 MEGARL = [sys.executable, "-m", "megarl.cli"]
+CONVERTER = ".venv/bin/python tools/convert.py "
+CONVERTING = [command.removeprefix(CONVERTER) for command in commands() if command.startswith(CONVERTER)]
 LOOKING = [command for command in commands() if command.startswith(".venv/bin/megarl config")]
 
 
 def test_every_command_is_run_somewhere():
     trains = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
     assert len(trains) == 1
-    assert set(commands()) == {"make quickstart", "make test", *LOOKING, *trains}
+    converting = {CONVERTER + command for command in CONVERTING}
+    assert set(commands()) == {"make quickstart", "make test", *LOOKING, *converting, *trains}
 
 
 def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
@@ -31,6 +37,17 @@ def test_commands_that_look_at_a_recipe(command):
     done = subprocess.run([*MEGARL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_commands_that_convert(tmp_path, monkeypatch):
+    """One after the other, in a folder with a model at the README's path."""
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    config = config_of(num_key_value_heads=2, num_hidden_layers=4)
+    tensors = write_model(tmp_path / "path" / "to" / "model", config)
+    monkeypatch.chdir(tmp_path)
+    shown = [convert(*shlex.split(command)) for command in CONVERTING]
+    assert len(shown) == 4 and all(shown)
+    assert_same(weights_of(tmp_path / "converted" / "hf"), tensors)
 
 
 def test_targets_named_in_the_readme_exist():
