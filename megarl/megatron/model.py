@@ -24,7 +24,8 @@ from megarl.resharding.families.shape import ModelShape
 
 MODEL_DEFAULTS = (
     *("calculate_per_token_loss", "defer_embedding_wgrad_compute", "fp16", "init_model_with_meta_device"),
-    *("microbatch_group_size_per_vp_stage", "mtp_num_layers", "overlap_moe_expert_parallel_comm", "use_mup"),
+    *("microbatch_group_size_per_vp_stage", "moe_single_grouped_weight", "mtp_num_layers"),
+    *("overlap_moe_expert_parallel_comm", "use_mup"),
 )
 DDP_DEFAULTS = ("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp")
 """Fields of Megatron's TransformerConfig and DistributedDataParallelConfig that loss, head and weights rely on."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from megarl.config.schema import Layout
@@ -12,6 +17,7 @@ from tests.published_models import CONFIGS
 from tests.unit.resharding.cases import LATENT, config_of, layout_of
 from tests.unit.resharding.megatron_world import real_rank
 
+ROOT = Path(__file__).parents[3]
 MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
@@ -114,6 +120,33 @@ def test_published_models_on_every_rank_that_differs(model, layout):
         places.setdefault((stage, within % layout.tp, within % (layout.ep * layout.expert_tp)), rank)
     for rank in places.values():
         check_rank(CONFIGS[model], layout, rank)
+
+
+def test_layers_of_transformer_engine():
+    """In a process of its own, in which Megatron finds a Transformer Engine that has parameters only."""
+    cases = [
+        (CONFIGS["SmolLM2-135M"], layout_of(tp=3, pp=2), 5),
+        (CONFIGS["Llama-3.1-8B"] | {"attention_bias": True, "mlp_bias": True}, layout_of(tp=4), 1),
+        (CONFIGS["Mistral-7B-v0.3"], layout_of(tp=8), 7),
+        (CONFIGS["Qwen2.5-7B"], layout_of(tp=4, vpp=2, pp=2), 4),
+        (CONFIGS["Qwen3-0.6B"], layout_of(tp=2, pp=2), 3),
+        (CONFIGS["Mixtral-8x7B"], layout_of(tp=2, dp=8, ep=4, etp=4), 9),
+        (CONFIGS["Qwen3-30B-A3B"] | {"mlp_only_layers": [0]}, layout_of(tp=2, dp=4, ep=8, etp=1), 3),
+        (CONFIGS["Moonlight-16B-A3B"], layout_of(tp=2, dp=2, ep=2), 0),
+        (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 40),
+        (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 0),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.resharding.transformer_engine_stub"],
+        cwd=ROOT,
+        input=json.dumps([(config, layout.model_dump(), rank) for config, layout, rank in cases]),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for (config, layout, rank), shapes in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        holder = megatron_holder(config, layout, rank, transformer_engine=True)
+        assert holder.shapes == {name: tuple(shape) for name, shape in shapes.items()}, config["model_type"]
 
 
 def check_rank(config: dict, layout: Layout, rank: int) -> None:
