@@ -73,6 +73,26 @@ def train(file: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def reshard(
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face config.json, or the folder with it.")],
+    source: Annotated[str, typer.Option("--from", metavar="LAYOUT", help="tp=8,pp=16,ep=32,etp=1,dp=4 or hf.")],
+    destination: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="vllm:tp=8,replicas=32, tp=4 or hf.")],
+    nodes_of: Annotated[int, typer.Option(metavar="RANKS", help="Ranks on a node.")] = 8,
+    bandwidth: Annotated[
+        str, typer.Option(metavar="SPEEDS", help="Of one rank, between nodes and inside one, each direction.")
+    ] = "inter=50GB/s,intra=400GB/s",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Plan how weights move from one layout to another, prove it, and predict its cost. Nothing is moved."""
+    import json
+
+    from megarl.resharding.preview import reshard, table
+
+    found = reshard(model, source, destination, nodes_of, bandwidth)
+    typer.echo(json.dumps(found.as_dict()) if as_json else table(found))
+
+
+@app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, such as runs/latest.")]) -> None:
     """Write the report of a run and print its path."""
     import megarl.report

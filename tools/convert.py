@@ -133,8 +133,8 @@ def main() -> None:
     try:
         app()
     except ValueError as error:
-        # The rules of layouts name the keys of a recipe; here they are options.
-        text = str(error).replace("actor.layout.", "layout.").replace("layout.", "--")
+        # What checks layouts names keys; here they are options.
+        text = str(error).replace("layout.", "--")
         print(f"convert: error: {text}", file=sys.stderr)
         sys.exit(2)
 

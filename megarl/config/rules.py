@@ -1,4 +1,5 @@
-"""The rules across keys: one function each, named as the rule. Those between keys and model are in `model_rules`.
+"""The rules across keys: one function each, named as the rule. Those of a layout alone are in `layout_rules`, those
+between keys and model in `model_rules`.
 
 A rule returns None where it is kept, otherwise one line with the keys, the arithmetic and the remedy.
 """
@@ -6,25 +7,22 @@ A rule returns None where it is kept, otherwise one line with the keys, the arit
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import gcd
 
 from megarl.config.divisors import divisors, does_not_divide
+from megarl.config.layout_rules import LAYOUT_RULES
 from megarl.config.learning_rate import num_updates
-from megarl.config.schema import Config, Layout, Placed, Trained
+from megarl.config.schema import Config, Placed, Trained
 from megarl.config.violations import raise_all
 
 
 def check(config: Config) -> None:
     """Checks the keys against each other. Raises ValueError with one line per broken rule."""
     of_placed = [rule(config, placed) for placed in config.all_placed for rule in _PLACED_RULES]
+    of_layouts = [
+        rule(f"{placed.section}.layout.", placed.layout) for placed in config.all_placed for rule in LAYOUT_RULES
+    ]
     of_trained = [rule(config, trained) for trained in config.all_trained for rule in _TRAINED_RULES]
-    of_layouts = [rule(placed.section, placed.layout) for placed in config.all_placed for rule in _LAYOUT_RULES]
     raise_all([rule(config) for rule in _RULES] + of_layouts + of_placed + of_trained)
-
-
-def check_layout(layout: Layout, role: str = "actor") -> None:
-    """Checks a layout by itself. Raises ValueError with one line per broken rule, which has the keys of this role."""
-    raise_all([rule(role, layout) for rule in _LAYOUT_RULES])
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
@@ -49,56 +47,6 @@ def top_p_is_one(config: Config) -> str | None:
     return (
         f"rollout.top_p={top_p:g}: the engine would sample from a truncated distribution whose log-probs the trainer "
         "does not compute; set rollout.top_p=1"
-    )
-
-
-def sequence_parallel_needs_tensor_parallel(role: str, layout: Layout) -> str | None:
-    if not layout.sequence_parallel or layout.tp > 1:
-        return None
-    return (
-        f"{role}.layout.sequence_parallel=true: it shards over the tensor-parallel ranks, and {role}.layout.tp=1 has "
-        f"one; set {role}.layout.sequence_parallel=false or a larger tp"
-    )
-
-
-def uneven_stages_need_pipeline(role: str, layout: Layout) -> str | None:
-    given = [name for name, layers in layout.uneven_stages.items() if layers is not None]
-    if not given or layout.pp > 1:
-        return None
-    return (
-        f"{role}.layout.{' and '.join(given)} given, but {role}.layout.pp=1 is a single stage; set it to null or raise "
-        "pp"
-    )
-
-
-def virtual_stages_need_pipeline(role: str, layout: Layout) -> str | None:
-    if layout.vpp == 1 or layout.pp > 1:
-        return None
-    return (
-        f"{role}.layout.vpp={layout.vpp}: virtual stages interleave the layers of several pipeline stages, and "
-        f"{role}.layout.pp=1 is a single one; set {role}.layout.vpp=1 or raise pp"
-    )
-
-
-def expert_tensor_parallel_needs_expert_parallel(role: str, layout: Layout) -> str | None:
-    """Megatron computes wrong gradients otherwise, without an error."""
-    if layout.ep > 1 or layout.expert_tp == layout.tp:
-        return None
-    return (
-        f"{role}.layout.etp={layout.etp}: without expert parallelism ({role}.layout.ep=1) experts are sharded like the "
-        f"other layers (tp={layout.tp}); set {role}.layout.etp=null or raise ep"
-    )
-
-
-def experts_tile_a_stage(role: str, layout: Layout) -> str | None:
-    """The ranks of a pipeline stage are tp x cp x dp, and for the experts etp x ep x their own data parallelism."""
-    ranks, needed = layout.tp * layout.cp * layout.dp, layout.expert_tp * layout.ep
-    if ranks % needed == 0:
-        return None
-    return (
-        f"{role}.layout.ep={layout.ep}: a pipeline stage has tp x cp x dp = {layout.tp} x {layout.cp} x {layout.dp} = "
-        f"{ranks} ranks, which do not divide by etp x ep = {layout.expert_tp} x {layout.ep} = {needed}; choose ep from "
-        f"{', '.join(str(n) for n in divisors(ranks // gcd(ranks, layout.expert_tp)))}"
     )
 
 
@@ -280,15 +228,6 @@ def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
         "run, such as 0.1 and 0.2"
     )
 
-
-_LAYOUT_RULES: tuple[Callable[[str, Layout], str | None], ...] = (
-    sequence_parallel_needs_tensor_parallel,
-    uneven_stages_need_pipeline,
-    virtual_stages_need_pipeline,
-    expert_tensor_parallel_needs_expert_parallel,
-    experts_tile_a_stage,
-)
-"""Those of a layout alone; they name its keys as those of `role`."""
 
 _PLACED_RULES: tuple[Callable[[Config, Placed], str | None], ...] = (
     microbatch_holds_the_longest_sample,

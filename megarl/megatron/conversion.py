@@ -14,7 +14,7 @@ import torch
 
 from megarl.config.classifier import score_head_of
 from megarl.config.huggingface import left_out
-from megarl.config.rules import check_layout
+from megarl.config.layout_rules import check_layout
 from megarl.config.schema import Layout
 from megarl.config.value_head import without_value_head
 from megarl.data.model_folder import read_config
@@ -95,7 +95,7 @@ def layout_of_files(
         first_stage_layers=first_stage_layers,
         last_stage_layers=last_stage_layers,
     )
-    check_layout(layout)
+    check_layout("layout.", layout)
     return layout
 
 

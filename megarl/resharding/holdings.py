@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from megarl.resharding.piece import (
@@ -81,7 +82,8 @@ class Division:
     missing: Rectangle | None
 
 
-def divide(held: Sequence[Rectangle], wanted: Rectangle) -> Division:
+@lru_cache(maxsize=4096)  # layers, experts and replicas are cut alike
+def divide(held: tuple[Rectangle, ...], wanted: Rectangle) -> Division:
     """held: what sources keep of the same tensor, each as one piece."""
     overlapping = [(i, rectangle) for i, rectangle in enumerate(held) if intersect(rectangle, wanted)]
     parts, missing = [], [wanted]

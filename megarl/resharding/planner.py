@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from megarl.resharding.balance import Balance, Way
-from megarl.resharding.holdings import Division, Kept, divide, holdings, shards_of
+from megarl.resharding.holdings import Kept, divide, holdings, shards_of
 from megarl.resharding.piece import ITEM_BYTES, Holder, Place, Rectangle, cut, num_elements
 from megarl.resharding.plan import Bucket, Link, Move, Padding, Plan
 
@@ -38,16 +38,15 @@ class _Planner:
     def __init__(self, sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int):
         self._sources, self._destinations, self._bucket_bytes = sources, destinations, bucket_bytes
         self._balance = Balance([holder.node for holder in (*sources, *destinations)])
-        self._divisions: dict[tuple[tuple[Rectangle, ...], Rectangle], Division] = {}
         self._first, self._later = _Buckets(bucket_bytes), _Buckets(bucket_bytes)
 
     def plan(self) -> Plan:
         held = holdings(self._sources)
         for tensor, rectangles in holdings(self._destinations, first=len(self._sources)).items():
             owners = held.get(tensor, {})
-            keeps = list(owners.values())
+            cuts, keeps = tuple(owners), list(owners.values())
             for wanted, wanting in rectangles.items():
-                division = self._divide(tuple(owners), wanted)
+                division = divide(cuts, wanted)
                 if division.missing:
                     raise ValueError(f"{tensor}: no source holds the elements {_range(division.missing)}")
                 for part, numbers in division.parts:
@@ -60,13 +59,6 @@ class _Planner:
             buckets=(*self._first.closed(), *self._later.closed()),
             padding=tuple(self._padding()),
         )
-
-    def _divide(self, held: tuple[Rectangle, ...], wanted: Rectangle) -> Division:
-        """Layers, experts and replicas are cut alike."""
-        key = held, wanted
-        if key not in self._divisions:
-            self._divisions[key] = divide(held, wanted)
-        return self._divisions[key]
 
     def _send(self, part: Rectangle, having: list[Kept], wanting: list[Kept]) -> None:
         """A canonical rectangle, from those who have it to those who want it."""

@@ -1,0 +1,75 @@
+"""The rules of a parallel layout on its own: one function each, named as the rule.
+
+A rule returns None where it is kept, otherwise one line with the keys, the arithmetic and the remedy. `keys` is what
+stands before a key's name where the layout was given, such as "actor.layout.".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+
+from megarl.config.divisors import divisors
+from megarl.config.schema import Layout
+from megarl.config.violations import raise_all
+
+
+def check_layout(keys: str, layout: Layout) -> None:
+    """Raises ValueError with one line per broken rule."""
+    raise_all(rule(keys, layout) for rule in LAYOUT_RULES)
+
+
+def sequence_parallel_needs_tensor_parallel(keys: str, layout: Layout) -> str | None:
+    if not layout.sequence_parallel or layout.tp > 1:
+        return None
+    return (
+        f"{keys}sequence_parallel=true: it shards over the tensor-parallel ranks, and {keys}tp=1 has one; set "
+        f"{keys}sequence_parallel=false or a larger tp"
+    )
+
+
+def uneven_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
+    given = [name for name, layers in layout.uneven_stages.items() if layers is not None]
+    if not given or layout.pp > 1:
+        return None
+    return f"{keys}{' and '.join(given)} given, but {keys}pp=1 is a single stage; set it to null or raise pp"
+
+
+def virtual_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
+    if layout.vpp == 1 or layout.pp > 1:
+        return None
+    return (
+        f"{keys}vpp={layout.vpp}: virtual stages interleave the layers of several pipeline stages, and {keys}pp=1 is a "
+        f"single one; set {keys}vpp=1 or raise pp"
+    )
+
+
+def expert_tensor_parallel_needs_expert_parallel(keys: str, layout: Layout) -> str | None:
+    """Megatron computes wrong gradients otherwise, without an error."""
+    if layout.ep > 1 or layout.expert_tp == layout.tp:
+        return None
+    return (
+        f"{keys}etp={layout.etp}: without expert parallelism ({keys}ep=1) experts are sharded like the other layers "
+        f"(tp={layout.tp}); set {keys}etp=null or raise ep"
+    )
+
+
+def experts_tile_a_stage(keys: str, layout: Layout) -> str | None:
+    """The ranks of a pipeline stage are tp x cp x dp, and for the experts etp x ep x their own data parallelism."""
+    ranks, needed = layout.tp * layout.cp * layout.dp, layout.expert_tp * layout.ep
+    if ranks % needed == 0:
+        return None
+    return (
+        f"{keys}ep={layout.ep}: a pipeline stage has tp x cp x dp = {layout.tp} x {layout.cp} x {layout.dp} = {ranks} "
+        f"ranks, which do not divide by etp x ep = {layout.expert_tp} x {layout.ep} = {needed}; choose ep from "
+        f"{', '.join(str(n) for n in divisors(ranks // gcd(ranks, layout.expert_tp)))}"
+    )
+
+
+LAYOUT_RULES: tuple[Callable[[str, Layout], str | None], ...] = (
+    sequence_parallel_needs_tensor_parallel,
+    uneven_stages_need_pipeline,
+    virtual_stages_need_pipeline,
+    expert_tensor_parallel_needs_expert_parallel,
+    experts_tile_a_stage,
+)

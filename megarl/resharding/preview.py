@@ -1,0 +1,69 @@
+"""How a model's weights would move from one layout to another: planned, proven and described, without moving any."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.resharding.figures import Figures, figures
+from megarl.resharding.planner import make_plan
+from megarl.resharding.schedule import Bandwidth
+from megarl.resharding.side import bytes_per_second, on_nodes, side_holders
+
+
+def reshard(model: Path, source: str, destination: str, ranks_per_node: int, bandwidth: str) -> Figures:
+    """Sources and destinations are on different nodes, filled in the order of their ranks.
+
+    model                 a config.json, or the folder that has it
+    source, destination   see side_holders
+
+    Raises ValueError for what cannot be read, or does not fit the model.
+    """
+    hf_config = _read(model)
+    speeds = Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")))
+    if ranks_per_node < 1:
+        raise ValueError(f"--nodes-of {ranks_per_node}: expected at least one rank on a node")
+    sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
+    wanting = side_holders("--to", destination, hf_config, is_source=False)
+    destinations = on_nodes(wanting, ranks_per_node, first=sources[-1].node + 1)
+    return figures(make_plan(sources, destinations), sources, destinations, speeds)
+
+
+def table(found: Figures) -> str:
+    """For people."""
+    inter, intra = found.bytes_by_link["inter"], found.bytes_by_link["intra"]
+    rows = {
+        "ranks": f"{found.ranks_source:,} -> {found.ranks_destination:,}",
+        "bytes": f"{_size(found.bytes_total)}: {_size(inter)} between nodes, {_size(intra)} inside them",
+        "wasted": _size(found.bytes_wasted),
+        "proof": "every element is written exactly once" if found.written_once else "FAILED",
+        "busiest": f"source gives {found.source_balance:.3f} of the mean of its replicas",
+        "time": (
+            f"{found.predicted_seconds:.3g} s predicted, {found.floor_seconds:.3g} s at least: "
+            f"{found.predicted_seconds / found.floor_seconds:.3f} of it"
+        ),
+        "staging": f"{_size(found.peak_staging_bytes)} per process at most",
+        "plan": found.plan_hash[:16],
+    }
+    return "\n".join(f"{name:<8} {text}" for name, text in rows.items())
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} B"
+
+
+def _read(model: Path) -> Mapping[str, Any]:
+    """A quantised checkpoint counts as what it is quantised from: trainers and engines hold that."""
+    path = model / "config.json" if model.is_dir() else model
+    if not path.is_file():
+        raise ValueError(f"--model {model}: {path} does not exist; give a config.json, or the folder that has it")
+    try:
+        hf_config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--model {model}: not JSON: {error}") from None
+    return {**hf_config, "quantization_config": None}

@@ -1,0 +1,196 @@
+"""When each bucket of a plan travels: a simulation of all processes' ports, and the order that follows from it."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from megarl.resharding.plan import Link, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes per second that one process sends, and at the same time receives: to other nodes, and inside its own."""
+
+    inter: float
+    intra: float
+
+
+class Transfer(NamedTuple):
+    """One bucket, by its number in the plan, over one link; times are in seconds from the start."""
+
+    bucket: int
+    link: Link
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """transfers      by their start. A process that does its own in this order waits for nobody who waits for it
+    seconds        until the last one has ended
+    floor_seconds  no schedule of this plan is faster: what the busiest port carries, over its bandwidth
+    """
+
+    transfers: tuple[Transfer, ...]
+    seconds: float
+    floor_seconds: float
+
+
+def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
+    """Every process has a port for each direction, to other nodes and inside its own; each carries one bucket at a
+    time. Of those that are free, the two with the most left to do come together first.
+
+    What is handed on starts when its bucket has arrived. Casting, packing and latency take no time here.
+    """
+    return _Simulation(plan, bandwidth).run()
+
+
+Port = int
+"""Number of the holder, times two, plus 1 for the inside of its node; incoming and outgoing ports are counted apart."""
+
+
+class _Waiting(NamedTuple):
+    """A transfer that has not started."""
+
+    bucket: int
+    link: Link
+    seconds: float
+
+
+class _Side:
+    """The outgoing, or the incoming, ports."""
+
+    def __init__(self) -> None:
+        self.left: dict[Port, float] = defaultdict(float)
+        """Seconds of transfers that have not started."""
+        self.partners: dict[Port, dict[Port, deque[_Waiting]]] = defaultdict(dict)
+        """Port -> with whom it has transfers that could start now."""
+        self._free: tuple[list[tuple[float, Port]], ...] = ([], [])
+        """To other nodes, and inside; those with the most left first."""
+        self._key: dict[Port, tuple[float, Port]] = {}
+
+    def release(self, port: Port) -> None:
+        self._key[port] = -self.left[port], port
+        insort(self._free[port % 2], self._key[port])
+
+    def take(self, port: Port) -> None:
+        self._free[port % 2].remove(self._key.pop(port))
+
+    def is_free(self, port: Port) -> bool:
+        return port in self._key
+
+    def best(self, partners: dict[Port, deque[_Waiting]], inside: int) -> Port | None:
+        """The free one of these ports that has the most left to do."""
+        free = self._free[inside]
+        if len(partners) < len(free):
+            return min((self._key[port] for port in partners if port in self._key), default=(0, None))[1]
+        return next((port for _, port in free if port in partners), None)
+
+
+class _Simulation:
+    def __init__(self, plan: Plan, bandwidth: Bandwidth):
+        self._plan, self._speeds = plan, (bandwidth.inter, bandwidth.intra)
+        self._out, self._in = _Side(), _Side()
+        self._touched: tuple[set[Port], set[Port]] = (set(), set())
+        self._running: list[tuple[float, int, Port, Port, _Waiting]] = []
+        self._transfers: list[Transfer] = []
+        self._onward: list[dict[int, list[Link]]] = [_by_source(bucket.onward) for bucket in plan.buckets]
+        self._later: dict[int, list[tuple[int, Link]]] = defaultdict(list)
+        """Destination -> links that begin there, other than in the bucket that has just arrived: they wait for all."""
+        self._missing: dict[int, int] = defaultdict(int)
+        """Destination -> transfers that have not arrived; those of `_later` do not count."""
+
+    def run(self) -> Schedule:
+        self._load()
+        floor = max((*self._out.left.values(), *self._in.left.values()), default=0.0)
+        for side in (self._out, self._in):
+            for port in side.left:
+                side.release(port)
+        now = 0.0
+        self._start(now)
+        while self._running:
+            now = self._running[0][0]
+            while self._running and self._running[0][0] == now:
+                self._end(*heappop(self._running)[2:])
+            self._start(now)
+        assert len(self._transfers) == sum(len(bucket.links) + len(bucket.onward) for bucket in self._plan.buckets)
+        return Schedule(tuple(self._transfers), now, floor)
+
+    def _load(self) -> None:
+        for number, bucket in enumerate(self._plan.buckets):
+            for link in (*bucket.links, *bucket.onward):
+                out, into, seconds = self._ports(number, link)
+                self._out.left[out] += seconds
+                self._in.left[into] += seconds
+                if link.source < self._plan.num_sources or link in bucket.onward:
+                    self._missing[link.destination] += 1
+            for link in bucket.links:
+                if link.source < self._plan.num_sources:
+                    self._offer(number, link)
+                else:
+                    self._later[link.source].append((number, link))
+
+    def _ports(self, bucket: int, link: Link) -> tuple[Port, Port, float]:
+        nodes = self._plan.nodes
+        inside = int(nodes[link.source] == nodes[link.destination])
+        seconds = self._plan.buckets[bucket].num_bytes / self._speeds[inside]
+        return 2 * link.source + inside, 2 * link.destination + inside, seconds
+
+    def _offer(self, bucket: int, link: Link) -> None:
+        """From now on this transfer can start."""
+        out, into, seconds = self._ports(bucket, link)
+        queue = self._out.partners[out].setdefault(into, deque())
+        self._in.partners[into][out] = queue
+        queue.append(_Waiting(bucket, link, seconds))
+        self._touched[0].add(out)
+        self._touched[1].add(into)
+
+    def _start(self, now: float) -> None:
+        """All that can start. Ports with the most left to do choose first."""
+        outs, ins = self._touched
+        sides = ((self._in, ins), (self._out, outs))
+        waiting = [(-side.left[port], i, port) for i, (side, ports) in enumerate(sides) for port in ports]
+        outs.clear(), ins.clear()
+        for _, is_out, port in sorted(waiting):
+            mine, theirs = (self._out, self._in) if is_out else (self._in, self._out)
+            if mine.is_free(port):
+                partner = theirs.best(mine.partners[port], port % 2)
+                if partner is not None:
+                    self._run(now, *((port, partner) if is_out else (partner, port)))
+
+    def _run(self, now: float, out: Port, into: Port) -> None:
+        queue = self._out.partners[out][into]
+        waiting = queue.popleft()
+        if not queue:
+            del self._out.partners[out][into], self._in.partners[into][out]
+        for side, port in ((self._out, out), (self._in, into)):
+            side.take(port)
+            side.left[port] -= waiting.seconds
+        stop = now + waiting.seconds
+        heappush(self._running, (stop, len(self._transfers), out, into, waiting))
+        self._transfers.append(Transfer(waiting.bucket, waiting.link, now, stop))
+
+    def _end(self, out: Port, into: Port, done: _Waiting) -> None:
+        self._out.release(out)
+        self._in.release(into)
+        self._touched[0].add(out)
+        self._touched[1].add(into)
+        here = done.link.destination
+        for link in self._onward[done.bucket].pop(here, ()):
+            self._offer(done.bucket, link)
+        self._missing[here] -= 1
+        if self._missing[here] == 0:
+            for bucket, link in self._later.pop(here, ()):
+                self._offer(bucket, link)
+
+
+def _by_source(links: Iterable[Link]) -> dict[int, list[Link]]:
+    grouped: dict[int, list[Link]] = defaultdict(list)
+    for link in links:
+        grouped[link.source].append(link)
+    return grouped

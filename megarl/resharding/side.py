@@ -1,0 +1,111 @@
+"""One side of a reshard as it is written on the command line: a trainer, engines, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.config.huggingface import completed
+from megarl.config.layout_rules import check_layout
+from megarl.config.schema import Layout
+from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.piece import Holder
+from megarl.resharding.selection import ONE_PROCESS
+
+FORMS = "tp=…,pp=… (a trainer), vllm:tp=…,replicas=… (engines; ep=true for whole experts), or hf (a folder)"
+_BITS = {"b": 1, "B": 8}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source: bool) -> list[Holder]:
+    """The processes that e.g. "tp=8,pp=16,ep=32,etp=1,dp=4", "vllm:tp=8,replicas=32" or "hf" stands for.
+
+    option     where it was given, such as --from
+
+    Raises ValueError, naming the option, for what cannot be read, or does not fit the model.
+    """
+    kind, _, values = text.rpartition(":") if ":" in text or text != "hf" else ("hf", "", "")
+    try:
+        if kind == "hf":
+            return [huggingface_holder(hf_config)]
+        if kind == "vllm" and not is_source:
+            return _engines(values, hf_config)
+        if kind in ("", "megatron"):
+            return megatron_holders(hf_config, _layout(values, hf_config))
+        raise ValueError(f"{kind} is not a {'source' if is_source else 'destination'}; give {FORMS}")
+    except ValueError as error:
+        raise ValueError(f"{option} {text}: {error}") from None
+
+
+def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list[Holder]:
+    """The holders in order, so many on each node; nodes are numbered from `first`."""
+    return [replace(holder, node=first + i // ranks_per_node) for i, holder in enumerate(holders)]
+
+
+def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
+    """E.g. "inter=50GB/s,intra=400GB/s"; a small b stands for bits. Raises ValueError for what cannot be read."""
+    given = dict(item.partition("=")[::2] for item in text.split(","))
+    if given.keys() != set(names):
+        raise ValueError(f"{option} {text}: give {' and '.join(names)}, such as inter=50GB/s,intra=400GB/s")
+    return {name: _bandwidth(f"{option} {name}={given[name]}", given[name]) for name in names}
+
+
+def _bandwidth(key: str, text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?|)([bB])/s", text)
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"{key}: expected a positive number and a unit, such as 50GB/s, 400Gb/s or 1.5GiB/s")
+    return float(found[1]) * _UNITS[found[2]] * _BITS[found[3]] / 8
+
+
+def _engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
+    given = _fields(text, ("tp", "replicas", "ep"))
+    whole_experts = given.pop("ep", "false")
+    if whole_experts not in ("true", "false"):
+        raise ValueError(f"ep={whole_experts}: expected true or false")
+    sizes = {"tp": 1, "replicas": 1} | {name: _positive(name, value) for name, value in given.items()}
+    return vllm_holders(hf_config, **sizes, expert_parallel=whole_experts == "true")
+
+
+def _layout(text: str, hf_config: Mapping[str, Any]) -> Layout:
+    given = {name: _positive(name, value) for name, value in _fields(text, ONE_PROCESS).items()}
+    layout = Layout(**{**ONE_PROCESS, **given}, sequence_parallel=False)
+    check_layout("", layout)
+    _check_stages(layout, completed(hf_config)["num_hidden_layers"])
+    return layout
+
+
+def _check_stages(layout: Layout, num_layers: int) -> None:
+    """An uneven division must be asked for, as Megatron wants it."""
+    if num_layers % layout.pp == 0 or any(layout.uneven_stages.values()):
+        return
+    each = -(-num_layers // layout.pp)
+    last = num_layers - each * (layout.pp - 1)
+    remedy = f"add last_stage_layers={last}, which leaves {each} for each of the others" if last > 0 else "lower pp"
+    raise ValueError(
+        f"num_hidden_layers {num_layers} does not divide by pp {layout.pp} ({num_layers} = {layout.pp} x "
+        f"{num_layers // layout.pp} + {num_layers % layout.pp}); {remedy}"
+    )
+
+
+def _fields(text: str, known: Collection[str]) -> dict[str, str]:
+    """What is said as name=value, between commas."""
+    given: dict[str, str] = {}
+    for item in text.split(",") if text else ():
+        name, _, value = item.partition("=")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"the known ones are {', '.join(known)}"
+            raise ValueError(f"{name} is unknown; {hint}")
+        if name in given:
+            raise ValueError(f"{name} is given twice")
+        given[name] = value
+    return given
+
+
+def _positive(name: str, value: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", value):
+        raise ValueError(f"{name}={value}: expected a positive integer")
+    return int(value)
