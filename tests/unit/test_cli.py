@@ -26,6 +26,14 @@ def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(supervisor, "supervised", lambda: nullcontext(tmp_path))
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder with a config.json alone."""
+    sizes = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=4, intermediate_size=8, vocab_size=100)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    return str(tmp_path)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The exit code of `megarl ARGUMENTS`, run in this process."""
     monkeypatch.setattr(sys, "argv", ["megarl", *arguments])
@@ -58,6 +66,34 @@ def test_train_exits_with_the_code_of_the_run(monkeypatch: pytest.MonkeyPatch, t
     assert seen == [(load(QUICKSTART, ["run.steps=3"]), tmp_path)]
 
 
+def test_reshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str) -> None:
+    arguments = ["reshard", "--model", model, "--from", "tp=2,dp=2", "--to", "vllm:tp=1,replicas=4", "--nodes-of", "4"]
+    assert run(monkeypatch, *arguments, "--bandwidth", "inter=50GB/s,intra=400GB/s", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == [
+        "bytes_total",
+        "bytes_wasted",
+        "bytes_by_link",
+        "written_once",
+        "source_balance",
+        "predicted_seconds",
+        "floor_seconds",
+        "peak_staging_bytes",
+        "ranks_source",
+        "ranks_destination",
+        "plan_hash",
+    ]
+    assert (found["bytes_wasted"], found["written_once"]) == (0, True)
+    assert sum(found["bytes_by_link"].values()) == found["bytes_total"]
+    assert run(monkeypatch, *arguments) == 0
+    assert "4 -> 4" in capsys.readouterr().out
+    assert run(monkeypatch, *arguments[:4], "tp=3", *arguments[5:]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "megarl: error: --from tp=3: layout.tp=3: num_attention_heads 4 does not divide by 3; choose a divisor\n"
+    )
+
+
 def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     replace(monkeypatch, "report", write=lambda folder: folder / "report.html")
     assert run(monkeypatch, "report", "runs/latest") == 0
@@ -84,15 +120,21 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["config", "show", QUICKSTART], ["train", QUICKSTART, "run.stps=1"]])
-def test_command_is_quick_and_loads_nothing_heavy(arguments: list[str]) -> None:
+RESHARD = ["reshard", "--model", "MODEL", "--from", "tp=2", "--to", "vllm:tp=2"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["config", "show", QUICKSTART], ["train", QUICKSTART, "run.stps=1"], RESHARD]
+)
+def test_command_is_quick_and_loads_nothing_heavy(arguments: list[str], model: str) -> None:
     code = (
         "import atexit, json, sys\n"
         "atexit.register(lambda: print('\\n' + json.dumps(list(sys.modules))))\n"
         "import runpy; runpy.run_module('megarl.cli', run_name='__main__')"
     )
     start = cpu_seconds_of_children()
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, *[model if text == "MODEL" else text for text in arguments]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     seconds = cpu_seconds_of_children() - start
     loaded = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == (2 if "run.stps=1" in arguments else 0)

@@ -1,0 +1,111 @@
+"""Small plans carried out link by link on arrays in which every element is its own number."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.resharding.check import check_plan
+from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.piece import Holder, Place
+from megarl.resharding.plan import Plan
+from megarl.resharding.planner import make_plan
+from megarl.resharding.side import on_nodes
+from tests.unit.resharding.cases import configs, layout_of
+
+UNWRITTEN, PADDING = -1, 0
+
+Arrays = dict[str, np.ndarray]
+
+
+def part(arrays: Arrays, place: Place) -> np.ndarray:
+    return arrays[place.parameter][tuple(slice(start, stop) for start, stop in place.rectangle)]
+
+
+def numbered(holder: Holder) -> Arrays:
+    """The checkpoint's elements, each with a number of its own."""
+    arrays, first = {}, 1
+    for name, shape in holder.shapes.items():
+        arrays[name] = np.arange(first, first + math.prod(shape)).reshape(shape)
+        first += math.prod(shape)
+    return arrays
+
+
+def held(holder: Holder, checkpoint: Arrays) -> Arrays:
+    """What a holder has when all is well, piece by piece."""
+    arrays = {name: np.full(shape, UNWRITTEN) for name, shape in holder.shapes.items()}
+    for piece in holder.pieces:
+        target = part(arrays, Place(piece.local, piece.local_rectangle))
+        assert (target == UNWRITTEN).all()
+        if piece.canonical is None:
+            target[...] = PADDING
+        else:
+            target[...] = part(checkpoint, Place(piece.canonical, piece.canonical_rectangle))
+    return arrays
+
+
+def carried_out(plan: Plan, sources: Sequence[Arrays], destinations: Sequence[Holder]) -> list[Arrays]:
+    """Bucket after bucket; an element that is written twice, or sent before it has been written, fails."""
+    empty = [{name: np.full(shape, UNWRITTEN) for name, shape in holder.shapes.items()} for holder in destinations]
+    everybody = [*sources, *empty]
+
+    def write(target: np.ndarray, values: np.ndarray | int) -> None:
+        assert (target == UNWRITTEN).all()
+        assert (np.asarray(values) != UNWRITTEN).all()
+        target[...] = values
+
+    for bucket in plan.buckets:
+        for source, destination in bucket.links:
+            for move in bucket.moves:
+                write(part(everybody[destination], move.destination), part(everybody[source], move.source))
+        for source, destination in bucket.onward:
+            for move in bucket.moves:
+                write(part(everybody[destination], move.destination), part(everybody[source], move.destination))
+    for padding in plan.padding:
+        for holder in padding.holders:
+            for place in padding.places:
+                write(part(everybody[holder], place), PADDING)
+    return everybody[len(sources) :]
+
+
+def enter_once(plan: Plan, sources: Sequence[Arrays]) -> bool:
+    """Whether no element comes twice into a node; of trainers and engines on different nodes."""
+    known: dict[int, set[int]] = defaultdict(set)
+    for bucket in plan.buckets:
+        for link in bucket.links:
+            if link.source < len(sources):
+                elements = {int(x) for move in bucket.moves for x in part(sources[link.source], move.source).flat}
+                if known[plan.nodes[link.destination]] & elements:
+                    return False
+                known[plan.nodes[link.destination]] |= elements
+    return True
+
+
+@settings(max_examples=60, deadline=None)
+@given(configs(), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.sampled_from([64, 1000, None]))
+def test_every_element_arrives_once_and_enters_a_node_once(case, ranks_per_node, replicas, shared, bucket_bytes):
+    """shared: trainer and engines are on the same nodes, otherwise on different ones."""
+    config, layout, vllm_tp = case
+    checkpoint = numbered(huggingface_holder(config))
+    ranks = on_nodes(megatron_holders(config, layout, vocab_multiple=4), ranks_per_node)
+    apart = 0 if shared else ranks[-1].node + 1
+    stages = 2 if config["num_hidden_layers"] % 2 == 0 else 1
+    for destinations in (
+        vllm_holders(config, vllm_tp, replicas),
+        megatron_holders(config, layout_of(tp=layout.tp, pp=stages, dp=2), vocab_multiple=6),
+        [huggingface_holder(config)],
+    ):
+        placed = on_nodes(destinations, ranks_per_node, first=apart)
+        plan = make_plan(ranks, placed, bucket_bytes)
+        check_plan(plan, ranks, placed)
+        sources = [held(rank, checkpoint) for rank in ranks]
+        written = carried_out(plan, sources, placed)
+        for holder, arrays in zip(placed, written, strict=True):
+            expected = held(holder, checkpoint)
+            assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
+        assert shared or enter_once(plan, sources)
