@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megarl.checkpoints import MANIFEST
 from megarl.config.classifier import as_classifier
@@ -27,6 +30,9 @@ DESCRIPTION = "huggingface"
 
 LAYER_BY_LAYER = {"non_homogeneous_layers": True}
 """Each layer has tensors of its own; otherwise all layers have one, with an axis more."""
+
+
+COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,16 @@ class CheckpointSource:
         """For the parameters themselves, or for a companion of theirs."""
         return StoredExtents(self.folder, self.extents, companion)
 
+    @property
+    def common(self) -> bytes:
+        """What is not sharded, as in a file of its own. Newer versions of Megatron have it among the objects."""
+        if COMMON_OBJECT not in self.folder.objects:
+            return (self.path / COMMON).read_bytes()
+        [state] = torch.load(io.BytesIO(self.folder.read_object(COMMON_OBJECT)), weights_only=True)
+        stream = io.BytesIO()
+        torch.save(state, stream)
+        return stream.getvalue()
+
     def dtypes(self, companion: str) -> dict[str, str]:
         """By the keys of the parameters that have it: the optimizer's state is of those that are trained."""
         tensors = self.folder.tensors.items()
@@ -64,8 +80,8 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
     those of the run). Raises ValueError where it is no whole checkpoint of this model.
     """
     path = model_path(path)
-    files, hf_config = _described(path, huggingface)
     with TorchDistFolder(path) as folder:
+        files, hf_config = _described(path, huggingface)
         hf_config = with_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
         plan = blueprint(hf_config, Layout(**ONE_PROCESS, sequence_parallel=False), 0, _format(folder))
         companions = _companions(path, folder, {extent.key for extent in plan.extents})

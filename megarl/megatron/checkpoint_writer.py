@@ -15,9 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megarl.resharding.checkpoint import Extent
-from megarl.resharding.piece import ITEM_BYTES
-
-COMMON = "common.pt"
+from megarl.resharding.piece import ITEM_BYTES, Rectangle
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +27,17 @@ class Entry:
     dtype: str
 
     @property
+    def name(self) -> str:
+        return self.prefix + self.extent.name
+
+    @property
     def num_bytes(self) -> int:
         return prod(self.extent.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def place(self) -> tuple[str, Rectangle]:
+        """The checkpoint's tensor, and which part of it this is."""
+        return self.prefix + self.extent.key, self.extent.place
 
     @property
     def index(self) -> MetadataIndex:

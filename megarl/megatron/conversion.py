@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,15 +17,16 @@ from megarl.config.huggingface import left_out
 from megarl.config.layout_rules import check_layout
 from megarl.config.schema import Layout
 from megarl.config.value_head import without_value_head
-from megarl.data.model_folder import read_config
+from megarl.data.model_folder import read_config, resolve
 from megarl.megatron.blueprint import RankBlueprint, blueprint
 from megarl.megatron.checkpoint_source import (
+    COMMON,
     DESCRIPTION,
     LAYER_BY_LAYER,
     open_checkpoint,
     refuse_unexpected,
 )
-from megarl.megatron.checkpoint_writer import COMMON, Entry, write_extents
+from megarl.megatron.checkpoint_writer import Entry, write_extents
 from megarl.new_folder import Progress, new_folder, no_progress
 from megarl.resharding.check import check_plan
 from megarl.resharding.checkpoint import checkpoint_holder
@@ -37,7 +38,7 @@ from megarl.resharding.folder import SHARD_BYTES, write_description, write_folde
 from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
-from megarl.resharding.transports.checksum import checksum
+from megarl.resharding.transports.checksum import checksum, verify
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 from megarl.resharding.transports.transport import Transport
@@ -100,12 +101,13 @@ def layout_of_files(
 
 
 def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Options = Options()) -> int:
-    """Returns the bytes of tensors written. layout: of the ranks that the checkpoint is written for.
+    """Returns the bytes of tensors written. folder: as megarl.data.model_folder.resolve takes it. layout: of the ranks
+    that the checkpoint is written for.
 
     Raises ValueError, with nothing left behind, for a folder that does not fit its config.json.
     """
-    with _open_folder(folder) as weights:
-        return _write_checkpoint(weights, layout, out, None, options)
+    with _open_folder(resolve(str(folder), key="--hf")) as weights:
+        return _write_checkpoint(weights, layout, out, _common(), options)
 
 
 def megatron_to_huggingface(
@@ -137,7 +139,7 @@ def reshape(
     with open_checkpoint(checkpoint, huggingface) as source:
         companions = [Companion(p, source.transport(p), source.dtypes(p)) for p in source.companions]
         weights = Weights(source.hf_config, source.holder, source.transport(), source.files, companions)
-        return _write_checkpoint(weights, layout, out, source.path / COMMON, options)
+        return _write_checkpoint(weights, layout, out, source.common, options)
 
 
 @contextmanager
@@ -166,8 +168,8 @@ def _proven(source: Holder, destination: Holder) -> Plan:
     return plan
 
 
-def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: Path | None, options: Options) -> int:
-    """common: the file of what is not sharded, of the checkpoint that the weights come from."""
+def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes, options: Options) -> int:
+    """common: the content of the file of what is not sharded."""
     ranks = [
         blueprint(weights.hf_config, layout, rank, LAYER_BY_LAYER, options.dtype) for rank in range(layout.world_size)
     ]
@@ -178,29 +180,35 @@ def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: Path 
     dtypes_by_prefix = {"": dtypes} | {companion.prefix: companion.dtypes for companion in weights.companions}
     entries = [_entries(rank, dtypes_by_prefix) for rank in ranks]
     total = sum(entry.num_bytes for rank in entries for entry in rank)
-    checksums: dict[Entry, int] = {}
+    checksums: dict[str, int] = {}
 
     def tensor(entry: Entry) -> torch.Tensor:
         name = entry.extent.name
         made = torch.empty(entry.extent.shape, dtype=getattr(torch, entry.dtype))
         execute(parts[name], {name: made}, transports[entry.prefix])
         if options.verify:
-            checksums[entry] = checksum(made)
+            checksums[entry.name] = checksum(made)
         options.progress("written", made.nbytes, total)
         return made
 
     with new_folder(out, total) as folder:
         write_extents(entries, [rank.objects for rank in ranks], tensor, folder)
-        if common is None:
-            torch.save({"content_metadata": LAYER_BY_LAYER}, folder / COMMON)
-        else:
-            shutil.copy(common, folder / COMMON)
+        (folder / COMMON).write_bytes(common)
         description = folder / DESCRIPTION
         description.mkdir()
         write_description(without_value_head(weights.hf_config), entries[0][0].dtype, weights.files, description)
         if options.verify:
-            _verify(folder, checksums, options.progress, total)
+            by_name = {entry.name: entry for rank in entries for entry in rank}
+            with TorchDistFolder(folder) as files:
+                verify(checksums, lambda name: files.read(*by_name[name].place), out, options.progress, total)
     return total
+
+
+def _common() -> bytes:
+    """Of a checkpoint that has weights only: how its tensors are named, for Megatron's `load_content_metadata`."""
+    stream = io.BytesIO()
+    torch.save({"content_metadata": LAYER_BY_LAYER}, stream)
+    return stream.getvalue()
 
 
 def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> list[Entry]:
@@ -239,15 +247,3 @@ def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
                     f"{found[piece.local]}; give --dtype"
                 )
     return found
-
-
-def _verify(folder: Path, checksums: Mapping[Entry, int], progress: Progress, total: int) -> None:
-    with TorchDistFolder(folder) as written:
-        for entry, expected in checksums.items():
-            tensor = written.read(entry.prefix + entry.extent.key, entry.extent.place)
-            if checksum(tensor) != expected:
-                raise ValueError(
-                    f"{entry.prefix}{entry.extent.name} was not written as it is: the disk of {folder} is faulty; use "
-                    "another"
-                )
-            progress("verified", tensor.nbytes, total)

@@ -17,6 +17,7 @@ from megarl.resharding.execute import execute, planned_shapes
 from megarl.resharding.piece import ITEM_BYTES, whole
 from megarl.resharding.plan import Plan
 from megarl.resharding.transports.checksum import checksum
+from megarl.resharding.transports.checksum import verify as verify_written
 from megarl.resharding.transports.safetensors import INDEX, SafetensorsFolder, write_file
 from megarl.resharding.transports.transport import Transport
 
@@ -60,13 +61,14 @@ def write_folder(
         # Of the first tensor, the embedding: a few small ones may have more precision.
         write_description(hf_config, next(iter(dtypes.values())), source_folder, folder)
         shards = _shards(shapes, dtypes, shard_bytes)
-        files = {_file_name(i, len(shards)): shard for i, shard in enumerate(shards)}
-        for name, shard in files.items():
+        names = {_file_name(i, len(shards)): shard for i, shard in enumerate(shards)}
+        for name, shard in names.items():
             write_file(folder / name, shard, dtypes, tensor)
-        if len(files) > 1:
-            _write_index({name: file for file, shard in files.items() for name in shard}, total, folder)
+        if len(names) > 1:
+            _write_index({name: file for file, shard in names.items() for name in shard}, total, folder)
         if verify:
-            _verify(folder, shapes, checksums, progress, total)
+            with SafetensorsFolder(folder) as files:
+                verify_written(checksums, lambda name: files.read("", name, whole(shapes[name])), out, progress, total)
     return total
 
 
@@ -81,21 +83,6 @@ def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, fo
     key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
     config = {**without_left_out(hf_config), key: dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def _verify(
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    checksums: Mapping[str, int],
-    progress: Progress,
-    total: int,
-) -> None:
-    with SafetensorsFolder(folder) as written:
-        for name, shape in shapes.items():
-            tensor = written.read("", name, whole(shape))
-            if checksum(tensor) != checksums[name]:
-                raise ValueError(f"{name} was not written as it is: the disk of {folder.parent} is faulty; use another")
-            progress("verified", tensor.nbytes, total)
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:

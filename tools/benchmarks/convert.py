@@ -46,6 +46,9 @@ MODEL = dict(
 SIZES = {"3B": 28, "tiny": 2}
 """Name -> layers."""
 
+TOY = dict(num_hidden_layers=2, hidden_size=24, intermediate_size=32, head_dim=8, vocab_size=128)
+"""For the time that the command takes to start."""
+
 BLOCK_BYTES = 64 * 2**20
 
 
@@ -73,7 +76,9 @@ def main() -> None:
 def measure(num_layers: int, work: Path) -> dict[str, Any]:
     """Each conversion with and without reading back, and just before it the plain reading and writing of its bytes."""
     folder, checkpoint = work / "hf", work / "checkpoint"
-    num_parameters = write_model(folder, num_layers)
+    num_parameters = write_model(folder, {**MODEL, "num_hidden_layers": num_layers})
+    write_model(work / "toy", {**MODEL, **TOY})
+    start, _ = run(["hf-to-megatron", "--hf", work / "toy", "--out", work / "toy checkpoint"], work / "toy")
     there = ["hf-to-megatron", "--hf", folder, "--tp", "2", "--pp", "2"]
     back = ["megatron-to-hf", "--checkpoint", checkpoint]
     runs = {}
@@ -85,17 +90,18 @@ def measure(num_layers: int, work: Path) -> dict[str, Any]:
     ):
         plain = plain_copy(source, work / "copy")
         seconds, peak = run([*command, "--out", out], source)
-        runs[name] = {"seconds": seconds, "peak_gb": peak, **plain, "ratio": seconds / sum(plain.values())}
+        floor = sum(plain.values())
+        ratios = {"ratio": seconds / floor, "ratio_without_start": (seconds - start) / floor}
+        runs[name] = {"seconds": seconds, "peak_gb": peak, **plain, **ratios}
         if name == "megatron-to-hf" and not same_bytes(folder, out):
             raise RuntimeError("the model came back changed")
         shutil.rmtree(work / "new", ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return {"num_parameters": num_parameters, "gb": num_bytes / 1e9, "runs": runs}
+    return {"num_parameters": num_parameters, "gb": num_bytes / 1e9, "start_seconds": start, "runs": runs}
 
 
-def write_model(folder: Path, num_layers: int) -> int:
+def write_model(folder: Path, config: Mapping[str, Any]) -> int:
     """Random bfloat16 weights. Returns the number of parameters."""
-    config = {**MODEL, "num_hidden_layers": num_layers}
     holder = huggingface_holder(config)
     largest = max(map(prod, holder.shapes.values()))
     pool = torch.randn(largest + 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -183,7 +189,8 @@ def forget(folder: Path) -> None:
 
 
 def show(result: Mapping[str, Any]) -> None:
-    table = Table(title=f"{result['num_parameters'] / 1e9:.2f}B parameters, {result['gb']:.2f} GB")
+    size = f"{result['num_parameters'] / 1e9:.2f}B parameters, {result['gb']:.2f} GB"
+    table = Table(title=f"{size}, start {result['start_seconds']:.1f} s")
     for column in (
         "",
         "seconds",
@@ -194,7 +201,10 @@ def show(result: Mapping[str, Any]) -> None:
     ):
         table.add_column(column)
     for name, values in result["runs"].items():
-        numbers = [values[key] for key in ("seconds", "read_seconds", "write_seconds", "ratio", "peak_gb")]
+        numbers = [
+            values[key]
+            for key in ("seconds", "read_seconds", "write_seconds", "ratio", "ratio_without_start", "peak_gb")
+        ]
         table.add_row(name, *(f"{number:.2f}" for number in numbers))
     Console().print(table)
 

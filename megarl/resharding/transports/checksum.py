@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
+
+from megarl.new_folder import Progress
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -20,3 +24,16 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     array = (ctypes.c_ubyte * contiguous.nbytes).from_address(contiguous.data_ptr())
     array.owner = contiguous
     return memoryview(array)
+
+
+def verify(
+    checksums: Mapping[str, int], read: Callable[[str], torch.Tensor], folder: Path, progress: Progress, total: int
+) -> None:
+    """Raises ValueError for a tensor that reads back from the folder other than it was. checksums: by its name."""
+    for name, expected in checksums.items():
+        tensor = read(name)
+        if checksum(tensor) != expected:
+            raise ValueError(
+                f"{name} reads back other than it was written: the disk of {folder} is faulty; use another"
+            )
+        progress("verified", tensor.nbytes, total)

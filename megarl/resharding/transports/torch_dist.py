@@ -71,6 +71,11 @@ class TorchDistFolder:
                 return view(chunk, moved(place, rectangle, whole(shape_of(rectangle))))
         raise ValueError(f"{self._folder}: no file holds {key} at {place} as a whole")
 
+    def read_object(self, key: str) -> bytes:
+        """As it was saved."""
+        info = self._items[key, ()]
+        return self._map(info.relative_path)[info.offset : info.offset + info.length]
+
     def _chunk(self, key: str, rectangle: Rectangle) -> torch.Tensor:
         index = key, tuple(start for start, _ in rectangle)
         if index not in self._chunks:

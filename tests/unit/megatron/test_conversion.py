@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import shutil
@@ -291,7 +292,7 @@ def test_what_the_disk_does_to_a_tensor_is_seen(tmp_path, monkeypatch):
         save(tensor + 1 if isinstance(tensor, torch.Tensor) and tensor.shape == (12, 18) else tensor, stream)
 
     monkeypatch.setattr(torch, "save", faulty)
-    with pytest.raises(ValueError, match=r"mlp.linear_fc2.weight\[0, 0\] was not written as it is"):
+    with pytest.raises(ValueError, match=r"mlp.linear_fc2.weight\[0, 0\] reads back other than it was written"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert left_in(tmp_path) == {"hf"}
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), Options(verify=False))
@@ -303,6 +304,24 @@ def test_a_full_disk_is_seen_first(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"out: its disk has 0.00 GB free, and 0.00 GB are to be written"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert left_in(tmp_path) == {"hf"}
+
+
+def test_a_checkpoint_of_a_newer_megatron(tmp_path, checkpoint):
+    """What is not sharded is an object among the tensors, without a file of its own."""
+    stream = io.BytesIO()
+    torch.save([{"iteration": 7}], stream)
+    (checkpoint / "__9_0.distcp").write_bytes(b"something" + stream.getvalue())
+    key = "common_state/shard_0_1"
+    metadata = torch_checkpoint.FileSystemReader(checkpoint).read_metadata()
+    info = next(iter(metadata.storage_data.values()))
+    metadata.state_dict_metadata[key] = torch_checkpoint.BytesStorageMetadata()
+    metadata.storage_data[torch_checkpoint.metadata.MetadataIndex(key)] = type(info)(
+        "__9_0.distcp", len(b"something"), len(stream.getvalue())
+    )
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    (checkpoint / "common.pt").unlink()
+    reshape(checkpoint, tmp_path / "out", layout_of(tp=3))
+    assert torch.load(tmp_path / "out" / "common.pt") == {"iteration": 7}
 
 
 @pytest.mark.parametrize("verify", [True, False])
