@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 
-from megarl.batch import SampleInfo
-from megarl.cluster import segments
+from megarl.batch import Sample, SampleInfo
+from megarl.cluster import processes, segments
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -49,16 +51,32 @@ class EngineActor(VllmActor):
             self._config.run.seed,
         )
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> list[RemoteSample]:
-        samples = self._engine.generate(requests)
+    def generate(self, requests: Sequence[SamplingRequest]) -> list[list[SampleInfo] | Sample]:
+        """First what is to be known of the samples, then the samples: return values of their own, which, unlike objects
+        that this process puts, stay when it dies."""
+        with self._whole():
+            samples = self._engine.generate(requests)
         segments.note(self._scratch)  # vLLM makes some only when it generates
-        return [RemoteSample(SampleInfo.of(sample), ray.put(sample)) for sample in samples]
+        return [[SampleInfo.of(sample) for sample in samples], *samples]
 
     def connect(self, plan: Plan, channel: Channel) -> None:
-        self._engine.connect(plan, channel)
+        with self._whole():
+            self._engine.connect(plan, channel)
 
     def refit(self, version: int) -> list[Refitted]:
-        return self._engine.refit(version)
+        with self._whole():
+            return self._engine.refit(version)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """With the first of its ranks that dies, the engine is lost, and so is this process."""
+        try:
+            yield
+        except Exception:
+            if self._engine.has_lost_a_rank:
+                processes.end_descendants()
+                os._exit(1)
+            raise
 
 
 class EngineGroup(VllmGroup):
@@ -104,17 +122,20 @@ class EngineGroup(VllmGroup):
         and then until they are there."""
         done: dict[int, list[RemoteSample]] = {}
         while left := [i for i in range(len(groups)) if i not in done]:
-            dealt = {name: left[k :: len(self._actors)] for k, name in enumerate(self._actors)}
-            calls = {
-                name: self._actors[name].generate.remote([request for i in own for request in groups[i]])
-                for name, own in dealt.items()
-            }
-            answers, lost = self._session.gather(calls, "rollout", expendable=self.expendable, meanwhile=meanwhile)
-            for name, samples in answers.items():
-                stream = iter(samples)
-                done |= {i: [next(stream) for _ in groups[i]] for i in dealt[name]}
+            dealt = {name: own for k, name in enumerate(self._actors) if (own := left[k :: len(self._actors)])}
+            asked = {name: self._ask(name, [groups[i] for i in own]) for name, own in dealt.items()}
+            calls = {name: refs[0] for name, refs in asked.items()}
+            infos, lost = self._session.gather(calls, "rollout", expendable=self.expendable, meanwhile=meanwhile)
+            for name in infos:
+                samples = map(RemoteSample, infos[name], asked[name][1:])
+                done |= {i: [next(samples) for _ in groups[i]] for i in dealt[name]}
             self.drop(lost, "rollout")
         return [done[i] for i in range(len(groups))]
+
+    def _ask(self, name: str, groups: Sequence[Sequence[SamplingRequest]]) -> list[ray.ObjectRef]:
+        """References to what EngineActor.generate returns."""
+        requests = [request for group in groups for request in group]
+        return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests)
 
     def connect(self, plan: Plan, channel: Channel) -> bool:
         """From now on a refit is this plan. Returns whether all engines know; those that do not are lost."""

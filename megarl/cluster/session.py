@@ -29,6 +29,9 @@ CHECK_S = 5.0
 PING_S = 1.0
 """How long they have to answer. One that is alive may take longer, for a dead one Ray answers at once."""
 
+SMALL = 4096
+"""Bytes up to which a result of a call is sent to the caller itself: samples stay where they were made."""
+
 HEALTH_CHECKS = {
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 2000,
@@ -62,7 +65,7 @@ class Session:
             configure_logging=False,
             _temp_dir=str(scratch),
             # Ray's workers would yield to every other process; here they are the work itself.
-            _system_config=HEALTH_CHECKS | {"worker_niceness": 0},
+            _system_config=HEALTH_CHECKS | {"worker_niceness": 0, "max_direct_call_object_size": SMALL},
         )
         # Ray's handler prints a stack and skips all clean-up.
         signal.signal(signal.SIGTERM, terminate)

@@ -39,6 +39,10 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
         """Samples in the order of the requests. Raises RuntimeError while version is None."""
 
+    @property
+    def has_lost_a_rank(self) -> bool:
+        """Whether a process of its own has died, after which it can do nothing."""
+
     def connect(self, plan: Plan, channel: Channel) -> None:
         """From now on a refit is this plan, which has at least the part of this engine, by this channel."""
 

@@ -59,6 +59,11 @@ class VllmEngine:
         self.version = version
         return refitted
 
+    @property
+    def has_lost_a_rank(self) -> bool:
+        """Whether a process of its own has died, after which it can do nothing."""
+        return getattr(self._llm.llm_engine.model_executor, "is_failed", False)
+
     def checksums(self) -> list[dict[str, str]]:
         """Per worker: parameter -> SHA-256 of its bytes."""
         return self._llm.collective_rpc("checksums")

@@ -117,9 +117,11 @@ class Run:
 
     def find(self, title: str) -> psutil.Process:
         """A process of the run by the start of its title, such as raylet or ray::TrainerActor, once there is one."""
-        found: list[psutil.Process] = []
-        self.wait_until(lambda: found.extend(p for p in self.processes() if _title(p).startswith(title)) or found)
-        return found[0]
+        self.wait_until(lambda: self.find_all(title))
+        return self.find_all(title)[0]
+
+    def find_all(self, title: str) -> list[psutil.Process]:
+        return [process for process in self.processes() if _title(process).startswith(title)]
 
     @property
     def driver(self) -> psutil.Process:
@@ -141,9 +143,14 @@ class Run:
         new = set(SHARED_MEMORY.iterdir()) - self._shared_memory
         return new - {path for process in psutil.process_iter() for path in mapped_shared_memory(process)}
 
+    @property
+    def metrics(self) -> list[dict]:
+        """Of the steps that are done."""
+        file = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
     def wait_for_step(self, number: int) -> None:
-        metrics = self.folder / "metrics.jsonl"
-        self.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= number)
+        self.wait_until(lambda: len(self.metrics) >= number)
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + START_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -23,11 +24,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hold(recipe: Path):
-    """While the test runs, no reward is given: the first step does not end."""
+    """While the test runs, or until it removes this file, no reward is given: the first step does not end."""
     file = recipe.with_name("hold")
     file.touch()
-    yield
-    file.unlink()
+    yield file
+    file.unlink(missing_ok=True)
 
 
 def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> None:
@@ -77,6 +78,64 @@ def test_loss_of_the_engine_while_another_is_waited_for(recipe: Path, tmp_path: 
         engine = run.find("ray::EngineActor")
         assert mapped_shared_memory(engine)
         check_end(run, engine.kill, 1, r"rewards: engine-0 died; see .*/logs/attempt_1/engine-0.log")
+
+
+def lines_of_loss(run: Run) -> list[str]:
+    return [line for line in run.output.splitlines() if " died; the run goes on with 1 of 2 engines; see " in line]
+
+
+def check_samples(run: Run, steps: int) -> None:
+    """Each of the 4 prompts' 4 samples, once."""
+    for step in range(1, steps + 1):
+        rows = [
+            json.loads(line) for line in run.folder.joinpath(f"rollouts/step_{step:06}.jsonl").read_text().splitlines()
+        ]
+        assert sorted(row["sample_id"] for row in rows) == [f"{step}.{i}.{k}" for i in range(4) for k in range(4)]
+        assert {run["version"] for row in rows for run in row["version"]} == {step - 1}
+
+
+def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) -> None:
+    """Lost after it has sampled, and its samples are there; found out when all engines take new weights."""
+    with Run(recipe, tmp_path, "rollout.replicas=2") as run:
+        run.find("ray::RewardActor.score")
+        lost, left = run.find_all("ray::EngineActor")
+        lost.kill()
+        hold.unlink()
+        run.wait_for_step(3)
+        [line] = lines_of_loss(run)
+        assert re.match(r"refit: engine-[01] died", line)
+        check_samples(run, 3)
+        assert [step["engines/alive"] for step in run.metrics[:3]] == [1, 1, 1]
+        check_end(run, left.kill, 1, r"\S.*: engine-[01] died; see .*/logs/attempt_1/engine-[01].log")
+
+
+def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: Path, hold: Path) -> None:
+    with Run(recipe, tmp_path, "rollout.replicas=2", "rollout.transport=p2p") as run:
+        run.find("ray::RewardActor.score")
+        stopped = run.find_all("ray::EngineActor")[1]
+        stopped.suspend()
+        hold.unlink()
+        run.find("ray::TrainerActor.send")
+        stopped.kill()
+        run.wait_for_step(3)
+        [line] = lines_of_loss(run)
+        assert line.startswith("refit: ")
+        check_samples(run, 3)
+
+
+def test_loss_of_an_engine_while_it_samples(recipe: Path, tmp_path: Path, hold: Path) -> None:
+    with Run(recipe, tmp_path, "rollout.replicas=2") as run:
+        run.find("ray::RewardActor.score")
+        stopped = run.find_all("ray::EngineActor")[0]
+        hold.unlink()
+        run.wait_for_step(1)
+        stopped.suspend()
+        waiting = len(run.metrics)
+        run.wait_until(lambda: run.find_all("ray::EngineActor.generate"))
+        stopped.kill()
+        run.wait_for_step(waiting + 2)
+        assert len(lines_of_loss(run)) == 1
+        check_samples(run, waiting + 2)
 
 
 @pytest.mark.usefixtures("hold")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.cluster import vllm_group
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.engine_group import EngineGroup, RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.placement import Process
 from megarl.config.load import load
@@ -24,11 +24,20 @@ class FakeActor:
     """Those that die when they are next asked."""
 
     def __init__(self, name: str):
-        self.generate = SimpleNamespace(remote=lambda requests: lambda: self._answer(name, requests))
+        self.generate = self
+        self._name = name
 
-    def _answer(self, name: str, requests: list[str]) -> list[str] | None:
-        FakeActor.seen.setdefault(name, []).extend(requests)
-        return None if name in FakeActor.dying else [f"{request} by {name}" for request in requests]
+    def options(self, num_returns: int) -> FakeActor:
+        self._num_returns = num_returns
+        return self
+
+    def remote(self, requests: list[str]) -> list:
+        """As Ray: so many references, of which that to the first, the infos, is a call that is run when it is waited
+        for."""
+        FakeActor.seen.setdefault(self._name, []).extend(requests)
+        infos = None if self._name in FakeActor.dying else [f"{request} by {self._name}" for request in requests]
+        assert self._num_returns == 1 + len(requests) > 1
+        return [lambda: infos, *(f"ref to {request}" for request in requests)]
 
 
 class FakeSession:
@@ -61,11 +70,16 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     )
 
 
+def check_answers(answers: list[list[RemoteSample]], groups: list[list[str]]) -> None:
+    assert [[sample.info.split()[0] for sample in group] for group in answers] == groups
+    assert [[sample.ref for sample in group] for group in answers] == [[f"ref to {r}" for r in g] for g in groups]
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_samples_come_in_the_order_of_their_requests(start, replicas: int) -> None:
     groups = [[f"{i}.{k}" for k in range(length)] for i, length in enumerate((2, 3, 1, 4, 2))]
     answers = start(replicas).generate(groups)
-    assert [[answer.split()[0] for answer in group] for group in answers] == groups
+    check_answers(answers, groups)
 
 
 def test_a_group_stays_on_one_replica(start) -> None:
@@ -74,7 +88,8 @@ def test_a_group_stays_on_one_replica(start) -> None:
 
 
 def test_fewer_groups_than_replicas(start) -> None:
-    assert start(3).generate([["a"], ["b"]]) == [["a by engine-0"], ["b by engine-1"]]
+    answers = start(3).generate([["a"], ["b"]])
+    assert [[sample.info for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
 
 
 def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys) -> None:
@@ -82,7 +97,7 @@ def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys)
     FakeActor.dying = {"engine-1"}
     groups = [[f"{i}.{k}" for k in range(2)] for i in range(5)]
     answers = engines.generate(groups)
-    assert [[answer.split()[0] for answer in group] for group in answers] == groups
+    check_answers(answers, groups)
     assert engines.names == ["engine-0", "engine-2"]
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:2.0"]
     delivered = [request for name in engines.names for request in FakeActor.seen[name]]
