@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import load_file, save_file
 
+from megarl.megatron import conversion
 from megarl.megatron.conversion import Options, huggingface_to_megatron, megatron_to_huggingface, reshape
+from megarl.resharding import folder
+from megarl.resharding.execute import execute
 from tests.unit.resharding.cases import LATENT, config_of, layout_of, random_checkpoint
 
 MIXTRAL = dict(model_type="mixtral", num_key_value_heads=2, num_local_experts=4)
@@ -304,6 +308,28 @@ def test_a_full_disk_is_seen_first(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"out: its disk has 0.00 GB free, and 0.00 GB are to be written"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert left_in(tmp_path) == {"hf"}
+
+
+def test_no_more_than_a_tensor_is_in_memory(tmp_path, monkeypatch, checkpoint):
+    """When one is put together, those before it are gone, or have no memory any more."""
+    references: list[weakref.ref[torch.Tensor]] = []
+    storages: list[torch.UntypedStorage] = []
+
+    def of_checkpoint(writes, parameters, transport):
+        assert not any(storage.nbytes() for storage in storages)
+        storages.extend(tensor.untyped_storage() for tensor in parameters.values())
+        return execute(writes, parameters, transport)
+
+    def of_folder(writes, parameters, transport):
+        assert not any(reference() is not None for reference in references)
+        references.extend(map(weakref.ref, parameters.values()))
+        return execute(writes, parameters, transport)
+
+    monkeypatch.setattr(conversion, "execute", of_checkpoint)
+    monkeypatch.setattr(folder, "execute", of_folder)
+    reshape(checkpoint, tmp_path / "reshaped", layout_of(tp=3))
+    megatron_to_huggingface(checkpoint, tmp_path / "back")
+    assert len(storages) > 40 and len(references) == 21
 
 
 def test_a_checkpoint_of_a_newer_megatron(tmp_path, checkpoint):
