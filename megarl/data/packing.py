@@ -73,15 +73,26 @@ def schedule(lengths: Sequence[Lengths], packing: Packing) -> list[list[Microbat
 
     Every rank packs its own share, and the shorter lists are filled up with empty microbatches.
     """
-    bundles = bundle(lengths, packing)
-    shares = balance([item.cost for item in bundles], packing.num_ranks)
-    packed = [pack([bundles[i] for i in share], packing.token_budget) for share in shares]
+    packed = [pack(share, packing.token_budget) for share in share_out(lengths, packing)]
     most = round_up(max(len(microbatches) for microbatches in packed), packing.microbatch_multiple)
     return [microbatches + [()] * (most - len(microbatches)) for microbatches in packed]
 
 
-def bundle(lengths: Sequence[Lengths], packing: Packing) -> list[Bundle]:
-    """Bundles within the token budget; unless prompts are shared, one sample each.
+def share_out(lengths: Sequence[Lengths], packing: Packing) -> list[list[Bundle]]:
+    """Bundles per data-parallel rank, as large as they may be for no rank to wait longer for another: a prompt whose
+    samples are in two of them is computed twice, but bundles of few prompts do not spread evenly over many ranks."""
+    largest = max((len(item.samples) for item in bundle(lengths, packing)), default=1)
+    sizes = [largest >> halvings for halvings in range(largest.bit_length())] if packing.num_ranks > 1 else [largest]
+    candidates = []
+    for size in sizes:
+        bundles = bundle(lengths, packing, size)
+        shares = balance([item.cost for item in bundles], packing.num_ranks)
+        candidates.append([[bundles[i] for i in share] for share in shares])
+    return min(candidates, key=lambda ranks: max(sum(item.cost for item in rank) for rank in ranks))
+
+
+def bundle(lengths: Sequence[Lengths], packing: Packing, most_samples: int | None = None) -> list[Bundle]:
+    """Bundles within the token budget, of at most so many samples; unless prompts are shared, one sample each.
 
     Raises ValueError for a sample that alone has more: a sample is never split over microbatches.
     """
@@ -90,7 +101,8 @@ def bundle(lengths: Sequence[Lengths], packing: Packing) -> list[Bundle]:
     for index, item in enumerate(lengths):
         _check_fits(index, item, packing)
         begun = unfinished.get(item.prompt) if packing.shares_prompts else None
-        if begun is not None and _num_tokens([*begun, index], lengths, packing) <= packing.token_budget:
+        has_room = begun is not None and len(begun) != most_samples
+        if has_room and _num_tokens([*begun, index], lengths, packing) <= packing.token_budget:
             begun.append(index)
         else:
             members.append([index])

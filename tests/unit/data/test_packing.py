@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.packing import Bundle, Lengths, balance, bundle, pack, schedule
+from megarl.data.packing import Bundle, Lengths, balance, bundle, pack, schedule, share_out
 from megarl.planning.token_cost import TokenCost
 from tests.packing import packing
 
@@ -74,6 +74,24 @@ def test_schedule_gives_every_rank_as_many_microbatches(lengths, num_ranks, shar
     assert count % multiple == 0
     assert indexes(members for microbatches in ranks for members in microbatches) == list(range(len(lengths)))
     assert all(cost(lengths, m, share_prompts) <= BUDGET for microbatches in ranks for m in microbatches)
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_no_rank_has_more_to_do_than_with_whole_or_with_single_samples(lengths, num_ranks):
+    wanted = packing(num_ranks=num_ranks)
+    ranks = share_out(lengths, wanted)
+    assert indexes(b.samples for rank in ranks for b in rank) == list(range(len(lengths)))
+    most = max(sum(cost(lengths, b.samples, True) for b in rank) for rank in ranks)
+    for size in (None, 1):
+        costs = [b.cost for b in bundle(lengths, wanted, size)]
+        assert most <= max(sum(costs[i] for i in rank) for rank in balance(costs, num_ranks))
+
+
+def test_samples_of_a_prompt_are_parted_only_where_a_rank_would_wait():
+    ranks = share_out([Lengths("a", 20, 10)] * 8, packing(num_ranks=4))
+    assert [[b.samples for b in rank] for rank in ranks] == [[(2 * i, 2 * i + 1)] for i in range(4)]
+    ranks = share_out([Lengths(prompt, 20, 10) for prompt in "aaaabbbb"], packing(num_ranks=2))
+    assert [[b.samples for b in rank] for rank in ranks] == [[(0, 1, 2, 3)], [(4, 5, 6, 7)]]
 
 
 def test_a_long_sample_weighs_more_than_short_ones_with_as_many_tokens():
