@@ -149,6 +149,6 @@ def refuse_unexpected(path: Path, names: Sequence[str]) -> None:
 
 def _check_shape(path: Path, extent: Extent, stored: StoredTensor, vocab: int) -> None:
     found, expected = stored.shape, extent.global_shape
-    fits = found[0] >= vocab and found[1:] == expected[1:] if extent.resizable else found == expected
-    if not fits:
+    repadded = extent.resizable and min(found[0], expected[0]) >= vocab and found[1:] == expected[1:]
+    if found != expected and not repadded:
         raise ValueError(f"{path}: {extent.key} has shape {found}, but config.json makes it {expected}")

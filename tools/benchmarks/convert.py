@@ -25,8 +25,10 @@ from machine import QUIET_PERCENT, children_cpu_seconds, machine, machine_cpu_se
 from rich.console import Console
 from rich.table import Table
 
+from megarl.data.model_folder import read_config
 from megarl.resharding.families import huggingface_holder
-from megarl.resharding.transports.safetensors import write_file
+from megarl.resharding.piece import whole
+from megarl.resharding.transports.safetensors import SafetensorsFolder, write_file
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET_RATIO, TARGET_GB = 2.0, 2.0
@@ -92,8 +94,9 @@ def measure(num_layers: int, work: Path) -> dict[str, Any]:
         seconds, peak = run([*command, "--out", out], source)
         floor = sum(plain.values())
         ratios = {"ratio": seconds / floor, "ratio_without_start": (seconds - start) / floor}
+        print(f"{name}: {seconds:.1f} s, {floor:.1f} s plain, {peak:.2f} GB", flush=True)
         runs[name] = {"seconds": seconds, "peak_gb": peak, **plain, **ratios}
-        if name == "megatron-to-hf" and not same_bytes(folder, out):
+        if name == "megatron-to-hf" and not same_weights(folder, out):
             raise RuntimeError("the model came back changed")
         shutil.rmtree(work / "new", ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -168,16 +171,14 @@ def blocks(folder: Path) -> Iterator[bytes]:
                 yield block
 
 
-def same_bytes(one: Path, other: Path) -> bool:
-    """Of the weights: data, not headers, which list tensors in an order of their own."""
-    from safetensors import safe_open
-
-    with (
-        safe_open(one / "model.safetensors", "pt") as before,
-        safe_open(other / "model.safetensors", "pt") as after,
-    ):
-        names = before.keys()
-        return names == after.keys() and all(torch.equal(before.get_tensor(n), after.get_tensor(n)) for n in names)
+def same_weights(one: Path, other: Path) -> bool:
+    """Bit by bit."""
+    shapes = huggingface_holder(read_config(one)).shapes
+    with SafetensorsFolder(one) as before, SafetensorsFolder(other) as after:
+        return all(
+            torch.equal(before.read("", name, whole(shape)), after.read("", name, whole(shape)))
+            for name, shape in shapes.items()
+        )
 
 
 def forget(folder: Path) -> None:

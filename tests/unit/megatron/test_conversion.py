@@ -79,10 +79,14 @@ GRID = {
 
 
 def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """A folder as from the hub, in several files. The biases of routers have float32, as DeepSeek's."""
-    tensors = {
-        name: tensor if "e_score" in name else tensor.to(dtype) for name, tensor in random_checkpoint(config).items()
-    }
+    """Random weights. The biases of routers have float32, as DeepSeek's."""
+    tensors = random_checkpoint(config)
+    tensors = {name: tensor if "e_score" in name else tensor.to(dtype) for name, tensor in tensors.items()}
+    return write_tensors(folder, config, tensors)
+
+
+def write_tensors(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A folder as from the hub, in several files."""
     folder.mkdir()
     names = list(tensors)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
@@ -189,15 +193,33 @@ def test_a_parameter_of_tensors_with_several_dtypes_needs_a_cast(tmp_path):
     assert_same(weights_of(tmp_path / "back"), tensors | {name: tensors[name].half().float()})
 
 
-def test_a_copy_of_the_tied_head_is_left_out(tmp_path):
-    tensors = write_model(tmp_path / "hf", config_of(**TIED))
-    save_file({"lm_head.weight": tensors["model.embed_tokens.weight"]}, tmp_path / "hf" / "c.safetensors")
-    index = tmp_path / "hf" / "model.safetensors.index.json"
-    known = json.loads(index.read_text())
-    known["weight_map"]["lm_head.weight"] = "c.safetensors"
-    index.write_text(json.dumps(known))
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        (TIED, ["lm_head.weight"]),
+        ({}, ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
+        (DEEPSEEK | dict(num_nextn_predict_layers=1), ["model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"]),
+    ],
+    ids=["a copy of the tied head", "constants", "layers that predict more tokens"],
+)
+def test_what_is_no_part_of_the_model_is_left_out(tmp_path, changes, names):
+    config = config_of(**changes)
+    tensors = {name: tensor.bfloat16() for name, tensor in random_checkpoint(config).items()}
+    write_tensors(tmp_path / "hf", config, tensors | dict.fromkeys(names, torch.ones(2)))
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     megatron_to_huggingface(tmp_path / "out", tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), tensors)
+    assert not json.loads((tmp_path / "back" / "config.json").read_text()).get("num_nextn_predict_layers")
+
+
+def test_a_classifier_keeps_its_head(tmp_path):
+    config = config_of(architectures=["LlamaForSequenceClassification"], id2label={"0": "good", "1": "bad"})
+    tensors = random_checkpoint(config)
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:2].clone()
+    write_tensors(tmp_path / "hf", config, tensors)
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "first", layout_of(tp=3, pp=2))
+    reshape(tmp_path / "first", tmp_path / "second", layout_of())
+    megatron_to_huggingface(tmp_path / "second", tmp_path / "back")
     assert_same(weights_of(tmp_path / "back"), tensors)
 
 
@@ -300,6 +322,20 @@ def test_what_the_disk_does_to_a_tensor_is_seen(tmp_path, monkeypatch):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert left_in(tmp_path) == {"hf"}
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), Options(verify=False))
+
+
+@pytest.mark.parametrize("moment", ["written", "verified"])
+def test_an_interruption_leaves_nothing(tmp_path, checkpoint, moment):
+    def interrupt(done: str, num_bytes: int, total: int) -> None:
+        if done == moment:
+            raise KeyboardInterrupt
+
+    options = Options(progress=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        reshape(checkpoint, tmp_path / "out", layout_of(tp=3), options=options)
+    with pytest.raises(KeyboardInterrupt):
+        megatron_to_huggingface(checkpoint, tmp_path / "out", options=options)
+    assert left_in(tmp_path) == {"hf", "checkpoint"}
 
 
 def test_a_full_disk_is_seen_first(tmp_path, monkeypatch):
