@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 
 class RunFailure(RuntimeError):
@@ -21,11 +21,12 @@ def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> ValueError
     origin = _origin(error)
     if isinstance(origin, ValueError):
         return ValueError(str(origin))
-    log = logs / f"{name}.log"
-    if isinstance(error, RayActorError):
-        return RunFailure(f"{phase}: {name} died; see {log}")
-    first_line = str(origin).strip().partition("\n")[0]
-    return RunFailure(f"{phase}: {name}: {type(origin).__name__}: {first_line}; see {log}")
+    return RunFailure(f"{phase}: {name}{_what_happened(error)}; see {logs / name}.log")
+
+
+def is_loss(error: Exception | None) -> bool:
+    """Whether the process is gone: it died, or Ray ended it before the machine ran out of memory."""
+    return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def is_cause(error: Exception) -> bool:
@@ -36,7 +37,18 @@ def is_cause(error: Exception) -> bool:
 def _rank(error: Exception) -> int:
     if isinstance(_origin(error), ValueError):
         return 0
-    return 1 if isinstance(error, RayActorError) else 2
+    return 1 if is_loss(error) else 2
+
+
+def _what_happened(error: Exception) -> str:
+    origin = _origin(error)
+    lines = str(origin).strip().splitlines() or [""]
+    if isinstance(error, OutOfMemoryError):
+        return f" was ended by Ray before the machine ran out of memory: {lines[0]}"
+    if isinstance(error, RayActorError):
+        # The traceback of what its constructor raised is in no other log.
+        return f" did not start: {lines[-1]}" if error.actor_init_failed else " died"
+    return f": {type(origin).__name__}: {lines[0]}"
 
 
 def _origin(error: Exception) -> BaseException:

@@ -13,10 +13,10 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from megarl.cluster import processes
-from megarl.cluster.failure import RunFailure, cause, is_cause
+from megarl.cluster.failure import RunFailure, cause, is_cause, is_loss
 from megarl.cluster.watchdog import Watchdog
 from megarl.config.schema import Cluster
 
@@ -151,7 +151,7 @@ class Session:
         late, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SETTLE_S) if pending else ([], [])
         errors = errors | _errors(late, names)
         errors |= self._lost(set(self._watched).difference(errors))
-        if any(isinstance(error, RayActorError) for error in errors.values()):
+        if any(map(is_loss, errors.values())):
             # A raylet that ends takes its actors with it, and they end first.
             time.sleep(1.0)
             self._watchdog.check()
@@ -159,7 +159,7 @@ class Session:
 
 
 def _lost_among(errors: Mapping[str, Exception], expendable: Collection[str]) -> set[str]:
-    return {name for name in expendable if isinstance(errors.get(name), RayActorError)}
+    return {name for name in expendable if is_loss(errors.get(name))}
 
 
 def _unexplained(errors: Mapping[str, Exception], expendable: Collection[str]) -> dict[str, Exception]:

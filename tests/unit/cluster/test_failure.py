@@ -3,13 +3,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from megarl.cluster.failure import RunFailure, cause
 
 LOGS = Path("/run/logs")
 USER = RayTaskError("score", "", ValueError("rewards.functions: no function 'f'"))
 LOST = ActorDiedError()
+UNBORN = ActorDiedError(RayTaskError("__init__", "Traceback\n  File\nTypeError: takes 2 arguments", TypeError()))
+ENDED = OutOfMemoryError("1 worker(s) were killed. Memory was 23.1GB used / 23.5GB limit\nand more")
 PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\nand more"))
 
 
@@ -18,6 +20,17 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
     [
         ({"trainer-0": PEER, "trainer-1": LOST, "rewards-0": USER}, ValueError, "rewards.functions: no function 'f'"),
         ({"trainer-0": PEER, "trainer-1": LOST}, RunFailure, "update: trainer-1 died; see /run/logs/trainer-1.log"),
+        (
+            {"trainer-0": PEER, "rewards-0": UNBORN},
+            RunFailure,
+            "update: rewards-0 did not start: TypeError: takes 2 arguments; see /run/logs/rewards-0.log",
+        ),
+        (
+            {"trainer-0": PEER, "engine-1": ENDED},
+            RunFailure,
+            "update: engine-1 was ended by Ray before the machine ran out of memory: 1 worker(s) were killed. Memory "
+            "was 23.1GB used / 23.5GB limit; see /run/logs/engine-1.log",
+        ),
         (
             {"trainer-0": PEER},
             RunFailure,

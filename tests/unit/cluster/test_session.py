@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from megarl.cluster import session as module
 from megarl.cluster.failure import RunFailure
@@ -150,8 +150,9 @@ def test_its_loss_is_the_cause_of_what_others_miss(session: Session) -> None:
 EXPENDABLE = ("engine-0", "engine-1")
 
 
-def test_an_expendable_process_may_be_lost(session: Session, ray: FakeRay) -> None:
-    calls = {"engine-0": Call(1, ActorDiedError()), "engine-1": Call(40, "samples")}
+@pytest.mark.parametrize("loss", [ActorDiedError(), OutOfMemoryError("low on memory")])
+def test_an_expendable_process_may_be_lost(session: Session, ray: FakeRay, loss: Exception) -> None:
+    calls = {"engine-0": Call(1, loss), "engine-1": Call(40, "samples")}
     assert session.gather(calls, "rollout", expendable=EXPENDABLE) == ({"engine-1": "samples"}, {"engine-0"})
     assert ray.now == 40, "the others' calls have ended"
 
