@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +12,13 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoints import MANIFEST
+from megarl.checkpoints import MANIFEST, Checkpoint
 from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config, Layout
 from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config, resolve
 from megarl.megatron.blueprint import blueprint
+from megarl.megatron.sharded_checkpoint import FORMAT
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.piece import Holder
@@ -27,10 +27,6 @@ from megarl.resharding.transports.torch_dist import StoredExtents, StoredTensor,
 
 DESCRIPTION = "huggingface"
 """The folder in a checkpoint that has its model's config.json and tokenizer."""
-
-LAYER_BY_LAYER = {"non_homogeneous_layers": True}
-"""Each layer has tensors of its own; otherwise all layers have one, with an axis more."""
-
 
 COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 
@@ -105,10 +101,9 @@ def _described(path: Path, huggingface: Path | None) -> tuple[Path, dict[str, An
     if huggingface is not None or own.is_dir():
         files = huggingface or own
         return files, read_config(resolve(str(files), key="--hf"))
-    manifest = path.parent / MANIFEST
-    if not manifest.is_file():
+    if not (path.parent / MANIFEST).is_file():
         raise ValueError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
-    config = Config.model_validate(json.loads(manifest.read_text(encoding="utf-8"))["content"]["state"]["config"])
+    config = Config.model_validate(Checkpoint.open(path.parent).state["config"])
     role = path.name
     given = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
     files = resolve(given, key="--hf")
@@ -117,8 +112,8 @@ def _described(path: Path, huggingface: Path | None) -> tuple[Path, dict[str, An
 
 
 def _format(folder: TorchDistFolder) -> dict[str, Any]:
-    """How Megatron was told to name the tensors, as the names tell."""
-    return LAYER_BY_LAYER if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
+    """How Megatron was told to save: by default all layers are slices of one tensor."""
+    return FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
 
 
 def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], folder: TorchDistFolder) -> None:

@@ -22,11 +22,11 @@ from megarl.megatron.blueprint import RankBlueprint, blueprint
 from megarl.megatron.checkpoint_source import (
     COMMON,
     DESCRIPTION,
-    LAYER_BY_LAYER,
     open_checkpoint,
     refuse_unexpected,
 )
 from megarl.megatron.checkpoint_writer import Entry, write_extents
+from megarl.megatron.sharded_checkpoint import FORMAT
 from megarl.new_folder import Progress, new_folder, no_progress
 from megarl.resharding.check import check_plan
 from megarl.resharding.checkpoint import checkpoint_holder
@@ -170,9 +170,7 @@ def _proven(source: Holder, destination: Holder) -> Plan:
 
 def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes, options: Options) -> int:
     """common: the content of the file of what is not sharded."""
-    ranks = [
-        blueprint(weights.hf_config, layout, rank, LAYER_BY_LAYER, options.dtype) for rank in range(layout.world_size)
-    ]
+    ranks = [blueprint(weights.hf_config, layout, rank, FORMAT, options.dtype) for rank in range(layout.world_size)]
     dtypes = _dtypes_by_key(ranks, None if options.dtype else _dtypes(weights.holder))
     destination = checkpoint_holder("checkpoint", [(rank.holder, rank.extents) for rank in ranks], dtypes)
     parts = _proven(weights.holder, destination).into("checkpoint").grouped_by(str)
@@ -207,7 +205,7 @@ def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes
 def _common() -> bytes:
     """Of a checkpoint that has weights only: how its tensors are named, for Megatron's `load_content_metadata`."""
     stream = io.BytesIO()
-    torch.save({"content_metadata": LAYER_BY_LAYER}, stream)
+    torch.save({"content_metadata": FORMAT}, stream)
     return stream.getvalue()
 
 

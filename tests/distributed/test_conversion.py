@@ -15,6 +15,7 @@ from megarl.checkpoints import Checkpoints
 from megarl.config.schema import Config
 from megarl.megatron.actor_worker import ActorWorker
 from megarl.megatron.conversion import huggingface_to_megatron, layout_of_files, megatron_to_huggingface, reshape
+from tests.distributed.test_families import DEEPSEEK, DENSE, QWEN3_MOE
 from tests.forked import run_ranks
 from tests.parity import canonical, config_of, random_groups, shares
 from tests.parity import train as trained
@@ -22,40 +23,15 @@ from tests.tiny_model import write_tiny_model
 
 TOLERANCE = 1e-5
 GROUPS = random_groups(0)
-SIZES = dict(
-    vocab_size=131,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    num_hidden_layers=4,
-    intermediate_size=48,
-    max_position_embeddings=64,
-)
-LATENT = dict(
-    num_key_value_heads=4,
-    q_lora_rank=12,
-    kv_lora_rank=20,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=6,
-    first_k_dense_replace=1,
-    moe_intermediate_size=24,
-    n_routed_experts=8,
-    n_shared_experts=2,
-    num_experts_per_tok=4,
-    n_group=4,
-    topk_group=2,
-)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+SIZES = DENSE | dict(vocab_size=131, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], str]] = {
     # model, and the layouts that it is written for and loaded under
     "Qwen2, tied: PP2, VPP2 and TP2": ("qwen2", dict(tie_word_embeddings=True), dict(pp=2, vpp=2), "tp: 2"),
     "Llama: TP2 and PP2": ("llama", {}, dict(tp=2), "pp: 2, first_stage_layers: 1"),
-    "Qwen3 with experts: TP2, EP2, ETP1 and PP2": ("qwen3_moe", EXPERTS, dict(tp=2, ep=2, etp=1), "pp: 2"),
+    "Qwen3 with experts: TP2, EP2, ETP1 and PP2": ("qwen3_moe", QWEN3_MOE, dict(tp=2, ep=2, etp=1), "pp: 2"),
     "DeepSeek-V3: PP2, EP4 and TP2, EP2, ETP1": (
         "deepseek_v3",
-        LATENT,
+        DEEPSEEK | dict(num_hidden_layers=4),
         dict(pp=2, ep=4),
         "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
     ),
@@ -63,8 +39,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], str]] = {
 
 
 def write(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
-    sizes = {key: size for key, size in SIZES.items() if key != "head_dim" or model_type != "deepseek_v3"}
-    return write_tiny_model(folder, model_type, **sizes | changes)
+    sizes = {} if model_type == "deepseek_v3" else SIZES
+    return write_tiny_model(folder, model_type, **sizes | changes | dict(vocab_size=SIZES["vocab_size"]))
 
 
 def logits(store, rank: int, config: Config, folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -18,22 +18,13 @@ from megarl.config.load import load
 from megarl.megatron.conversion import huggingface_to_megatron, layout_of_files, megatron_to_huggingface, reshape
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.environment import environment
+from tests.e2e.test_refit import SIZES as REFIT_SIZES
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 TOLERANCE = 1e-4
-# What vLLM's CPU kernels can: heads of 32, experts of a multiple of 32 rows.
-SIZES = dict(
-    vocab_size=131,
-    hidden_size=64,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=32,
-    num_hidden_layers=2,
-    intermediate_size=128,
-    max_position_embeddings=256,
-)
+SIZES = REFIT_SIZES | dict(vocab_size=131, num_key_value_heads=2)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(tie_word_embeddings=True),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True),

@@ -42,9 +42,7 @@ class TorchDistFolder:
         entries = metadata.state_dict_metadata
         self.tensors = {key: _stored(e) for key, e in entries.items() if isinstance(e, TensorStorageMetadata)}
         self.objects = frozenset(key for key, e in entries.items() if isinstance(e, BytesStorageMetadata))
-        for name in {info.relative_path for info in self._items.values()}:
-            if not (folder / name).is_file():
-                raise ValueError(f"{folder}: {name}, which {METADATA} names, is missing")
+        self._check_files()
         self._stack = ExitStack()
         self._maps: dict[str, mmap.mmap] = {}
         self._chunks: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
@@ -75,6 +73,18 @@ class TorchDistFolder:
         """As it was saved."""
         info = self._items[key, ()]
         return self._map(info.relative_path)[info.offset : info.offset + info.length]
+
+    def _check_files(self) -> None:
+        """Reading beyond the end of a mapped file would end the process."""
+        ends: dict[str, int] = {}
+        for info in self._items.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            file = self._folder / name
+            if not file.is_file():
+                raise ValueError(f"{self._folder}: {name}, which {METADATA} names, is missing")
+            if (size := file.stat().st_size) < end:
+                raise ValueError(f"{self._folder}: {name} is damaged: it has {size:,} bytes and had {end:,}")
 
     def _chunk(self, key: str, rectangle: Rectangle) -> torch.Tensor:
         index = key, tuple(start for start, _ in rectangle)

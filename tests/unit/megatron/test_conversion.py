@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
 import weakref
@@ -305,6 +306,9 @@ def test_damaged_checkpoints(tmp_path, checkpoint):
     assert "holds no .metadata; give the folder of a checkpoint" in error(lambda copy: (copy / ".metadata").unlink())
     assert ".metadata is damaged" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
     assert "__1_0.distcp, which .metadata names, is missing" in error(lambda copy: (copy / "__1_0.distcp").unlink())
+    assert "__0_0.distcp is damaged: it has 100 bytes and had" in error(
+        lambda copy: os.truncate(copy / "__0_0.distcp", 100)
+    )
     assert "says nothing of its model; give --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
     assert "model.layers.0.mlp.down_proj.weight: no source holds" in error(forget_the_files)
 
