@@ -1,32 +1,47 @@
-"""Estimators of KL(π ‖ π_ref) from log-probs of tokens sampled from π (Schulman, "Approximating KL divergence", 2020).
+"""Estimators of KL(π ‖ π_ref) from log-ratios d = log π − log π_ref of what was sampled from π.
 
-With r = log π_ref − log π:  k1 = −r (unbiased, may be negative) · k2 = r²/2 (biased, its gradient is right) ·
-k3 = exp(r) − 1 − r (unbiased, never negative; the one in GRPO's loss).
+Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html), with r = exp(−d):
+k1 = d (unbiased, may be negative) · k2 = d²/2 (biased, but its gradient is unbiased) · k3 = r − 1 − log r (unbiased,
+never negative; the one in GRPO's loss, https://arxiv.org/abs/2402.03300, eq. 4) · abs = |d|.
 """
 
 from __future__ import annotations
 
 import torch
 
-
-def k1(log_prob: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    return log_prob - reference
+from megarl.config.schema import KL
 
 
-def k2(log_prob: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    return (log_prob - reference).square() / 2
+def k1(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio
 
 
-def k3(log_prob: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    log_ratio = reference - log_prob
-    return torch.expm1(log_ratio) - log_ratio
+def k2(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.square() / 2
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    return torch.expm1(-log_ratio) + log_ratio
 
 
-def kl_estimate(estimator: str, log_prob: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """log_prob, reference: float32 [N]. Returns the estimate per token, float32 [N], differentiable in log_prob."""
-    if log_prob.shape != reference.shape:
-        raise ValueError(f"log_prob {tuple(log_prob.shape)} and reference {tuple(reference.shape)} differ in shape")
-    return ESTIMATORS[estimator](log_prob, reference)
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": torch.abs}
+
+
+def estimate(estimator: str, log_ratio: torch.Tensor, straight_through: bool = False) -> torch.Tensor:
+    """log_ratio: float32 [N], of single tokens or of the sum over whole samples. Returns the estimate of each, float32
+    [N], differentiable in log_ratio.
+
+    straight_through: the estimate's value with the gradient of k2, d·∇d. Over what π samples, its mean is the gradient
+    of the divergence, which no other of these has (k1's has the mean 0).
+    """
+    value = ESTIMATORS[estimator](log_ratio)
+    if not straight_through:
+        return value
+    with_gradient = k2(log_ratio)
+    return value.detach() + with_gradient - with_gradient.detach()
+
+
+def metric_name(config: KL) -> str:
+    """Says which of the forms was computed, such as kl/loss_token_k3."""
+    form = "_straight_through" if config.straight_through else ""
+    return f"kl/{config.placement}_{config.level}_{config.estimator}{form}"

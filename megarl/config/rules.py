@@ -11,6 +11,7 @@ from collections.abc import Callable
 from megarl.config.divisors import divisors, does_not_divide
 from megarl.config.layout_rules import LAYOUT_RULES
 from megarl.config.learning_rate import num_updates
+from megarl.config.objectives import OBJECTIVES, OPTIONS, readers
 from megarl.config.schema import Config, Placed, Trained
 from megarl.config.violations import raise_all
 
@@ -144,9 +145,24 @@ def something_gives_rewards(config: Config) -> str | None:
     )
 
 
+def objective_reads_its_options(config: Config) -> str | None:
+    objective = config.algorithm.objective
+    reads = OBJECTIVES[objective.name].options
+    unread = [name for name in OPTIONS if name not in reads and getattr(objective, name) is not None]
+    if not unread:
+        return None
+    option, given = unread[0], getattr(objective, unread[0])
+    return (
+        f"algorithm.objective.{option}={given}: algorithm.objective.name={objective.name} reads "
+        f"{' and '.join(reads) or 'no option'}, and {option} belongs to {', '.join(readers(option))}; set "
+        f"algorithm.objective.{option}=null"
+    )
+
+
 def clipped_ratio_stays_positive(config: Config) -> str | None:
-    low = config.algorithm.objective.clip_low
-    if low < 1:
+    """GMPO clips log-ratios."""
+    name, low = config.algorithm.objective.name, config.algorithm.objective.clip_low
+    if low is None or low < 1 or name == "gmpo":
         return None
     return (
         f"algorithm.objective.clip_low={low:g}: the ratio's lower bound 1 - {low:g} = {1 - low:g} is not positive; set "
@@ -254,6 +270,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     reward_engines_have_tensor_and_data_parallel_ranks_only,
     something_gives_rewards,
     token_rewards_need_a_critic,
+    objective_reads_its_options,
     clipped_ratio_stays_positive,
     renewal_is_of_a_reference,
 )

@@ -184,9 +184,18 @@ class Advantage(Section):
 
 
 class Objective(Section):
-    name: Literal["clip"]
-    clip_low: PositiveFloat
-    clip_high: PositiveFloat
+    """An option is null where its objective's own value applies: see megarl.config.objectives."""
+
+    name: Literal["clip", "unclipped", "kl_penalty", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro"]
+    clip_low: PositiveFloat | None
+    clip_high: PositiveFloat | None
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None
+    penalty: PositiveFloat | None
+    tau_positive: PositiveFloat | None
+    tau_negative: PositiveFloat | None
+    divergence_limit: PositiveFloat | None
+    tau: PositiveFloat | None
+    level: Literal["token", "sequence"] | None
     aggregation: Aggregation
     entropy_coefficient: FiniteFloat
 
@@ -198,7 +207,10 @@ class Value(Section):
 
 
 class KL(Section):
-    estimator: Literal["k1", "k2", "k3"]
+    placement: Literal["loss"]
+    level: Literal["token", "sequence"]
+    estimator: Literal["k1", "k2", "k3", "abs"]
+    straight_through: bool
     coefficient: NonNegativeFloat
     renew_steps: PositiveInt | None
     renew_share: Annotated[float, Field(gt=0, le=1)]

@@ -7,9 +7,13 @@ from collections.abc import Callable
 import torch
 from megatron.core import parallel_state
 
-from megarl.algorithms import implicit_reward, kl, policy_loss, value_loss
+from megarl.algorithms import implicit_reward, kl, value_loss
+from megarl.algorithms.objectives import loss_of_policy
+from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.whole_samples import WholeSamples
 from megarl.batch import TokenBatch
-from megarl.config.schema import Algorithm, ImplicitReward, Value
+from megarl.config.objectives import options
+from megarl.config.schema import KL, Algorithm, ImplicitReward, Value
 from megarl.megatron.context_parallel import sum_over_ranks
 from megarl.megatron.sums import Sums, largest, mean, total
 
@@ -22,23 +26,37 @@ def policy_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tens
     assert batch.advantage is not None, "the batch has no advantages"
     log_prob, entropy = scored[:, 0], scored[:, 1]
     # One update a step: the current policy is the old one, the ratio is 1, and its gradient that of log_prob.
-    old = log_prob.detach() if batch.old is None else batch.old
-    policy = policy_loss.clip(
-        log_prob, old, batch.advantage, algorithm.objective.clip_low, algorithm.objective.clip_high
-    )
+    old = log_prob.detach() if batch.old is None else _at_trained(batch, batch.old, log_prob)
+    samples = WholeSamples(batch.mask, batch.row_sample, len(batch.reward), sum_over_ranks)
+    objective = algorithm.objective
+    policy = loss_of_policy(objective.name, options(objective), log_prob, old, batch.advantage, samples)
     loss = (batch.weight * policy.loss).sum()
     sums = _policy_metrics(batch, policy, log_prob, entropy)
-    if algorithm.objective.entropy_coefficient:
-        loss = loss - algorithm.objective.entropy_coefficient * (batch.weight * entropy).sum()
-    if batch.reference is not None:
-        estimate = kl.kl_estimate(algorithm.kl.estimator, log_prob, batch.reference)
+    if objective.entropy_coefficient:
+        loss = loss - objective.entropy_coefficient * (batch.weight * entropy).sum()
+    if batch.reference is not None and algorithm.kl.placement == "loss":
+        estimate = _kl(algorithm.kl, log_prob, _at_trained(batch, batch.reference, log_prob), samples)
         loss = loss + algorithm.kl.coefficient * (batch.weight * estimate).sum()
-        sums[f"kl/{algorithm.kl.estimator}"] = mean(estimate, batch.mask)
+        sums[kl.metric_name(algorithm.kl)] = mean(estimate, batch.mask)
     sums["policy/loss"] = total(loss)
     if scored.shape[-1] == 3:  # the critic is a head on the actor
         loss_of_values, of_values = value_objective(algorithm.value, batch, scored[:, 2:])
         loss, sums = loss + loss_of_values, sums | of_values
     return loss, sums
+
+
+def _kl(config: KL, log_prob: torch.Tensor, reference: torch.Tensor, samples: WholeSamples) -> torch.Tensor:
+    """Per token, or per sample at each of its tokens."""
+    log_ratio = log_prob - reference
+    if config.level == "sequence":
+        log_ratio = samples.sum(log_ratio)
+    return kl.estimate(config.estimator, log_ratio, config.straight_through)
+
+
+def _at_trained(batch: TokenBatch, other: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
+    """Another policy's log-probs, for trained tokens. What nobody sampled may be far from it: a weight of 0 would not
+    keep an infinite ratio out of the loss."""
+    return torch.where(batch.mask, other, log_prob.detach())
 
 
 def value_objective(config: Value, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
@@ -83,7 +101,7 @@ def implicit_reward_objective(
     }
 
 
-def _policy_metrics(batch: TokenBatch, policy: policy_loss.PolicyLoss, log_prob, entropy) -> Sums:
+def _policy_metrics(batch: TokenBatch, policy: PolicyLoss, log_prob, entropy) -> Sums:
     mismatch = (log_prob - batch.behaviour).abs()
     return {
         "policy/entropy": mean(entropy, batch.mask),

@@ -141,6 +141,6 @@ def test_other_layouts_run(tmp_path, overrides, ranks):
         assert moments == pytest.approx(gradients, rel=0.1)  # two in float32, shared by two ranks
     if "algorithm.kl.coefficient=0.01" in overrides:
         # The second update of a step sees a policy that has moved away from the one that sampled, and from the start.
-        assert all(step["kl/k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)
+        assert all(step["kl/loss_token_k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)
     else:
         assert all(step["mismatch/logprob_abs_max"] <= 1e-4 for step in steps)

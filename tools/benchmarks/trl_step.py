@@ -22,6 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from megarl.cluster.memory import MemorySampler
 from megarl.config.load import load
+from megarl.config.objectives import options
 from megarl.config.schema import Config
 from megarl.data.cursor import PromptCursor
 from megarl.data.model_folder import resolve
@@ -118,7 +119,7 @@ def _parse() -> argparse.Namespace:
 
 def _grpo_config(config: Config, arguments: argparse.Namespace) -> GRPOConfig:
     """The recipe in TRL's words. One generation and one optimizer step a step, so no pass for old log-probs."""
-    optimizer, objective, batch = config.actor.optimizer, config.algorithm.objective, config.batch
+    optimizer, objective, batch = config.actor.optimizer, options(config.algorithm.objective), config.batch
     return GRPOConfig(
         output_dir=str(arguments.folder / "trainer"),
         seed=config.run.seed,
@@ -138,8 +139,8 @@ def _grpo_config(config: Config, arguments: argparse.Namespace) -> GRPOConfig:
         max_grad_norm=optimizer.clip_grad_norm,
         loss_type="grpo",
         scale_rewards="group",
-        epsilon=objective.clip_low,
-        epsilon_high=objective.clip_high,
+        epsilon=objective["clip_low"],
+        epsilon_high=objective["clip_high"],
         beta=config.algorithm.kl.coefficient,
         num_iterations=1,
         use_cpu=True,

@@ -142,6 +142,15 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             "algorithm.kl.renew_share=0.1: with algorithm.kl.renew_steps=null the reference is never renewed; set",
         ),
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
+        (
+            ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],
+            "algorithm.objective.dual_clip=3.0: algorithm.objective.name=gspo reads clip_low and clip_high, and "
+            "dual_clip belongs to clip; set algorithm.objective.dual_clip=null",
+        ),
+        (
+            ["algorithm.objective={name: unclipped, tau_positive: 1}"],
+            "algorithm.objective.tau_positive=1.0: algorithm.objective.name=unclipped reads no option",
+        ),
     ],
 )
 def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
@@ -164,6 +173,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         [GAE, "batch.samples_per_prompt=1", "run.steps=3", "critic.warmup_steps=2"],
         ["critic.layout.vpp=2"],  # without gae nothing reads it
         ["algorithm.objective.clip_low=0.99"],
+        ["algorithm.objective={name: gmpo, clip_low: 1.5}"],
+        ["algorithm.objective={name: dro, tau: 0.1, level: token}"],
     ],
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:

@@ -1,0 +1,15 @@
+"""Tensors of other shapes than a formula is about are refused, where broadcasting would compute something else."""
+
+from __future__ import annotations
+
+import torch
+
+
+def require_one_shape(**tensors: torch.Tensor) -> None:
+    """Raises ValueError unless all tensors have the same shape [N]."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        *names, last = shapes
+        raise ValueError(
+            f"{', '.join(names)} and {last} must share one shape [N], got {', '.join(map(str, shapes.values()))}"
+        )

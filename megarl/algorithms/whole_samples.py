@@ -1,0 +1,49 @@
+"""Sums over whole samples, as each of their tokens sees them, where the tokens may be on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class WholeSamples:
+    """The rows that a rank has of some samples.
+
+    mask         bool [N], the trained tokens: only they are summed
+    row_sample   int64 [N], each row's sample, below num_samples
+    reduce       adds up a tensor over the ranks that have rows of these samples; may change it in place
+    """
+
+    mask: torch.Tensor
+    row_sample: torch.Tensor
+    num_samples: int
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Σ over the trained tokens of each sample, without gradient. values: float32 [N]; returns float32 [S]."""
+        if values.shape != self.mask.shape:
+            raise ValueError(f"values {tuple(values.shape)} and mask {tuple(self.mask.shape)} differ in shape")
+        own = torch.where(self.mask, values.detach(), 0.0)
+        return self.reduce(own.new_zeros(self.num_samples).index_add(0, self.row_sample, own))
+
+    @cached_property
+    def count(self) -> torch.Tensor:
+        """float32 [S]: trained tokens of each sample."""
+        return self.total(torch.ones_like(self.mask, dtype=torch.float32))
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Each row's mean over its sample, x̄ + x_t − sg(x_t): float32 [N].
+
+        A function f of the mean of n tokens has the gradient f'(x̄)/n in each of them. The mean over the rows of
+        f(x̄ + x_t − sg(x_t)) has the same value and, in every x_t, the same gradient: no gradient crosses ranks.
+        """
+        mean = (self.total(values) / self.count.clamp(min=1))[self.row_sample]
+        return mean + values - values.detach()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Each row's sum over its sample, n·mean: the mean over rows of f(sum) has the gradient f'(Σx) in each x_t."""
+        return self.count[self.row_sample] * self.mean(values)

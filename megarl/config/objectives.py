@@ -1,0 +1,51 @@
+"""Which options each policy objective reads, and what its paper gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Objective
+
+Option = float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """paper     where the objective comes from
+    options   keys of algorithm.objective that it reads -> the value that null stands for (None: nothing is bounded)
+    """
+
+    paper: str
+    options: Mapping[str, Option]
+
+
+OBJECTIVES: Mapping[str, Reads] = {
+    "clip": Reads("PPO, arXiv 1707.06347", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
+    "unclipped": Reads("the surrogate of TRPO, arXiv 1502.05477, without its bound", {}),
+    "kl_penalty": Reads("TRPO's penalty form, arXiv 1502.05477; PPO, arXiv 1707.06347, eq. 8", {"penalty": 1.0}),
+    "gspo": Reads("GSPO, arXiv 2507.18071", {"clip_low": 3e-4, "clip_high": 4e-4}),
+    "gmpo": Reads("GMPO, arXiv 2507.20673", {"clip_low": 0.4, "clip_high": 0.4}),
+    "cispo": Reads("CISPO of MiniMax-M1, arXiv 2506.13585", {"clip_low": None, "clip_high": 4.0}),
+    "sapo": Reads("SAPO, arXiv 2511.20347", {"tau_positive": 1.0, "tau_negative": 1.05}),
+    "dppo_tv": Reads("DPPO, arXiv 2602.04879", {"divergence_limit": 0.15}),
+    "dppo_kl": Reads("DPPO, arXiv 2602.04879", {"divergence_limit": 0.05}),
+    "dro": Reads("DRO, arXiv 2405.19107", {"tau": 1.0, "level": "sequence"}),
+}
+
+OPTIONS = tuple(dict.fromkeys(option for reads in OBJECTIVES.values() for option in reads.options))
+"""Every key of algorithm.objective that only some objectives read."""
+
+
+def options(objective: Objective) -> dict[str, Option]:
+    """What the chosen objective reads: what is given, and its paper's value where nothing is."""
+    given = {name: getattr(objective, name) for name in OBJECTIVES[objective.name].options}
+    defaults = OBJECTIVES[objective.name].options
+    return {name: defaults[name] if value is None else value for name, value in given.items()}
+
+
+def readers(option: str) -> list[str]:
+    """The objectives that read an option."""
+    return [name for name, reads in OBJECTIVES.items() if option in reads.options]

@@ -1,0 +1,72 @@
+"""KL estimators: what they are the mean of, exactly, over all tokens of a small vocabulary."""
+
+import pytest
+import torch
+
+from megarl.algorithms import kl
+from megarl.config.schema import KL
+
+
+def two_policies() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits that have a gradient, their log-softmax, and the log-probs of a reference: float64 [20]."""
+    torch.manual_seed(0)
+    reference = torch.randn(20, dtype=torch.float64).log_softmax(-1)
+    logits = torch.randn(20, dtype=torch.float64, requires_grad=True)
+    return logits, logits.log_softmax(-1), reference
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    # log-ratio ln 2: the policy's probability is twice the reference's.
+    [("k1", 0.693147), ("k2", 0.240227), ("k3", 0.5 - 1 + 0.693147), ("abs", 0.693147)],
+)
+def test_estimators_by_hand(estimator, expected):
+    assert float(kl.estimate(estimator, torch.tensor([2.0]).log())) == pytest.approx(expected, rel=1e-5)
+    assert kl.estimate("abs", torch.tensor([-0.3])).tolist() == pytest.approx([0.3])
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_unbiased_estimators_have_the_exact_divergence_as_their_mean(estimator, straight_through):
+    _, policy, reference = two_policies()
+    exact = (policy.exp() * (policy - reference)).sum()
+    estimate = kl.estimate(estimator, policy - reference, straight_through)
+    torch.testing.assert_close((policy.exp() * estimate).sum(), exact)
+
+
+def test_k3_is_never_negative():
+    _, policy, reference = two_policies()
+    assert (kl.estimate("k3", policy - reference) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "straight_through", "exact"),
+    [("k2", False, True), ("k1", True, True), ("k3", True, True), ("abs", True, True), ("k1", False, False)],
+)
+def test_which_gradient_is_that_of_the_divergence(estimator, straight_through, exact):
+    logits, policy, reference = two_policies()
+    divergence = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)[0]
+    sampled = (policy.exp().detach() * kl.estimate(estimator, policy - reference, straight_through)).sum()
+    gradient = torch.autograd.grad(sampled, logits)[0]
+    assert torch.allclose(gradient, divergence) is exact
+
+
+def test_straight_through_keeps_the_value():
+    _, policy, reference = two_policies()
+    for estimator in kl.ESTIMATORS:
+        ratio = policy - reference
+        torch.testing.assert_close(kl.estimate(estimator, ratio, True), kl.estimate(estimator, ratio))
+
+
+def test_the_metric_says_which_form_it_is():
+    config = KL(
+        placement="loss",
+        level="sequence",
+        estimator="k3",
+        straight_through=True,
+        coefficient=0.1,
+        renew_steps=None,
+        renew_share=1.0,
+    )
+    assert kl.metric_name(config) == "kl/loss_sequence_k3_straight_through"
+    assert kl.metric_name(config.model_copy(update={"straight_through": False})) == "kl/loss_sequence_k3"
