@@ -90,6 +90,7 @@ def assemble(
             if checkpoint is not None:
                 group.load_checkpoint(checkpoint)
     engines.start()
+    export_plan = make_plan(trainers.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Cast(
         trainers=trainers,
         critic=critic,
@@ -97,8 +98,8 @@ def assemble(
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,
-        refit=Refit(session, config, trainers, engines),
-        export_plan=make_plan(trainers.holders, [huggingface_holder(models.hf_config, config.model.dtype)]),
+        refit=Refit(session, config, trainers, engines, export_plan),
+        export_plan=export_plan,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from megarl.rollout.engine import SamplingRequest
 
 if TYPE_CHECKING:
     from megarl.resharding.transports.transport import Channel
+    from megarl.resharding.verification import Checksum, Region
     from megarl.rollout.engine import Refitted
     from megarl.rollout.vllm_engine import VllmEngine
 
@@ -59,13 +60,13 @@ class EngineActor(VllmActor):
         segments.note(self._scratch)  # vLLM makes some only when it generates
         return [[SampleInfo.of(sample) for sample in samples], *samples]
 
-    def connect(self, plan: Plan, channel: Channel) -> None:
+    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> None:
         with self._whole():
-            self._engine.connect(plan, channel)
+            self._engine.connect(plan, channel, holders)
 
-    def refit(self, version: int) -> list[Refitted]:
+    def refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> list[Refitted]:
         with self._whole():
-            return self._engine.refit(version)
+            return self._engine.refit(version, expected)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -139,14 +140,14 @@ class EngineGroup(VllmGroup):
 
     def connect(self, plan: Plan, channel: Channel) -> bool:
         """From now on a refit is this plan. Returns whether all engines know; those that do not are lost."""
-        calls = {name: actor.connect.remote(plan, channel) for name, actor in self._actors.items()}
+        calls = {name: actor.connect.remote(plan, channel, self._holders[name]) for name, actor in self._actors.items()}
         _, lost = self._session.gather(calls, "connecting for the refit", expendable=self.expendable)
         self.drop(lost, "refit")
         return not lost
 
-    def refitting(self, version: int) -> dict[str, ray.ObjectRef]:
-        """Calls, under way, by which every engine takes the weights, for the caller to wait for."""
-        return {name: actor.refit.remote(version) for name, actor in self._actors.items()}
+    def refitting(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
+        """Calls, under way, by which every engine takes the weights, for the caller to wait for. See Engine.refit."""
+        return {name: actor.refit.remote(version, expected) for name, actor in self._actors.items()}
 
     def drop(self, lost: Collection[str], phase: str) -> None:
         """Goes on without these. Raises RunFailure where none is left."""

@@ -10,18 +10,25 @@ from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
 from megarl.metrics import Metric
+from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel
+from megarl.resharding.verification import Checksum, Region, regions
 
 
 class Refit:
     """Plans once, and anew when an engine is lost: those that are left then take all weights again."""
 
-    def __init__(self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup):
+    def __init__(
+        self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
+    ):
+        """export_plan: who of the trainers speaks for which elements."""
         self._session, self._config = session, config
         self._trainers, self._engines = trainers, engines
+        self._export_plan = export_plan
+        self._verified = False
         self._connected: Collection[str] = ()
         self._connections = 0
 
@@ -30,12 +37,13 @@ class Refit:
 
         Raises RunFailure where that fails, or where the last engine is lost.
         """
+        expected = self._expected()
         while True:
             if self._connected != self._engines.names:
                 self._connect()
             sending = self._trainers.sending() if self.transport == "p2p" else {}
             answers, lost = self._session.gather(
-                sending | self._engines.refitting(version), "refit", expendable=self._engines.expendable
+                sending | self._engines.refitting(version, expected), "refit", expendable=self._engines.expendable
             )
             if not lost:
                 break
@@ -52,6 +60,14 @@ class Refit:
         """Trainer and engines are on one machine."""
         chosen = self._config.rollout.transport
         return "shared_memory" if chosen == "auto" else chosen
+
+    def _expected(self) -> dict[Region, Checksum] | None:
+        """What the engines should have, as far as the config says that it is verified."""
+        when = self._config.rollout.verify_refit
+        if when == "off" or (when == "first" and self._verified):
+            return None
+        self._verified = True
+        return self._trainers.checksums(regions(self._engines.holders), self._export_plan)
 
     def _connect(self) -> None:
         bucket_mib = self._config.rollout.refit_bucket_mib

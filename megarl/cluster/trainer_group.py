@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megarl.resharding.plan import Plan
     from megarl.resharding.transports.p2p import Meeting
     from megarl.resharding.transports.shared_memory import PublishedParameter, SharedMemory
+    from megarl.resharding.verification import Checksum, Region
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -33,6 +34,9 @@ class TrainerActor(RankActor):
 
     def send(self) -> int:
         return self._worker.send()
+
+    def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
+        return self._worker.checksums(wanted, plan)
 
     def score(self, scorer: Scorer, share: Share) -> None:
         self._worker.score(scorer, [item.fetch() for item in share.samples], share.microbatches)
@@ -102,6 +106,15 @@ class TrainerGroup(RankGroup):
     def sending(self) -> dict[str, ray.ObjectRef]:
         """Calls, under way, by which the ranks send their parts of a refit, for the caller to wait for."""
         return {name: actor.send.remote() for name, actor in self._actors.items()}
+
+    def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
+        """What whoever has these regions should have. plan: the export's."""
+        calls = {name: actor.checksums.remote(wanted, plan) for name, actor in self._actors.items()}
+        whole: dict[Region, Checksum] = {}
+        for part in self._session.wait(calls, "checksums of the weights"):
+            for region, checksum in part.items():
+                whole[region] = whole[region] + checksum if region in whole else checksum
+        return whole
 
     def score(self, scorer: Scorer, shares: Sequence[Share]) -> None:
         """shares: by data-parallel rank."""

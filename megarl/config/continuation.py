@@ -27,6 +27,7 @@ FREE = (
     "*.vllm_extra*",
     "rollout.transport",
     "rollout.refit_*",
+    "rollout.verify_refit",
     "reward_model.engine",
     "rewards.failure_limit",
     "checkpoint.*",

@@ -32,6 +32,7 @@ from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import PublishedParameter, publish
 from megarl.resharding.transports.transport import Transport
+from megarl.resharding.verification import Checksum, Region, own_checksums
 
 
 class TrainerWorker(ModelWorker, ABC):
@@ -79,6 +80,10 @@ class TrainerWorker(ModelWorker, ABC):
     def send(self) -> int:
         """This rank's part of a refit. Returns the bytes sent."""
         return self._transport.send()
+
+    def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
+        """This rank's part of what engines should have. plan: the export's."""
+        return own_checksums(wanted, plan, self.holder.name, self.parameters())
 
     def update(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> dict[str, Metric]:
         """One optimizer step. Returns metrics on the ranks that report for their replica, nothing on the others."""

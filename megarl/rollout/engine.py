@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.batch import Prompt, Sample
+from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Plan
 from megarl.resharding.transports.transport import Channel
+from megarl.resharding.verification import Checksum, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,11 @@ class Engine(Protocol):
     def has_lost_a_rank(self) -> bool:
         """Whether a process of its own has died, after which it can do nothing."""
 
-    def connect(self, plan: Plan, channel: Channel) -> None:
-        """From now on a refit is this plan, which has at least the part of this engine, by this channel."""
+    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> None:
+        """From now on a refit is this plan, by this channel, into these holders: the engine's workers."""
 
-    def refit(self, version: int) -> list[Refitted]:
-        """Writes new weights into the live engine and sets its version last. Returns what each worker says."""
+    def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
+        """Writes new weights into the live engine and sets its version last. Returns what each worker says.
+
+        expected: what is to be found afterwards (None: not verified). Raises RuntimeError where it is not.
+        """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.outputs import CompletionOutput
@@ -11,10 +12,13 @@ from vllm.outputs import CompletionOutput
 from megarl import device
 from megarl.batch import Sample, VersionRun
 from megarl.config.schema import Rollout
+from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Plan
 from megarl.resharding.transports.transport import Channel
+from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import Refitted, SamplingRequest
 from megarl.rollout.engine_arguments import engine_arguments
+from megarl.rollout.worker_extension import Failed
 
 
 class VllmEngine:
@@ -47,12 +51,12 @@ class VllmEngine:
             _sample(request, output.outputs[0], self.version) for request, output in zip(requests, outputs, strict=True)
         ]
 
-    def connect(self, plan: Plan, channel: Channel) -> None:
-        self._llm.collective_rpc("connect", args=(plan, self._replica, channel))
+    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> None:
+        self._ask_workers("connect", plan, channel, holders)
 
-    def refit(self, version: int) -> list[Refitted]:
+    def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
         self.version = None
-        refitted = self._llm.collective_rpc("refit")
+        refitted = self._ask_workers("refit", expected)
         # Cached keys and values are those of the old weights.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM refused to drop its prefix cache: requests are still running")
@@ -70,6 +74,14 @@ class VllmEngine:
 
     def parameter_shapes(self) -> list[dict[str, tuple[int, ...]]]:
         return self._llm.collective_rpc("parameter_shapes")
+
+    def _ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """Of RefitExtension. Raises the first worker's error."""
+        answers = self._llm.collective_rpc(method, args=args)
+        for answer in answers:
+            if isinstance(answer, Failed):
+                raise answer.error
+        return answers
 
     def _sampling(self, seed: int) -> SamplingParams:
         return SamplingParams(

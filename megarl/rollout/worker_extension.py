@@ -6,6 +6,9 @@ vLLM imports this module in every worker before it loads the model.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.utils as linear_layers
@@ -17,8 +20,10 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from megarl import stacks
 from megarl.resharding.execute import execute
+from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Plan
 from megarl.resharding.transports.transport import Channel
+from megarl.resharding.verification import Checksum, Region, check_weights
 from megarl.rollout.engine import Refitted
 
 # This may be a process of vLLM's own, of several tensor-parallel ranks.
@@ -68,18 +73,42 @@ def _pack_experts(layer: RoutedExperts) -> None:
             weight.data.copy_(cpu_prepack_moe_weight(weight.data, kernel.isa))
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer of a worker that could not do what was asked."""
+
+    error: Exception
+
+
+def _answer(function: Callable[..., Any], *args: Any) -> Any:
+    """What it returns, or Failed: at the first error that a worker raises, vLLM no longer reads the answers of the
+    others, and takes them for answers to its next call."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return Failed(error)
+
+
 class RefitExtension:
     """Mixed into vLLM's worker; its methods are called by LLM.collective_rpc."""
 
-    def connect(self, plan: Plan, replica: int, channel: Channel) -> None:
-        """See Engine.connect. replica: the engine's number."""
-        member = f"vllm:{replica}.{self.rank}"
-        self._writes = plan.into(member)
-        self._transport = channel.open(member, self._parameters(), plan)
+    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> Failed | None:
+        """See Engine.connect."""
+        return _answer(self._connect, plan, channel, holders)
 
-    def refit(self) -> Refitted:
+    def refit(self, expected: Mapping[Region, Checksum] | None) -> Refitted | Failed:
         """Writes this worker's parameters from the trainer's."""
+        return _answer(self._refit, expected)
+
+    def _connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> None:
+        self._holder = holders[self.rank]
+        self._writes = plan.into(self._holder.name)
+        self._transport = channel.open(self._holder.name, self._parameters(), plan)
+
+    def _refit(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
         num_bytes = execute(self._writes, self._parameters(), self._transport)
+        if expected is not None:
+            check_weights(self._holder, self._parameters(), expected)
         _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype)
         return Refitted(num_bytes, self._transport.staging_bytes)
 

@@ -25,6 +25,7 @@ from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import SharedMemory
+from megarl.resharding.verification import NOTHING, Checksum, Region, regions
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.environment import environment
 from tests.e2e.run import mapped_shared_memory
@@ -97,11 +98,11 @@ class EngineSide:
         self.engine = VllmEngine(rollout, folder, "float32", replica=0, seed=0)
         self.engine.version = 0 if start_with_weights else None
 
-    def connect(self, plan, channel):
-        self.engine.connect(plan, channel)
+    def connect(self, plan, channel, holders):
+        self.engine.connect(plan, channel, holders)
 
-    def refit(self, version):
-        return self.engine.refit(version)
+    def refit(self, version, expected=None):
+        return self.engine.refit(version, expected)
 
     def wipe(self):
         self.engine._llm.collective_rpc(wipe)
@@ -152,6 +153,9 @@ class TrainerSide:
 
     def send(self):
         return self.worker.send()
+
+    def checksums(self, wanted, plan):
+        return self.worker.checksums(wanted, plan)
 
     def update(self, samples):
         """Advantages alternate in sign, so that every update moves the weights."""
@@ -292,9 +296,18 @@ class Trainers:
         """The last pipeline stage has them."""
         return self.call("log_probs", samples)[-1]
 
+    def export_plan(self, hf_config) -> Plan:
+        return make_plan(self.holders, [huggingface_holder(hf_config)])
+
     def export(self, hf_config, transport: SharedMemory, out: Path) -> Path:
-        self._ranks[0].call("export", make_plan(self.holders, [huggingface_holder(hf_config)]), transport, out)
+        self._ranks[0].call("export", self.export_plan(hf_config), transport, out)
         return out
+
+    def expected(self, hf_config, engine_holders) -> dict[Region, Checksum]:
+        whole = dict.fromkeys(regions(engine_holders), NOTHING)
+        for part in self.call("checksums", list(whole), self.export_plan(hf_config)):
+            whole |= {region: whole[region] + checksum for region, checksum in part.items()}
+        return whole
 
 
 @pytest.mark.parametrize(("name", "tp"), [*((name, 1) for name in MODELS), *((name, 2) for name in OVER_TWO_WORKERS)])
@@ -311,7 +324,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         engine.call("sample", prompts())
 
     bytes_of_model = [sum(4 * prod(shape) for shape in target.shapes.values()) for target in targets]
-    engine.call("connect", plan, shared_memory)
+    engine.call("connect", plan, shared_memory, targets)
     assert [worker.num_bytes for worker in engine.call("refit", 0)] == bytes_of_model
     before = engine.call("greedy", prompts())  # fills the prefix cache with the old weights' keys and values
     for version in (1, 2):
@@ -332,11 +345,21 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
 
     meeting = trainers.meeting()
     trainers.call("connect", plan, meeting)
-    engine.call("connect", plan, meeting)
-    for version in (3, 4):
+    engine.call("connect", plan, meeting, targets)
+    right = trainers.expected(hf_config, targets)
+    region = next(region for region in right if region.tensor == "model.layers.1.self_attn.k_proj.weight")
+    trainers.begin("send")
+    # With two workers, both fail, and the next call must not get the second one's answer.
+    difference = r"not the trainer's: model.layers.1.self_attn.k_proj.weight\[.* in megatron:1 "
+    with pytest.raises(RuntimeError, match=difference):
+        engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
+    trainers.end()
+    with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
+        engine.call("sample", prompts())
+    for version in (4, 5):
         engine.call("wipe")
         trainers.begin("send")
-        workers = engine.call("refit", version)
+        workers = engine.call("refit", version, right)
         assert sum(trainers.end()) == sum(worker.num_bytes for worker in workers) - bytes_of_padding(plan)
         assert all(0 < worker.staging_bytes <= 2 * BUCKET_BYTES for worker in workers)
         assert engine.call("checksums") == expected

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megarl").rglob("*.py"))
 
-TENSOR_RESHARDING = ("resharding.execute", "resharding.folder", "resharding.transports")
+TENSOR_RESHARDING = ("resharding.execute", "resharding.folder", "resharding.transports", "resharding.verification")
 
 LAYERS = (
     ("batch", "metrics", "sinks", "stopwatch", "run_folder", "checkpoints", "new_folder", "device", "stacks", "config"),

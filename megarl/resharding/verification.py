@@ -1,0 +1,129 @@
+"""Checksums of weights by regions of canonical space, which trainer and engine compute apart.
+
+A region's checksum is a sum over its elements, so that each of those who hold parts of it adds up its own, and nothing
+is gathered. What an engine should have follows from where its parameters belong in the checkpoint, and from which rank
+exports what: not from the plan by which they travelled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megarl.resharding.piece import Holder, Rectangle, intersect, moved
+from megarl.resharding.plan import Plan
+from megarl.resharding.transports.transport import view
+
+CHUNK = 2**20
+"""Elements that are looked at at once: more would only take memory."""
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Region(NamedTuple):
+    """A part of a canonical tensor, as an engine has it in one dtype."""
+
+    tensor: str
+    rectangle: Rectangle
+    dtype: str
+
+    def __str__(self) -> str:
+        spans = ", ".join(f"{start}:{stop}" for start, stop in self.rectangle)
+        return f"{self.tensor}[{spans}] ({self.dtype})"
+
+
+class Checksum(NamedTuple):
+    """Modulo 2⁶⁴, and where the elements are: holder and parameter."""
+
+    value: int
+    places: tuple[str, ...]
+
+    def __add__(self, other: Checksum) -> Checksum:
+        return Checksum((self.value + other.value) % 2**64, (*self.places, *other.places))
+
+    def __str__(self) -> str:
+        return f"{self.value:016x} in {', '.join(self.places)}"
+
+
+NOTHING = Checksum(0, ())
+
+
+def regions(holders: Iterable[Holder]) -> list[Region]:
+    """What these hold, replicas once."""
+    shards = dict.fromkeys(holder.shard for holder in holders)
+    found = [
+        Region(piece.canonical, piece.canonical_rectangle, shard.dtypes[piece.local])
+        for shard in shards
+        for piece in shard.pieces
+        if piece.canonical is not None
+    ]
+    return list(dict.fromkeys(found))
+
+
+@torch.no_grad()
+def own_checksums(
+    wanted: Sequence[Region], plan: Plan, member: str, parameters: Mapping[str, torch.Tensor]
+) -> dict[Region, Checksum]:
+    """A source's part of the regions' checksums. plan: into a Hugging Face folder, so that each element is counted
+    once."""
+    by_tensor: dict[str, list[Region]] = defaultdict(list)
+    for region in wanted:
+        by_tensor[region.tensor].append(region)
+    number = plan.holders.index(member)
+    checksums: dict[Region, Checksum] = {}
+    moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
+    for source, (tensor, rectangle), *_ in moves:
+        for region in by_tensor[tensor]:
+            common = intersect(region.rectangle, rectangle)
+            if common is not None:
+                values = view(parameters[source.parameter], moved(common, rectangle, source.rectangle))
+                value = checksum(values.to(getattr(torch, region.dtype)), common)
+                part = Checksum(value, (f"{member} {source.parameter}",))
+                checksums[region] = checksums.get(region, NOTHING) + part
+    return checksums
+
+
+@torch.no_grad()
+def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]) -> None:
+    """Raises RuntimeError that names the first region in which a destination's parameters are not what is expected, and
+    both sides of it."""
+    wrong = []
+    for piece in holder.pieces:
+        values = view(parameters[piece.local], piece.local_rectangle)
+        if piece.canonical is None:
+            if values.count_nonzero():
+                wrong.append(f"padding of {holder.name} {piece.local} is not zero")
+            continue
+        region = Region(piece.canonical, piece.canonical_rectangle, holder.dtypes[piece.local])
+        found = Checksum(checksum(values, region.rectangle), (f"{holder.name} {piece.local}",))
+        if found.value != expected[region].value:
+            wrong.append(f"{region} is {found}, but {expected[region]}")
+    if wrong:
+        raise RuntimeError(f"the engine's weights are not the trainer's: {wrong[0]}; regions that differ: {len(wrong)}")
+
+
+def checksum(values: torch.Tensor, rectangle: Rectangle) -> int:
+    """Of elements that lie at a rectangle of a canonical tensor; over disjoint rectangles, checksums add up modulo 2⁶⁴.
+
+    Each element is mixed with its place, so that a value that changes, or is elsewhere, changes the sum.
+    """
+    (start, _), *others = rectangle
+    rows = max(1, CHUNK * len(values) // max(1, values.numel()))
+    parts = (
+        _sum(part, ((start + i * rows, start + i * rows + len(part)), *others))
+        for i, part in enumerate(values.split(rows))
+    )
+    return sum(parts) % 2**64
+
+
+def _sum(values: torch.Tensor, rectangle: Rectangle) -> int:
+    """Wraps around in 64 bits, on every device alike. The constants are large and odd."""
+    place = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start, stop in rectangle:
+        place = place.unsqueeze(-1) * -0x61C8864680B583EB + torch.arange(start, stop, device=values.device)
+    mixed = place * -0x4B47D0C55A4D4B4D + values.contiguous().view(INTEGERS[values.itemsize])
+    mixed = (mixed ^ (mixed >> 29)) * -0x40A7B892E31B1A47
+    return int((mixed ^ (mixed >> 32)).sum())

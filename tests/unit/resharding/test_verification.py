@@ -1,0 +1,118 @@
+"""Checksums that trainer and engine compute apart: equal where the weights are, in any layouts, and only there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.piece import Holder
+from megarl.resharding.planner import make_plan
+from megarl.resharding.verification import NOTHING, Checksum, Region, check_weights, checksum, own_checksums, regions
+from tests.unit.resharding.cases import config_of, configs, layout_of, random_checkpoint, vllm_shard
+from tests.unit.resharding.test_round_trip import Weights, resharded
+
+VOCAB_MULTIPLE = 4
+
+
+def trained(config, layout) -> tuple[list[Holder], Weights]:
+    """A trainer's ranks and what they hold of a random checkpoint."""
+    folder = huggingface_holder(config)
+    ranks = megatron_holders(config, layout, vocab_multiple=VOCAB_MULTIPLE)
+    return ranks, resharded([folder], {folder.name: random_checkpoint(config)}, ranks)
+
+
+def expected_of(config, ranks: list[Holder], weights: Weights, engines: list[Holder]) -> dict[Region, Checksum]:
+    plan = make_plan(ranks, [huggingface_holder(config)])
+    expected = dict.fromkeys(regions(engines), NOTHING)
+    for rank in ranks:
+        for region, part in own_checksums(list(expected), plan, rank.name, weights[rank.name]).items():
+            expected[region] += part
+    return expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(configs())
+def test_an_engine_that_holds_the_weights_is_found_right(case):
+    """What it should hold is computed by plain tensor algebra, not by a plan."""
+    config, layout, tp = case
+    ranks, weights = trained(config, layout)
+    engines = vllm_holders(config, tp, replicas=1)
+    expected = expected_of(config, ranks, weights, engines)
+    for rank, holder in enumerate(engines):
+        check_weights(holder, vllm_shard(config, random_checkpoint(config), tp, rank), expected)
+
+
+CONFIG = config_of(num_key_value_heads=2)
+LAYOUT = layout_of(tp=2, pp=2)
+QKV, UP = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
+
+
+def swap_rows(tensor: torch.Tensor) -> None:
+    tensor[[0, 1]] = tensor[[1, 0]]
+
+
+def one_bit(tensor: torch.Tensor) -> None:
+    tensor.view(torch.int32)[1, 2] ^= 1
+
+
+def swap_halves(tensor: torch.Tensor) -> None:
+    tensor.copy_(torch.cat(tensor.chunk(2)[::-1]))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "damage", "region", "count"),
+    [
+        (QKV, swap_rows, "model.layers.1.self_attn.q_proj.weight[6:12, 0:12]", 1),
+        (QKV, one_bit, "model.layers.1.self_attn.q_proj.weight[6:12, 0:12]", 1),
+        (UP, swap_halves, "model.layers.1.mlp.gate_proj.weight[9:18, 0:12]", 2),
+        ("model.norm.weight", torch.Tensor.neg_, "model.norm.weight[0:12]", 1),
+    ],
+)
+def test_a_difference_names_the_tensor_and_both_sides(parameter, damage, region, count):
+    ranks, weights = trained(CONFIG, LAYOUT)
+    engines = vllm_holders(CONFIG, 2, replicas=2)
+    expected = expected_of(CONFIG, ranks, weights, engines)
+    own = vllm_shard(CONFIG, random_checkpoint(CONFIG), 2, rank=1)
+    damage(own[parameter])
+    with pytest.raises(RuntimeError) as error:
+        check_weights(engines[3], own, expected)
+    found = re.fullmatch(
+        r"the engine's weights are not the trainer's: (.*) \(float32\) is (\w{16}) in vllm:1.1 (\S+), but (\w{16}) in "
+        r"megatron:\d chunk0\S+(, megatron:\d chunk0\S+)*; regions that differ: (\d+)",
+        str(error.value),
+    )
+    assert found, error.value
+    assert (found[1], found[3], int(found[6])) == (region, parameter, count)
+    assert found[2] != found[4]
+
+
+def test_padding_is_zero():
+    ranks, weights = trained(CONFIG, LAYOUT)
+    [engine] = vllm_holders(CONFIG, 1, replicas=1)
+    own = vllm_shard(CONFIG, random_checkpoint(CONFIG), 1, rank=0)
+    own["lm_head.weight"][-1] = 1.0
+    with pytest.raises(RuntimeError, match=r"padding of vllm:0.0 lm_head.weight is not zero"):
+        check_weights(engine, own, expected_of(CONFIG, ranks, weights, [engine]))
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(deadline=None)
+def test_parts_add_up(rows, columns, cut, dtype):
+    tensor = torch.randn(rows, columns).to(dtype)
+    cut = min(cut, rows)
+    above = checksum(tensor[:cut], ((5, 5 + cut), (7, 7 + columns))) if cut else 0
+    below = checksum(tensor[cut:], ((5 + cut, 5 + rows), (7, 7 + columns))) if cut < rows else 0
+    whole = checksum(tensor, ((5, 5 + rows), (7, 7 + columns)))
+    assert (above + below) % 2**64 == whole
+    assert checksum(tensor, ((6, 6 + rows), (7, 7 + columns))) != whole
+
+
+def test_a_large_tensor_is_looked_at_in_chunks():
+    tensor = torch.randn(2500, 1000)
+    halves = [checksum(tensor[i : i + 1250], ((i, i + 1250), (0, 1000))) for i in (0, 1250)]
+    assert checksum(tensor, ((0, 2500), (0, 1000))) == sum(halves) % 2**64
