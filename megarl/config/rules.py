@@ -136,6 +136,16 @@ def reward_engines_have_tensor_and_data_parallel_ranks_only(config: Config) -> s
     )
 
 
+def reward_engines_keep_their_parameters(config: Config) -> str | None:
+    settings = config.reward_model
+    if not config.has_reward_model or settings.engine == "megatron" or not settings.offload:
+        return None
+    return (
+        f"reward_model.offload={settings.offload}: only a reward model in Megatron moves them, and "
+        "reward_model.engine=vllm; set reward_model.offload=[] or reward_model.engine=megatron"
+    )
+
+
 def something_gives_rewards(config: Config) -> str | None:
     if config.rewards.functions or config.has_reward_model:
         return None
@@ -268,6 +278,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     warmup_of_the_critic_ends,
     sampled_ids_have_one_length,
     reward_engines_have_tensor_and_data_parallel_ranks_only,
+    reward_engines_keep_their_parameters,
     something_gives_rewards,
     token_rewards_need_a_critic,
     objective_reads_its_options,

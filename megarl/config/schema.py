@@ -150,6 +150,7 @@ class RewardModel(Section):
     aggregation: Literal["mean", "sum", "min", "last"] | None
     layout: Layout
     tokens_per_microbatch: PositiveInt
+    offload: list[Literal["parameters"]]
     threads: PositiveInt | None
     kv_cache_gib: PositiveFloat
     vllm_extra: dict[str, Any]

@@ -23,7 +23,8 @@ class Offload:
     Parameters that are published in shared memory are read there by the engines, and cannot move.
     """
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer):
+    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None = None):
+        """optimizer: None for a model that is not trained, which has parameters only."""
         self._chunks, self._optimizer = chunks, optimizer
         self._away: dict[Part, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
 

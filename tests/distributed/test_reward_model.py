@@ -59,7 +59,10 @@ def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Ten
     shares = [Share.of([Assignment.unscored(sample) for sample in SAMPLES], own) for own in microbatches]
     share = shares[worker.data_parallel_rank]
     samples = [item.training_sample(item.sample, {}) for item in share.samples]
-    return worker.token_scores(samples, share.microbatches)
+    scores = worker.token_scores(samples, share.microbatches)
+    away = [not parameter.untyped_storage().nbytes() for parameter in worker.parameters().values()]
+    assert all(away) if config.reward_model.offload else not any(away)
+    return scores
 
 
 def rewards_of(folder: Path, *overrides: str) -> list[float]:
@@ -80,11 +83,14 @@ def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
     return logits[-len(sample.response_ids) :].tolist()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_equal_those_of_transformers(reward_model, layout):
+@pytest.mark.parametrize(
+    ("layout", "offload"), [*((layout, "[]") for layout in LAYOUTS), ("TP3, sequence parallel", "[parameters]")]
+)
+def test_scores_equal_those_of_transformers(reward_model, layout, offload):
     folder, model = reward_model
     expected = [fmean(token_scores(model, sample)) for sample in SAMPLES]
-    ours = rewards_of(folder, f"reward_model.layout={LAYOUTS[layout]}", "reward_model.aggregation=mean")
+    keys = {"layout": LAYOUTS[layout], "offload": offload, "aggregation": "mean"}
+    ours = rewards_of(folder, *(f"reward_model.{key}={value}" for key, value in keys.items()))
     assert max(map(abs, expected)) > 0.1
     assert ours == pytest.approx(expected, rel=0, abs=TOLERANCE * max(map(abs, expected)))
 

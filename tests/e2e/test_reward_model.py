@@ -45,6 +45,7 @@ def test_run_is_rewarded_by_a_model_and_a_function(tmp_path):
         f"reward_model.path={tmp_path / 'reward'}",
         "reward_model.weight=0.5",
         "reward_model.layout.pp=2",
+        "reward_model.offload=[parameters]",
         "reward_model.tokens_per_microbatch=256",
     )
     steps = metrics_of(run)

@@ -504,6 +504,15 @@ def test_vllm_attends_in_windows_where_megatron_does_not() -> None:
         check_reward_model(recipe("reward_model.path=rm"), SMOLLM2 | {"vocab_size": 49152}, model)
 
 
+def test_reward_engines_keep_their_parameters() -> None:
+    keys = ["reward_model.path=rm", "reward_model.offload=[parameters]"]
+    recipe(*keys)
+    assert errors(*keys, VLLM) == [
+        "reward_model.offload=['parameters']: only a reward model in Megatron moves them, and "
+        "reward_model.engine=vllm; set reward_model.offload=[] or reward_model.engine=megatron"
+    ]
+
+
 def test_reward_engines_have_no_other_layout_than_tensor_and_data_parallel() -> None:
     assert errors("reward_model.path=rm", VLLM, "reward_model.layout={tp: 2, pp: 2, sequence_parallel: true}") == [
         "reward_model.engine=vllm: its layout is dp engines of tp ranks, and reward_model.layout has pp=2, "
