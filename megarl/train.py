@@ -157,7 +157,12 @@ def share_out(
     scores: what other models say of its tokens, by the name that it has in TokenBatch. What tokens are rewarded with
     one by one is not given to the sample again."""
     infos = [item.sample.info for item in samples]
-    weights = sample_weights(_aggregation(config, role), [info.num_trained_tokens for info in infos])
+    weights = sample_weights(
+        _aggregation(config, role),
+        [info.num_trained_tokens for info in infos],
+        [info.prompt_id for info in infos],
+        config.rollout.max_new_tokens,
+    )
     scores = scores or {}
     assignments = [
         Assignment(

@@ -1,12 +1,13 @@
 """How the token losses of an update add up: a weight per token, known before the first microbatch.
 
 The loss of an update is Σ w·ℓ over all of its trained tokens, over every microbatch and rank, and nothing is divided
-later. In each of these modes all trained tokens of a sample weigh the same, so a mode maps numbers of trained tokens
-to one weight per sample.
+later. In each of these modes all trained tokens of a sample weigh the same, so a mode maps the numbers n_i of trained
+tokens of S samples to one weight per sample.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -26,6 +27,23 @@ def token_mean(num_tokens: Sequence[int]) -> list[float]:
     return [1.0 / total if n else 0.0 for n in num_tokens]
 
 
+def sequence_mean_over_max_tokens(num_tokens: Sequence[int], max_tokens: int) -> list[float]:
+    """w = 1 / (S · L) with a constant L, the longest response: Dr.GRPO (https://arxiv.org/abs/2503.20783, sec. 3)."""
+    return [1.0 / (len(num_tokens) * max_tokens) if n else 0.0 for n in num_tokens]
+
+
+def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]) -> list[float]:
+    """w = 1 / (P · Σ n_j over the samples j of the same prompt): the mean over P prompts of the mean over all tokens of
+    a prompt's samples, as DAPO's eq. 8 has it for each prompt. Prompts without trained tokens count in P.
+
+    prompts   of each sample, its prompt
+    """
+    totals: Counter[str] = Counter()
+    for prompt, n in zip(prompts, num_tokens, strict=True):
+        totals[prompt] += n
+    return [1.0 / (len(totals) * totals[prompt]) if n else 0.0 for prompt, n in zip(prompts, num_tokens, strict=True)]
+
+
 MODES = {
     "sequence_mean_of_token_means": sequence_mean_of_token_means,
     "sequence_mean_of_token_sums": sequence_mean_of_token_sums,
@@ -33,6 +51,15 @@ MODES = {
 }
 
 
-def sample_weights(mode: str, num_tokens: Sequence[int]) -> list[float]:
-    """num_tokens: trained tokens of every sample of one update. Returns the weight of one token of each sample."""
+def sample_weights(mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int) -> list[float]:
+    """Returns the weight of one token of each sample of an update.
+
+    num_tokens   of each sample, its trained tokens
+    prompts      of each sample, its prompt
+    max_tokens   that a response can have
+    """
+    if mode == "sequence_mean_over_max_tokens":
+        return sequence_mean_over_max_tokens(num_tokens, max_tokens)
+    if mode == "prompt_mean_of_token_means":
+        return prompt_mean_of_token_means(num_tokens, prompts)
     return MODES[mode](num_tokens)

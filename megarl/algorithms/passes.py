@@ -53,10 +53,14 @@ def _reference(kl: KL) -> str:
 
 def _old_log_probs(config: Config) -> Pass:
     updates = config.batch.prompts_per_step // config.batch.prompts_per_update
-    if updates > 1:
+    from_rollout = config.algorithm.correction.old == "rollout"
+    if updates > 1 and not from_rollout:
         return Pass("old log-probs", True, f"{updates} updates per step: the policy moves between them")
     if config.actor_has_values:
         return Pass("old log-probs", True, "critic.trunk=actor: the critic's values come with them")
+    if from_rollout:
+        reason = "algorithm.correction.old=rollout: the engine's log-probs stand for them, an approximation"
+        return Pass("old log-probs", False, reason)
     reason = "one update per step: the policy that is updated is the old one, the ratio is exp(lp − lp.detach())"
     return Pass("old log-probs", False, reason)
 

@@ -68,5 +68,4 @@ def dro(
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
     log_ratio = log_prob - old
-    distance = samples.sum(log_ratio) if level == "sequence" else log_ratio
-    return PolicyLoss.of((advantage - tau * distance).square() / 2, log_ratio.exp())
+    return PolicyLoss.of((advantage - tau * samples.at_level(level, log_ratio)).square() / 2, log_ratio.exp())

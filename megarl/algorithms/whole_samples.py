@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 
+from megarl.algorithms.shapes import require_one_shape
+
 
 @dataclass(frozen=True)
 class WholeSamples:
@@ -25,8 +27,7 @@ class WholeSamples:
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Σ over the trained tokens of each sample, without gradient. values: float32 [N]; returns float32 [S]."""
-        if values.shape != self.mask.shape:
-            raise ValueError(f"values {tuple(values.shape)} and mask {tuple(self.mask.shape)} differ in shape")
+        require_one_shape(values=values, mask=self.mask)
         own = torch.where(self.mask, values.detach(), 0.0)
         return self.reduce(own.new_zeros(self.num_samples).index_add(0, self.row_sample, own))
 
@@ -34,6 +35,14 @@ class WholeSamples:
     def count(self) -> torch.Tensor:
         """float32 [S]: trained tokens of each sample."""
         return self.total(torch.ones_like(self.mask, dtype=torch.float32))
+
+    def at_level(self, level: str, values: torch.Tensor) -> torch.Tensor:
+        """values themselves ("token"), their sum over each row's sample ("sequence"), or their mean ("geometric": that
+        of what they are the logarithms of)."""
+        require_one_shape(values=values, mask=self.mask)
+        if level == "token":
+            return values
+        return self.sum(values) if level == "sequence" else self.mean(values)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Each row's mean over its sample, x̄ + x_t − sg(x_t): float32 [N].

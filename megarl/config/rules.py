@@ -169,6 +169,27 @@ def objective_reads_its_options(config: Config) -> str | None:
     )
 
 
+def correction_is_of_another_old_policy(config: Config) -> str | None:
+    correction = config.algorithm.correction
+    for name, level in (("weight", correction.weight), ("mask", correction.mask)):
+        if correction.old == "rollout" and level is not None:
+            return (
+                f"algorithm.correction.{name}={level}: with algorithm.correction.old=rollout the old policy is the one "
+                f"that sampled, and every ratio between them is 1; set {name}=null or old=trainer"
+            )
+    return None
+
+
+def correction_keeps_some_tokens(config: Config) -> str | None:
+    low, high = config.algorithm.correction.mask_low, config.algorithm.correction.mask_high
+    if low < high:
+        return None
+    return (
+        f"algorithm.correction.mask_low={low:g}: no ratio is between it and mask_high={high:g}; set mask_low below "
+        f"{high:g}"
+    )
+
+
 def clipped_ratio_stays_positive(config: Config) -> str | None:
     """GMPO clips log-ratios."""
     name, low = config.algorithm.objective.name, config.algorithm.objective.clip_low
@@ -282,6 +303,8 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     something_gives_rewards,
     token_rewards_need_a_critic,
     objective_reads_its_options,
+    correction_is_of_another_old_policy,
+    correction_keeps_some_tokens,
     clipped_ratio_stays_positive,
     renewal_is_of_a_reference,
 )

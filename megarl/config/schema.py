@@ -18,7 +18,13 @@ Role = Literal["actor", "critic", "implicit_reward"]
 MegatronRole = Literal[Role, "reward_model"]
 """Of those that run in Megatron, on ranks of their own."""
 
-Aggregation = Literal["sequence_mean_of_token_means", "sequence_mean_of_token_sums", "token_mean"]
+Aggregation = Literal[
+    "sequence_mean_of_token_means",
+    "sequence_mean_of_token_sums",
+    "sequence_mean_over_max_tokens",
+    "prompt_mean_of_token_means",
+    "token_mean",
+]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -221,9 +227,19 @@ class KL(Section):
         return self.renew_steps is not None and step % self.renew_steps == 0
 
 
+class Correction(Section):
+    old: Literal["trainer", "rollout"]
+    weight: Literal["token", "sequence", "geometric"] | None
+    weight_limit: PositiveFloat | None
+    mask: Literal["token", "sequence", "geometric"] | None
+    mask_low: NonNegativeFloat
+    mask_high: PositiveFloat
+
+
 class Algorithm(Section):
     advantage: Advantage
     objective: Objective
+    correction: Correction
     value: Value
     kl: KL
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from megatron.core import parallel_state
 
-from megarl.algorithms import implicit_reward, kl, value_loss
+from megarl.algorithms import corrections, implicit_reward, kl, value_loss
 from megarl.algorithms.objectives import loss_of_policy
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.whole_samples import WholeSamples
 from megarl.batch import TokenBatch
 from megarl.config.objectives import options
-from megarl.config.schema import KL, Algorithm, ImplicitReward, Value
+from megarl.config.schema import KL, Algorithm, Correction, ImplicitReward, Value
 from megarl.megatron.context_parallel import sum_over_ranks
 from megarl.megatron.sums import Sums, largest, mean, total
 
@@ -25,13 +25,14 @@ def policy_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tens
     """The actor's. scored: log-prob and entropy of each row, and its value where the critic is a head on the actor."""
     assert batch.advantage is not None, "the batch has no advantages"
     log_prob, entropy = scored[:, 0], scored[:, 1]
-    # One update a step: the current policy is the old one, the ratio is 1, and its gradient that of log_prob.
-    old = log_prob.detach() if batch.old is None else _at_trained(batch, batch.old, log_prob)
+    old = _old(algorithm.correction, batch, log_prob)
     samples = WholeSamples(batch.mask, batch.row_sample, len(batch.reward), sum_over_ranks)
     objective = algorithm.objective
     policy = loss_of_policy(objective.name, options(objective), log_prob, old, batch.advantage, samples)
-    loss = (batch.weight * policy.loss).sum()
     sums = _policy_metrics(batch, policy, log_prob, entropy)
+    correction = _correction(algorithm.correction, batch, old, samples)
+    loss = (batch.weight * correction.factor * policy.loss).sum()
+    sums |= _correction_metrics(batch, correction)
     if objective.entropy_coefficient:
         loss = loss - objective.entropy_coefficient * (batch.weight * entropy).sum()
     if batch.reference is not None and algorithm.kl.placement == "loss":
@@ -47,10 +48,26 @@ def policy_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tens
 
 def _kl(config: KL, log_prob: torch.Tensor, reference: torch.Tensor, samples: WholeSamples) -> torch.Tensor:
     """Per token, or per sample at each of its tokens."""
-    log_ratio = log_prob - reference
-    if config.level == "sequence":
-        log_ratio = samples.sum(log_ratio)
-    return kl.estimate(config.estimator, log_ratio, config.straight_through)
+    return kl.estimate(config.estimator, samples.at_level(config.level, log_prob - reference), config.straight_through)
+
+
+def _old(config: Correction, batch: TokenBatch, log_prob: torch.Tensor) -> torch.Tensor:
+    """Without a pass for it, because there is one update a step, the old policy is the current one: the ratio is 1, and
+    its gradient that of log_prob."""
+    old = batch.behaviour if config.old == "rollout" else batch.old
+    return log_prob.detach() if old is None else _at_trained(batch, old, log_prob)
+
+
+def _correction(config: Correction, batch: TokenBatch, old: torch.Tensor, samples: WholeSamples) -> corrections.Factors:
+    return corrections.factors(
+        old - _at_trained(batch, batch.behaviour, old),
+        samples,
+        config.weight,
+        config.weight_limit,
+        config.mask,
+        config.mask_low,
+        config.mask_high,
+    )
 
 
 def _at_trained(batch: TokenBatch, other: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
@@ -99,6 +116,19 @@ def implicit_reward_objective(
         "implicit_reward/accuracy": mean((reward > 0) == (success > 0), count > 0),
         "implicit_reward/mean": mean(reward, count > 0),
     }
+
+
+def _correction_metrics(batch: TokenBatch, correction: corrections.Factors) -> Sums:
+    """Without a correction there is nothing to tell."""
+    sums: Sums = {}
+    if correction.weight is not None:
+        sums["correction/weight_mean"] = mean(correction.weight, batch.mask)
+        sums["correction/weight_square_mean"] = mean(correction.weight.square(), batch.mask)
+        sums["correction/weight_max"] = largest(correction.weight, batch.mask)
+        sums["correction/limited_share"] = mean(correction.limited, batch.mask)
+    if correction.masked is not None:
+        sums["correction/masked_share"] = mean(correction.masked, batch.mask)
+    return sums
 
 
 def _policy_metrics(batch: TokenBatch, policy: PolicyLoss, log_prob, entropy) -> Sums:

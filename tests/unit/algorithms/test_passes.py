@@ -20,6 +20,12 @@ def config(*overrides: str):
     [
         (["batch.prompts_per_update=8"], "old log-probs", False, "one update per step"),
         (["batch.prompts_per_update=4"], "old log-probs", True, "2 updates per step"),
+        (
+            ["batch.prompts_per_update=4", "algorithm.correction.old=rollout"],
+            "old log-probs",
+            False,
+            "the engine's log-probs stand for them, an approximation",
+        ),
         (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient = 0"),
         (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),
         (

@@ -143,6 +143,14 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         ),
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
         (
+            ["algorithm.correction={old: rollout, mask: sequence}"],
+            "algorithm.correction.mask=sequence: with algorithm.correction.old=rollout the old policy is the one that",
+        ),
+        (
+            ["algorithm.correction.mask_low=5"],
+            "algorithm.correction.mask_low=5: no ratio is between it and mask_high=5; set mask_low below 5",
+        ),
+        (
             ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],
             "algorithm.objective.dual_clip=3.0: algorithm.objective.name=gspo reads clip_low and clip_high, and "
             "dual_clip belongs to clip; set algorithm.objective.dual_clip=null",

@@ -1,0 +1,64 @@
+"""Corrections for samples that another policy gave than the one whose ratio an objective has: π_old is the trainer's
+policy at the start of a step, μ the one that sampled, as the engine computed it and, in asynchronous runs, older."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megarl.algorithms.whole_samples import WholeSamples
+
+LARGEST_LOG_WEIGHT = 20.0
+"""exp of more would drown every other token, and end in infinity over long samples."""
+
+
+class Factors(NamedTuple):
+    """Per token [N], without gradient.
+
+    factor    float32: what its loss is multiplied with
+    weight    float32: the importance weight as it is used (None: there is none), and bool, where it was limited
+    masked    bool: where the mask drops it (None: there is none)
+    """
+
+    factor: torch.Tensor
+    weight: torch.Tensor | None
+    limited: torch.Tensor | None
+    masked: torch.Tensor | None
+
+
+def factors(
+    log_ratio: torch.Tensor,
+    samples: WholeSamples,
+    weight: str | None,
+    weight_limit: float | None,
+    mask: str | None,
+    mask_low: float,
+    mask_high: float,
+) -> Factors:
+    """factor = min(w, weight_limit) · 1[mask_low ≤ m ≤ mask_high], w and m each the ratio π_old/μ at a level.
+
+    Levels: "token", its own ratio; "sequence", the product over the sample; "geometric", the product's n-th root.
+    Truncated importance sampling (https://fengyao.notion.site/off-policy-rl) has w; decoupled PPO
+    (https://arxiv.org/abs/2110.00641, eq. 10; AReaL, https://arxiv.org/abs/2505.24298) w of tokens without a limit;
+    IcePop (https://arxiv.org/abs/2510.18855) w of tokens without a limit and their mask; sequence masks drop samples.
+
+    log_ratio    float32 [N], log π_old − log μ
+    weight, mask the levels of w and m; None makes them 1
+    """
+    factor, used, limited, masked = torch.ones_like(log_ratio), None, None, None
+    if weight is not None:
+        full = _ratio(weight, log_ratio, samples)
+        used = full if weight_limit is None else full.clamp(max=weight_limit)
+        limited = used < full
+        factor = factor * used
+    if mask is not None:
+        ratio = _ratio(mask, log_ratio, samples)
+        masked = (ratio < mask_low) | (ratio > mask_high)
+        factor = torch.where(masked, 0.0, factor)
+    return Factors(factor, used, limited, masked)
+
+
+def _ratio(level: str, log_ratio: torch.Tensor, samples: WholeSamples) -> torch.Tensor:
+    bound = LARGEST_LOG_WEIGHT
+    return samples.at_level(level, log_ratio.detach()).clamp(-bound, bound).exp()

@@ -1,0 +1,78 @@
+"""Off-policy corrections by hand. Two samples: log-ratios 1 and −3, a token between them not trained; 0.5."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.corrections import factors
+from megarl.algorithms.whole_samples import WholeSamples
+
+LOG_RATIO = torch.tensor([1.0, 0.0, -3.0, 0.5], dtype=torch.float64)
+SAMPLES = WholeSamples(torch.tensor([True, False, True, True]), torch.tensor([0, 0, 0, 1]), 2)
+TRAINED = [0, 2, 3]
+
+
+def found(*arguments) -> list[float]:
+    return factors(LOG_RATIO, SAMPLES, *arguments).factor[TRAINED].tolist()
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        ("token", [math.exp(1), math.exp(-3), math.exp(0.5)]),
+        ("sequence", [math.exp(-2), math.exp(-2), math.exp(0.5)]),
+        ("geometric", [math.exp(-1), math.exp(-1), math.exp(0.5)]),
+    ],
+)
+def test_weights_by_hand(weight, expected):
+    assert found(weight, None, None, 0.5, 5.0) == pytest.approx(expected)
+    assert found(weight, 1.6, None, 0.5, 5.0) == pytest.approx([min(w, 1.6) for w in expected])
+
+
+@pytest.mark.parametrize(("mask", "kept"), [("token", [1, 0, 1]), ("sequence", [0, 0, 1]), ("geometric", [0, 0, 1])])
+def test_masks_by_hand(mask, kept):
+    assert found(None, 2.0, mask, 0.4, 5.0) == kept
+    assert found(None, 2.0, mask, 0.4, 1.5) == [0, 0, 0]
+    assert found(None, 2.0, "geometric", 0.3, 5.0) == [1, 1, 1]
+
+
+def test_icepop_keeps_the_weights_within_its_bounds():
+    out = factors(LOG_RATIO, SAMPLES, "token", None, "token", 0.5, 5.0)
+    assert out.factor[TRAINED].tolist() == pytest.approx([math.exp(1), 0, math.exp(0.5)])
+    assert out.masked[TRAINED].tolist() == [False, True, False] and not out.limited.any()
+
+
+def test_without_a_correction_everything_counts_once():
+    out = factors(LOG_RATIO, SAMPLES, None, 2.0, None, 0.5, 5.0)
+    assert out.factor.tolist() == [1, 1, 1, 1] and out.weight is None and out.masked is None
+
+
+def test_a_weight_has_no_gradient_and_no_infinity():
+    log_ratio = torch.tensor([500.0, 500.0], requires_grad=True)
+    samples = WholeSamples(torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1)
+    out = factors(log_ratio, samples, "sequence", None, None, 0.5, 5.0)
+    assert not out.factor.requires_grad and torch.isfinite(out.factor).all()
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=6))
+def test_levels_agree_on_what_they_are_means_of(values):
+    """The sequence's weight is the product of its tokens', and the geometric one to the n-th power."""
+    n = len(values)
+    samples = WholeSamples(torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64), 1)
+    of_level = {
+        level: factors(torch.tensor(values, dtype=torch.float64), samples, level, None, None, 0.5, 5.0).factor
+        for level in ("token", "sequence", "geometric")
+    }
+    product = of_level["token"].prod().item()
+    assert of_level["sequence"][0].item() == pytest.approx(product)
+    assert of_level["geometric"][0].item() ** n == pytest.approx(product)
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ValueError, match="one shape"):
+        factors(torch.zeros(3), SAMPLES, "sequence", None, None, 0.5, 5.0)
+    with pytest.raises(ValueError, match="one shape"):
+        factors(torch.zeros(3), SAMPLES, "token", None, None, 0.5, 5.0)
