@@ -90,7 +90,10 @@ class TorchDistFolder:
         index = key, tuple(start for start, _ in rectangle)
         if index not in self._chunks:
             info = self._items[index]
-            chunk = _mapped(self._map(info.relative_path), info.offset, info.length)
+            data, start = self._map(info.relative_path), info.offset - info.offset % mmap.PAGESIZE
+            # All of it is read soon: in large blocks, not in the small ones of faults.
+            data.madvise(mmap.MADV_WILLNEED, start, info.offset + info.length - start)
+            chunk = _mapped(data, info.offset, info.length)
             if tuple(chunk.shape) != shape_of(rectangle) or dtype_name(chunk.dtype) != self.tensors[key].dtype:
                 raise ValueError(f"{self._folder}: {info.relative_path} is damaged: {key} is not what {METADATA} says")
             self._chunks[index] = chunk
