@@ -6,7 +6,8 @@ without torch. A `TokenBatch` holds torch tensors and exists only where a model 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -106,33 +107,55 @@ class SampleInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenTotals:
+    """Of the rewards that a sample's tokens have one by one: how many there are, their sum, and that of their squares.
+    A token that has none is not counted; one that has several, from several models, is counted with each."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, rewards: Sequence[float]) -> TokenTotals:
+        return cls(len(rewards), math.fsum(rewards), math.fsum(reward * reward for reward in rewards))
+
+    def __add__(self, other: TokenTotals) -> TokenTotals:
+        return TokenTotals(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+
+NO_TOTALS = TokenTotals()
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """What the rewards say of one sample: either a value, or why there is none. A failure is not a zero.
 
     value      the weighted sum of the parts; None if any part failed
     parts      reward function name -> its own value
     failure    None, or one line that names the reward function and the error
-    of_tokens  how much of the value is the sum of rewards that its tokens have one by one
+    of_tokens  the part of the value that its tokens are rewarded with one by one
     """
 
     value: float | None
     parts: dict[str, float]
     failure: str | None = None
-    of_tokens: float = 0.0
+    of_tokens: TokenTotals = NO_TOTALS
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStatistics:
-    """Reward statistics of the group that a sample belongs to (all samples of its prompt that were scored).
+class Baseline:
+    """What a sample's rewards are compared with: advantage = (reward − value) / scale.
 
-    mean   mean reward of the group
-    std    its standard deviation in the convention that the config names (1 where it names none)
-    size   number of scored samples
+    token_value, token_scale   the same for rewards of single tokens, where each is compared by itself
     """
 
-    mean: float
-    std: float
-    size: int
+    value: float = 0.0
+    scale: float = 1.0
+    token_value: float = 0.0
+    token_scale: float = 1.0
+
+
+NO_BASELINE = Baseline()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +168,14 @@ class TrainingSample:
 
     sample: Sample
     reward: float
-    group: GroupStatistics
+    baseline: Baseline
     weight: float
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 ROW_FIELDS = (
     *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "old", "reference", "values"),
-    *("token_reward", "process_reward", "advantage", "returns"),
+    *("token_reward", "process_reward", "kl_reward", "advantage", "returns"),
 )
 """Fields of a TokenBatch with one element per row."""
 
@@ -176,8 +199,10 @@ class TokenBatch:
     mask              bool [N]       False for response tokens that are not trained on
     weight            float32 [N]    share of the update's loss, 0 where the mask is False
     reward            float32 [S]    per sample
-    group_mean        float32 [S]
-    group_std         float32 [S]
+    baseline          float32 [S]    advantage = (reward − baseline) / scale
+    scale             float32 [S]
+    token_baseline    float32 [S]    the same for rewards of single tokens
+    token_scale       float32 [S]
     old               float32 [N]    log-prob under the policy at the start of the step; None: it is the current one
     reference         float32 [N]    log-prob under the reference; None: no term reads it
     values            float32 [N]    the critic's value of the state in which each target was sampled, from the start of
@@ -185,6 +210,7 @@ class TokenBatch:
     token_reward      float32 [N]    an implicit reward model's, beside the sample's; None: there is none
     process_reward    float32 [N]    a reward model's for each token, which `reward` then does not contain; None: there
                                      is none
+    kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: it is no reward
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    what the critic learns; None: not estimated yet, or there is no critic
     """
@@ -200,13 +226,16 @@ class TokenBatch:
     mask: torch.Tensor
     weight: torch.Tensor
     reward: torch.Tensor
-    group_mean: torch.Tensor
-    group_std: torch.Tensor
+    baseline: torch.Tensor
+    scale: torch.Tensor
+    token_baseline: torch.Tensor
+    token_scale: torch.Tensor
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     values: torch.Tensor | None = None
     token_reward: torch.Tensor | None = None
     process_reward: torch.Tensor | None = None
+    kl_reward: torch.Tensor | None = None
     advantage: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 
@@ -224,7 +253,7 @@ class TokenBatch:
         for name in ROW_FIELDS:
             values = getattr(self, name)
             assert values is None or tuple(values.shape) == (num_rows,), f"{name} has shape {tuple(values.shape)}"
-        for name in ("group_mean", "group_std"):
+        for name in ("baseline", "scale", "token_baseline", "token_scale"):
             shape = tuple(getattr(self, name).shape)
             assert shape == (num_samples,), f"{name} has shape {shape}, expected ({num_samples},)"
         assert tuple(self.positions.shape) == (num_tokens,), "one position per token"

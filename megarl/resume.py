@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms.baselines import MovingAverage
 from megarl.checkpoints import Checkpoint, Checkpoints
 from megarl.config.continuation import check_continues
 from megarl.config.schema import Config
@@ -21,14 +22,21 @@ class RunState:
 
     step: int
     cursor: PromptCursor
+    average: MovingAverage = field(default_factory=MovingAverage)
+    """Of the rewards, where the estimator takes it as its baseline."""
 
     def dump(self) -> dict[str, Any]:
         """As JSON."""
-        return {"step": self.step, "weights_version": self.step, "cursor": self.cursor.state()}
+        return {
+            "step": self.step,
+            "weights_version": self.step,
+            "cursor": self.cursor.state(),
+            "average": asdict(self.average),
+        }
 
     @classmethod
     def restore(cls, saved: Mapping[str, Any]) -> RunState:
-        return cls(saved["step"], PromptCursor.restore(saved["cursor"]))
+        return cls(saved["step"], PromptCursor.restore(saved["cursor"]), MovingAverage(**saved["average"]))
 
 
 @dataclass(frozen=True, slots=True)

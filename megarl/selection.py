@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
-from megarl.algorithms.groups import group_statistics
-from megarl.batch import GroupStatistics, Score
+from megarl.batch import NO_BASELINE, NO_TOTALS, Baseline, Score, TokenTotals
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.config.schema import Config
@@ -18,21 +17,24 @@ Metrics = dict[str, Metric]
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A sample that the rewards have judged, its reward, and its group's statistics.
+    """A sample that the rewards have judged, and what its reward is compared with, once that is known.
 
-    of_tokens   how much of the reward is the sum of those that its tokens have one by one
+    of_tokens   the part of the reward that its tokens have one by one
+    greedy      the reward of the greedy response to its prompt, where the estimator asks for one
     """
 
     sample: RemoteSample
     reward: float
-    group: GroupStatistics
-    of_tokens: float = 0.0
+    baseline: Baseline = NO_BASELINE
+    of_tokens: TokenTotals = NO_TOTALS
+    greedy: float = 0.0
 
 
 def select(
     config: Config, groups: Sequence[Sequence[RemoteSample]], scores: Sequence[Score]
 ) -> tuple[list[list[ScoredSample]], Metrics]:
-    """Joins samples with their scores, by group. A sample whose reward failed is left out, and counted; above
+    """Joins samples with their scores, by group, of which the last may be a greedy response: not learned from itself.
+    A sample whose reward failed is left out, and counted, and so are those whose greedy response has none; above
     rewards.failure_limit the run stops."""
     failures = [score.failure for score in scores if score.failure is not None]
     if len(failures) > config.rewards.failure_limit * len(scores):
@@ -41,16 +43,25 @@ def select(
             f"{config.rewards.failure_limit:g} allows {config.rewards.failure_limit * len(scores):g})"
         )
     remaining = iter(scores)
-    scored = [_scored_group(config, [(sample, next(remaining)) for sample in group]) for group in groups]
-    return scored, _reward_metrics(scored, scores)
+    judged = [[(sample, next(remaining)) for sample in group] for group in groups]
+    if not config.samples_greedily:
+        scored = [_scored(group) for group in judged]
+        return scored, _reward_metrics(scored, scores)
+    scored = [_scored(group[:-1], group[-1][1]) for group in judged]
+    greedy = [group[-1][1].value for group in judged if group[-1][1].value is not None]
+    sampled = [score for group in judged for _, score in group[:-1]]
+    return scored, _reward_metrics(scored, sampled) | {"reward/greedy_mean": Metric(fmean(greedy))}
 
 
-def _scored_group(config: Config, members: Sequence[tuple[RemoteSample, Score]]) -> list[ScoredSample]:
-    judged = [(sample, score.value, score.of_tokens) for sample, score in members if score.value is not None]
-    if not judged:
+def _scored(members: Sequence[tuple[RemoteSample, Score]], greedy: Score | None = None) -> list[ScoredSample]:
+    if greedy is not None and greedy.value is None:
         return []
-    statistics = group_statistics([reward for _, reward, _ in judged], config.algorithm.advantage.std)
-    return [ScoredSample(sample, reward, statistics, of_tokens) for sample, reward, of_tokens in judged]
+    of_greedy = 0.0 if greedy is None or greedy.value is None else greedy.value
+    return [
+        ScoredSample(sample, score.value, of_tokens=score.of_tokens, greedy=of_greedy)
+        for sample, score in members
+        if score.value is not None
+    ]
 
 
 def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], scores: Sequence[Score]) -> Metrics:

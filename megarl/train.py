@@ -11,6 +11,7 @@ from statistics import fmean
 from megarl import report
 from megarl.algorithms import passes
 from megarl.algorithms.aggregation import sample_weights
+from megarl.algorithms.baselines import MovingAverage
 from megarl.batch import SampleInfo
 from megarl.cluster.cast import Cast, assemble
 from megarl.cluster.engine_group import RemoteSample
@@ -23,11 +24,12 @@ from megarl.cluster.saver import Saver, checkpoint_bytes
 from megarl.cluster.session import Session
 from megarl.cluster.share import Assignment, Scores, Share
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.comparison import Totals, compared, mean_reward
 from megarl.config.schema import Aggregation, Config, Role
 from megarl.data.packing import Lengths, Packing, schedule
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.metrics import Metric, merge, values
-from megarl.resume import Start, start
+from megarl.resume import RunState, Start, start
 from megarl.rollout.engine import SamplingRequest
 from megarl.selection import Metrics, ScoredSample, select
 from megarl.sinks import ConsoleSink, JsonlSink
@@ -64,7 +66,7 @@ def run(config: Config, scratch: Path) -> None:
         while state.step < config.run.steps:
             chosen = [prompts[i] for i in state.cursor.take(config.batch.prompts_per_step)]
             state.step += 1
-            metrics = step(config, cast, state.step, chosen, folder.rollouts(state.step), saver)
+            metrics = step(config, cast, state, chosen, folder.rollouts(state.step), saver)
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
             metrics |= saver.save(cast.trained, state.step, state.dump())
             for sink in sinks:
@@ -77,42 +79,68 @@ def run(config: Config, scratch: Path) -> None:
     print(f"report: {report.write(folder.path)}")
 
 
-def step(config: Config, cast: Cast, number: int, prompts: Sequence, rollouts: Path, saver: Saver) -> dict[str, float]:
-    """One step: sample, score, select, update, refit. Returns its metrics; the engine then has version `number`."""
-    watch = Stopwatch()
+def step(
+    config: Config, cast: Cast, state: RunState, prompts: Sequence, rollouts: Path, saver: Saver
+) -> dict[str, float]:
+    """One step: sample, score, select, update, refit. Returns its metrics; its number is then the engine's version."""
+    watch, number = Stopwatch(), state.step
     with watch.phase("rollout"), cast.offloaded() as offloaded:
-        groups = cast.engines.generate(_requests(config, number, prompts), meanwhile=saver.commit)
+        groups = cast.engines.generate(requests(config, number, prompts), meanwhile=saver.commit)
     with watch.phase("reward"):
         scores, process = cast.rewards.score([sample for group in groups for sample in group], number, rollouts)
     scored, metrics = select(config, groups, scores)
     with watch.phase("train"):
-        metrics |= offloaded | train(config, cast, scored, number, process)
+        metrics |= offloaded | train(config, cast, scored, number, process, state.average)
     with watch.phase("refit"):
         metrics |= cast.refit.run(version=number)
-    return _finish(metrics, watch, groups, number)
+    return _finish(config, metrics, watch, groups, number)
 
 
 def train(
-    config: Config, cast: Cast, groups: Sequence[Sequence[ScoredSample]], number: int, process: Scores
+    config: Config,
+    cast: Cast,
+    groups: Sequence[Sequence[ScoredSample]],
+    number: int,
+    process: Scores,
+    average: MovingAverage,
 ) -> Metrics:
     """One optimizer step of every model that is trained for every prompts_per_update groups: first of those that score
-    tokens for others. process: where the rewards of single tokens are that a reward model gave, if it did."""
-    size = config.batch.prompts_per_update
-    updates = [[sample for group in groups[i : i + size] for sample in group] for i in range(0, len(groups), size)]
-    updates = [update for update in updates if update]  # one whose samples all failed has nothing to learn from
+    tokens for others. process: where the rewards of single tokens are that a reward model gave, if it did. average: of
+    the rewards of earlier steps; it takes up this one's."""
+    updates = updates_of(config, groups)
     metrics: Metrics = {}
     scores: dict[str, Scores] = {"process_reward": process} if process else {}
+    of_tokens: Totals = {}
+    of_kl: Totals = {}
     if passes.needed(config, "implicit rewards"):
-        metrics, scores["token_reward"] = train_scorer(config, cast.implicit_reward, "implicit_reward", updates, {})
+        plain = [samples_of(update) for update in updates]
+        metrics, scores["token_reward"], of_tokens = train_scorer(
+            config, cast.implicit_reward, "implicit_reward", plain, {}
+        )
+    learned_from = [compared(config, update, of_tokens, of_kl, average) for update in updates]
+    if config.algorithm.advantage.kind.baseline == "moving_average":
+        metrics["reward/baseline"] = Metric(average.value)
+        average.add(mean_reward(config, groups, of_tokens, of_kl), config.algorithm.advantage.option("baseline_decay"))
     if passes.needed(config, "critic values"):
-        of_critic, scores["values"] = train_scorer(config, cast.critic, "critic", updates, {**scores})
+        of_critic, scores["values"], _ = train_scorer(config, cast.critic, "critic", learned_from, {**scores})
         metrics |= of_critic
         if number <= config.critic.warmup_steps:
             return metrics
-    metrics |= train_actor(config, cast.trainers, updates, scores)
+    metrics |= train_actor(config, cast.trainers, learned_from, scores)
     if config.algorithm.kl.renews_after(number):
         cast.trainers.renew_reference()
     return metrics
+
+
+def updates_of(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> list[list[Sequence[ScoredSample]]]:
+    """The groups of each update. One whose samples all failed has nothing to learn from."""
+    size = config.batch.prompts_per_update
+    updates = [[group for group in groups[i : i + size] if group] for i in range(0, len(groups), size)]
+    return [update for update in updates if update]
+
+
+def samples_of(update: Sequence[Sequence[ScoredSample]]) -> list[ScoredSample]:
+    return [sample for group in update for sample in group]
 
 
 def train_scorer(
@@ -121,15 +149,13 @@ def train_scorer(
     role: Role,
     updates: Sequence[Sequence[ScoredSample]],
     scores: Mapping[str, Scores],
-) -> tuple[Metrics, Scores]:
-    """Returns, beside the metrics, where the token scores from before its updates are."""
+) -> tuple[Metrics, Scores, Totals]:
+    """Returns, beside the metrics, where the token scores from before its updates are, and what they amount to."""
     shares = [share_out(config, update, group.packing, role, scores) for update in updates]
-    own: Scores = {}
-    for share in shares:
-        own |= group.token_scores(share)
+    own, totals = group.score_tokens(shares)
     metrics = merge([group.update(share) for share in shares])
     group.end_step()
-    return metrics, own
+    return metrics, own, totals
 
 
 def train_actor(
@@ -167,8 +193,8 @@ def share_out(
     assignments = [
         Assignment(
             item.sample.ref,
-            item.reward - item.of_tokens if "process_reward" in scores else item.reward,
-            item.group,
+            item.reward - item.of_tokens.total if "process_reward" in scores else item.reward,
+            item.baseline,
             weight,
             {name: by_sample[item.sample.info.id] for name, by_sample in scores.items()},
         )
@@ -187,15 +213,20 @@ def _aggregation(config: Config, role: Role) -> Aggregation:
     }[role]
 
 
-def _requests(config: Config, number: int, prompts: Sequence) -> list[list[SamplingRequest]]:
-    """samples_per_prompt requests for each prompt. Seeds follow from run.seed and the sample's place in the run."""
-    return [
+def requests(config: Config, number: int, prompts: Sequence) -> list[list[SamplingRequest]]:
+    """samples_per_prompt requests for each prompt, and one for a greedy response where the estimator asks for it. Seeds
+    follow from run.seed and the sample's place in the run."""
+    groups = [
         [
             SamplingRequest(f"{number}.{i}.{k}", prompt, _sampling_seed(config.run.seed, number, i, k))
             for k in range(config.batch.samples_per_prompt)
         ]
         for i, prompt in enumerate(prompts)
     ]
+    if config.samples_greedily:
+        for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
+            group.append(SamplingRequest(f"{number}.{i}.greedy", prompt, 0, greedy=True))
+    return groups
 
 
 def _sampling_seed(*place: int) -> int:
@@ -213,13 +244,18 @@ def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def _finish(
-    metrics: Mapping[str, Metric], watch: Stopwatch, groups: Sequence[Sequence[RemoteSample]], version: int
+    config: Config,
+    metrics: Mapping[str, Metric],
+    watch: Stopwatch,
+    groups: Sequence[Sequence[RemoteSample]],
+    version: int,
 ) -> dict[str, float]:
     infos = [sample.info for group in groups for sample in group]
+    sampled = [sample.info for group in groups for sample in group[: config.batch.samples_per_prompt]]
     times = watch.metrics()
     return {
         **values(metrics),
-        **_response_metrics(infos),
+        **_response_metrics(sampled),
         **times,
         "throughput/tokens_per_second": sum(info.num_tokens for info in infos) / times["time/step"],
         "weights/version": version,

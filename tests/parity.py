@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.algorithms.groups import group_statistics
+from megarl.algorithms.baselines import MovingAverage
 from megarl.batch import Prompt, Sample, SampleInfo, VersionRun
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.share import Share
+from megarl.comparison import compared
 from megarl.config.load import load
 from megarl.config.schema import Config, Role
 from megarl.data.model_folder import read_config
@@ -110,11 +111,8 @@ def shares(
     scores: dict[str, dict[str, torch.Tensor]] | None = None,
 ) -> list[Share]:
     """References are what they refer to."""
-    scored = []
-    for group in groups:
-        statistics = group_statistics([reward for _, reward in group], config.algorithm.advantage.std)
-        scored += [ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, statistics) for s, reward in group]
-    return share_out(config, scored, packing, role, scores)
+    scored = [[ScoredSample(RemoteSample(SampleInfo.of(s), s), reward) for s, reward in group] for group in groups]
+    return share_out(config, compared(config, scored, {}, {}, MovingAverage()), packing, role, scores)
 
 
 def train(

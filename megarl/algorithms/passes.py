@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.config.estimators import BASELINES
 from megarl.config.schema import KL, Config
 
 
@@ -15,7 +16,7 @@ class Pass:
 
 
 def passes(config: Config) -> tuple[Pass, ...]:
-    coefficient = config.algorithm.kl.coefficient
+    coefficient, advantage = config.algorithm.kl.coefficient, config.algorithm.advantage
     return (
         _old_log_probs(config),
         Pass(
@@ -35,11 +36,9 @@ def passes(config: Config) -> tuple[Pass, ...]:
         Pass(
             "critic values",
             config.has_critic,
-            "gae takes them as its baseline"
-            if config.has_critic
-            else "critic.trunk=actor: they come with the old log-probs"
+            "critic.trunk=actor: they come with the old log-probs"
             if config.actor_has_values
-            else f"{config.algorithm.advantage.estimator} takes the group's mean as its baseline",
+            else f"{advantage.estimator} takes {BASELINES[advantage.kind.baseline]}",
         ),
     )
 

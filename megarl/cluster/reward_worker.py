@@ -97,7 +97,7 @@ class RewardActor:
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
     """Of the reward model in this folder."""
-    rewards_tokens = config.algorithm.advantage.estimator == "gae"
+    rewards_tokens = config.algorithm.advantage.credits_tokens
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
 
 

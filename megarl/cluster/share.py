@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from megarl.batch import GroupStatistics, Sample, TrainingSample
+from megarl.batch import NO_BASELINE, Baseline, Sample, TrainingSample
 from megarl.data.packing import Microbatch
 
 if TYPE_CHECKING:
@@ -25,20 +25,20 @@ class Assignment:
 
     sample: ray.ObjectRef
     reward: float
-    group: GroupStatistics
+    baseline: Baseline
     weight: float
     scores: Mapping[str, ray.ObjectRef] = field(default_factory=dict)
 
     @classmethod
     def unscored(cls, sample: ray.ObjectRef) -> Assignment:
         """For a forward-only pass that comes before the sample has a reward."""
-        return cls(sample, 0.0, GroupStatistics(0.0, 1.0, 1), 0.0)
+        return cls(sample, 0.0, NO_BASELINE, 0.0)
 
     def fetch(self) -> TrainingSample:
         return self.training_sample(ray.get(self.sample), {name: ray.get(ref) for name, ref in self.scores.items()})
 
     def training_sample(self, sample: Sample, scores: Mapping[str, torch.Tensor]) -> TrainingSample:
-        return TrainingSample(sample, self.reward, self.group, self.weight, scores)
+        return TrainingSample(sample, self.reward, self.baseline, self.weight, scores)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 
+from megarl.batch import TokenTotals
 from megarl.checkpoints import Checkpoint, FileRecord
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_group import RankActor, RankGroup
 from megarl.cluster.session import Session
-from megarl.cluster.share import Share
+from megarl.cluster.share import Scores, Share
 from megarl.config.schema import Config, Role
 from megarl.metrics import Metric, merge
 
@@ -40,6 +42,14 @@ class TrainerActor(RankActor):
 
     def score(self, scorer: Scorer, share: Share) -> None:
         self._worker.score(scorer, [item.fetch() for item in share.samples], share.microbatches)
+
+    def score_tokens(self, share: Share) -> tuple[Scores, dict[str, TokenTotals]]:
+        """By sample: where its scores can be fetched by reference, and what those of its trained tokens amount to."""
+        samples = {item.sample.id: item for item in (item.fetch() for item in share.samples)}
+        scores = self._worker.token_scores(list(samples.values()), share.microbatches)
+        masks = {name: samples[name].sample.response_mask for name in scores}
+        totals = {name: TokenTotals.of(list(compress(own.tolist(), masks[name]))) for name, own in scores.items()}
+        return {name: ray.put(own) for name, own in scores.items()}, totals
 
     def update(self, share: Share) -> dict[str, Metric]:
         return self._worker.update([item.fetch() for item in share.samples], share.microbatches)
@@ -120,6 +130,18 @@ class TrainerGroup(RankGroup):
         """shares: by data-parallel rank."""
         calls = {name: actor.score.remote(scorer, share) for name, actor, share in self._dealt(shares)}
         self._session.wait(calls, f"{scorer} log-probs")
+
+    def score_tokens(self, updates: Sequence[Sequence[Share]]) -> tuple[Scores, dict[str, TokenTotals]]:
+        """Of the samples of all updates: where what the model says of their tokens is, and what that of the trained
+        ones amounts to. shares: by data-parallel rank."""
+        where: Scores = {}
+        totals: dict[str, TokenTotals] = {}
+        for shares in updates:
+            calls = {name: actor.score_tokens.remote(share) for name, actor, share in self._dealt(shares)}
+            for own, amounts in self._session.wait(calls, f"{self._role}: scores"):
+                where |= own
+                totals |= amounts
+        return where, totals
 
     def update(self, shares: Sequence[Share]) -> Mapping[str, Metric]:
         """One optimizer step; shares: by data-parallel rank. Returns metrics over all ranks."""

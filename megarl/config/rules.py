@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.config.divisors import divisors, does_not_divide
+from megarl.config.document import show
 from megarl.config.layout_rules import LAYOUT_RULES
 from megarl.config.learning_rate import num_updates
 from megarl.config.objectives import OBJECTIVES, OPTIONS, readers
@@ -31,13 +32,36 @@ def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
     return does_not_divide("batch.prompts_per_update", per_update, "prompts per step", per_step, divisors(per_step))
 
 
-def grpo_compares_samples_of_a_prompt(config: Config) -> str | None:
-    samples = config.batch.samples_per_prompt
-    if config.algorithm.advantage.estimator != "grpo" or samples >= 2:
+def estimator_reads_its_options(config: Config) -> str | None:
+    advantage = config.algorithm.advantage
+    options = {name: value for name, value in advantage.model_dump().items() if name != "estimator"}
+    unread = [name for name, value in options.items() if value is not None and name not in advantage.kind.options]
+    if not unread:
+        return None
+    given = ", ".join(f"algorithm.advantage.{name}={show(options[name])}" for name in unread)
+    return (
+        f"{given}: not read by algorithm.advantage.estimator={advantage.estimator}, which has the options "
+        f"{', '.join(advantage.kind.options)}; set {'it' if len(unread) == 1 else 'them'} to null"
+    )
+
+
+def compared_samples_are_of_one_prompt(config: Config) -> str | None:
+    samples, advantage = config.batch.samples_per_prompt, config.algorithm.advantage
+    if not advantage.kind.compares_samples or samples >= 2 or advantage.option("group_of_one") == "reward":
         return None
     return (
-        f"batch.samples_per_prompt={samples}: grpo compares the samples of a prompt with each other and needs at "
-        "least 2; set batch.samples_per_prompt=8"
+        f"batch.samples_per_prompt={samples}: {advantage.estimator} compares the samples of a prompt with each other "
+        "and needs at least 2; set batch.samples_per_prompt=8"
+    )
+
+
+def k_samples_are_there(config: Config) -> str | None:
+    samples, advantage = config.batch.samples_per_prompt, config.algorithm.advantage
+    if advantage.estimator != "pass_at_k" or advantage.option("k") <= samples:
+        return None
+    return (
+        f"algorithm.advantage.k={advantage.option('k')}: the best of k is among batch.samples_per_prompt={samples} "
+        f"samples; set k to at most {samples}"
     )
 
 
@@ -100,17 +124,6 @@ def warmup_of_the_critic_ends(config: Config) -> str | None:
     return (
         f"critic.warmup_steps={warmup}: in these steps only the critic is trained, and the run has run.steps={steps}; "
         f"set critic.warmup_steps below {steps}"
-    )
-
-
-def token_rewards_need_a_critic(config: Config) -> str | None:
-    coefficient, estimator = config.implicit_reward.coefficient, config.algorithm.advantage.estimator
-    if not config.has_implicit_reward or estimator == "gae":
-        return None
-    return (
-        f"implicit_reward.coefficient={coefficient:g}: algorithm.advantage.estimator={estimator} compares whole "
-        "samples and has no use for token rewards; set algorithm.advantage.estimator=gae or "
-        "implicit_reward.coefficient=0"
     )
 
 
@@ -293,7 +306,9 @@ _TRAINED_RULES: tuple[Callable[[Config, Trained], str | None], ...] = (
 
 _RULES: tuple[Callable[[Config], str | None], ...] = (
     prompts_per_update_divides_prompts_per_step,
-    grpo_compares_samples_of_a_prompt,
+    estimator_reads_its_options,
+    compared_samples_are_of_one_prompt,
+    k_samples_are_there,
     top_p_is_one,
     context_holds_a_prompt_and_a_response,
     warmup_of_the_critic_ends,
@@ -301,7 +316,6 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     reward_engines_have_tensor_and_data_parallel_ranks_only,
     reward_engines_keep_their_parameters,
     something_gives_rewards,
-    token_rewards_need_a_critic,
     objective_reads_its_options,
     correction_is_of_another_old_policy,
     correction_keeps_some_tokens,

@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megarl.config.estimators import ESTIMATORS, Estimator
+
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -25,6 +27,7 @@ Aggregation = Literal[
     "prompt_mean_of_token_means",
     "token_mean",
 ]
+Share = Annotated[float, Field(ge=0, le=1)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -183,12 +186,47 @@ class Rollout(Section):
 
 
 class Advantage(Section):
-    estimator: Literal["grpo", "gae"]
-    gamma: Annotated[float, Field(ge=0, le=1)]
-    gae_lambda: Annotated[float, Field(ge=0, le=1)]
-    whiten: bool
-    std: Literal["sample", "population", "none"]
-    std_epsilon: NonNegativeFloat
+    """Of the options, None stands for the estimator's own default; see `option`."""
+
+    estimator: Literal[
+        "policy_gradient",
+        "reinforce",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "rloo",
+        "remax",
+        "grpo",
+        "opo",
+        "gpg",
+        "pass_at_k",
+        "gae",
+    ]
+    gamma: Share | None
+    gae_lambda: Share | None
+    critic_lambda: Share | None
+    length_alpha: PositiveFloat | None
+    credit: Literal["whole", "to_go"] | None
+    whiten: bool | None
+    std: Literal["sample", "population", "none"] | None
+    std_epsilon: NonNegativeFloat | None
+    group_of_one: Literal["zero", "reward"] | None
+    baseline_decay: Annotated[float, Field(ge=0, lt=1)] | None
+    k: PositiveInt | None
+    pass_at_k_baseline: Literal["all", "without"] | None
+
+    @property
+    def kind(self) -> Estimator:
+        return ESTIMATORS[self.estimator]
+
+    @property
+    def credits_tokens(self) -> bool:
+        """Whether rewards of single tokens count for the tokens up to theirs, instead of for the whole sample."""
+        return self.kind.by_token or self.option("credit") == "to_go"
+
+    def option(self, name: str) -> Any:
+        """The value of one of the options that the estimator reads."""
+        value = getattr(self, name)
+        return self.kind.options[name] if value is None else value
 
 
 class Objective(Section):
@@ -300,11 +338,16 @@ class Config(Section):
     @property
     def has_critic(self) -> bool:
         """A model of its own; the other critic is a head on the actor."""
-        return self.algorithm.advantage.estimator == "gae" and self.critic.trunk == "own"
+        return self.algorithm.advantage.kind.baseline == "values" and self.critic.trunk == "own"
 
     @property
     def actor_has_values(self) -> bool:
-        return self.algorithm.advantage.estimator == "gae" and self.critic.trunk == "actor"
+        return self.algorithm.advantage.kind.baseline == "values" and self.critic.trunk == "actor"
+
+    @property
+    def samples_greedily(self) -> bool:
+        """Whether each prompt has a greedy response beside its samples, which is scored and not trained on."""
+        return self.algorithm.advantage.kind.baseline == "greedy"
 
     @property
     def has_implicit_reward(self) -> bool:

@@ -26,6 +26,7 @@ def collate(
     values: Mapping[str, torch.Tensor] | None = None,
     token_reward: Mapping[str, torch.Tensor] | None = None,
     process_reward: Mapping[str, torch.Tensor] | None = None,
+    kl_reward: Mapping[str, torch.Tensor] | None = None,
     reads: Reads = "states",
 ) -> TokenBatch:
     """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
@@ -34,6 +35,7 @@ def collate(
     old, reference                 sample id -> float32 [R], log-probs per response token
     values                         sample id -> float32 [R], the critic's per response token
     token_reward, process_reward   sample id -> float32 [R]
+    kl_reward                      sample id -> float32 [R]
     """
     pack = _Pack(packing, reads)
     for item in samples:
@@ -54,13 +56,16 @@ def collate(
         mask=mask,
         weight=torch.where(mask, weight, 0.0),
         reward=_float([item.reward for item in samples]),
-        group_mean=_float([item.group.mean for item in samples]),
-        group_std=_float([item.group.std for item in samples]),
+        baseline=_float([item.baseline.value for item in samples]),
+        scale=_float([item.baseline.scale for item in samples]),
+        token_baseline=_float([item.baseline.token_value for item in samples]),
+        token_scale=_float([item.baseline.token_scale for item in samples]),
         old=_by_row(samples, old),
         reference=_by_row(samples, reference),
         values=_by_row(samples, values),
         token_reward=_by_row(samples, token_reward),
         process_reward=_by_row(samples, process_reward),
+        kl_reward=_by_row(samples, kl_reward),
     )
     batch.validate()
     return batch

@@ -9,40 +9,77 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.algorithms import advantages
+from megarl.algorithms.advantages import relative
+from megarl.algorithms.advantages.gae import gae, length_adaptive_lambda
+from megarl.algorithms.advantages.returns import at_last_token, sum_of_sample, to_go
+from megarl.algorithms.advantages.whitening import mean_and_std, whiten
 from megarl.batch import TokenBatch
-from megarl.config.schema import Advantage
+from megarl.config.schema import Advantage, Algorithm
 
 
-def with_advantages(config: Advantage, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """The microbatches of this rank with their advantage; with gae also their returns, which the critic learns.
+def with_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+    """The microbatches of this rank with their advantage; with a critic also their returns, which it learns.
 
     Whitening has a collective over the data-parallel ranks: all of them call this.
     """
-    estimated = [_estimate(config, batch) for batch in batches]
-    return _whitened(config, estimated) if config.whiten else estimated
+    config = algorithm.advantage
+    estimate = _of_values if config.kind.baseline == "values" else _of_tokens if config.kind.by_token else _of_samples
+    estimated = [estimate(config, batch) for batch in batches]
+    return _whitened(config, estimated) if config.option("whiten") else estimated
 
 
-def _estimate(config: Advantage, batch: TokenBatch) -> TokenBatch:
-    if config.estimator == "grpo":
-        per_sample = advantages.grpo(batch.reward, batch.group_mean, batch.group_std, config.std_epsilon)
-        return replace(batch, advantage=per_sample[batch.row_sample])
-    reward = advantages.at_last_token(batch.reward, batch.mask, batch.row_sample)
+def _of_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
+    """The sample's reward against its baseline; rewards of single tokens are part of it (credit=whole), or are compared
+    by themselves and count for what led to them. So does the KL of each token."""
+    reward, rows = batch.reward, batch.row_sample
+    extra = torch.zeros_like(batch.behaviour)
     for of_tokens in (batch.token_reward, batch.process_reward):
-        if of_tokens is not None:
-            reward = reward + of_tokens
+        if of_tokens is None:
+            continue
+        if config.credits_tokens:
+            extra = extra + relative.of_tokens(of_tokens, rows, batch.token_baseline, batch.token_scale)
+        else:
+            reward = reward + _whole(batch, of_tokens.nan_to_num(nan=0.0))
+    if batch.kl_reward is not None:
+        extra = extra + batch.kl_reward / batch.scale[rows]
+    advantage = relative.of_samples(reward, batch.baseline, batch.scale)[rows]
+    advantage = advantage + to_go(extra, batch.mask, rows, config.option("gamma"))
+    return replace(batch, advantage=torch.where(batch.mask, advantage, 0.0))
+
+
+def _of_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
+    return replace(batch, advantage=to_go(_by_token(batch), batch.mask, batch.row_sample, config.option("gamma")))
+
+
+def _of_values(config: Advantage, batch: TokenBatch) -> TokenBatch:
+    reward, mask, rows = _by_token(batch), batch.mask, batch.row_sample
     assert batch.values is not None or not len(reward), "gae needs the critic's values"
     values = reward if batch.values is None else batch.values
-    advantage, returns = advantages.gae(reward, values, batch.mask, batch.row_sample, config.gamma, config.gae_lambda)
+    alpha, gae_lambda, critic_lambda = (config.option(name) for name in ("length_alpha", "gae_lambda", "critic_lambda"))
+    of_policy = gae_lambda if alpha is None else length_adaptive_lambda(mask, rows, alpha)
+    if critic_lambda is None and alpha is not None:
+        critic_lambda = gae_lambda
+    advantage, returns = gae(reward, values, mask, rows, config.option("gamma"), of_policy, critic_lambda)
     return replace(batch, advantage=advantage, returns=returns)
+
+
+def _by_token(batch: TokenBatch) -> torch.Tensor:
+    """float32 [N]: all rewards, the sample's on its last trained token."""
+    reward = at_last_token(batch.reward, batch.mask, batch.row_sample)
+    for of_tokens in (batch.token_reward, batch.process_reward, batch.kl_reward):
+        if of_tokens is not None:
+            reward = reward + of_tokens.nan_to_num(nan=0.0)
+    return reward
+
+
+def _whole(batch: TokenBatch, of_tokens: torch.Tensor) -> torch.Tensor:
+    return sum_of_sample(of_tokens, batch.mask, batch.row_sample, len(batch.reward))
 
 
 def _whitened(config: Advantage, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
     trained = torch.cat([batch.advantage[batch.mask] for batch in batches]).double()
     moments = torch.stack((torch.tensor(len(trained)).to(trained), trained.sum(), trained.square().sum()))
     dist.all_reduce(moments, group=parallel_state.get_data_parallel_group())
-    mean, std = advantages.mean_and_std(*moments.tolist(), config.std)
-    return [
-        replace(batch, advantage=advantages.whiten(batch.advantage, batch.mask, mean, std, config.std_epsilon))
-        for batch in batches
-    ]
+    mean, std = mean_and_std(*moments.tolist(), config.option("std"))
+    epsilon = config.option("std_epsilon")
+    return [replace(batch, advantage=whiten(batch.advantage, batch.mask, mean, std, epsilon)) for batch in batches]

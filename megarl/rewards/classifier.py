@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ class ModelReward:
     """What a reward model says of a sample.
 
     value      its reward, not finite where the model's scores are not; None if it could not be asked
-    by_token   R rewards of its response tokens, in place of one for the whole; None: they have none of their own
+    by_token   R rewards of its response tokens, which sum up to value, NaN for one without; None: they have none of
+               their own
     failure    None, or why there is no value
     """
 
@@ -54,14 +56,15 @@ class ClassifierReward:
             return ModelReward(scores[-1])
         scored = self._scored(sample) if reading is None else self._scored_of(sample, reading)
         value = aggregated(self._settings.aggregation or "sum", [scores[i] for i in scored])
-        if not self._by_token:
+        if not self._by_token or not math.isfinite(value):
             return ModelReward(value)
         try:
             at = scored if reading is None else self._reader.sampled(sample, [reading.ends[i] for i in scored])
         except Unreadable as reason:
             return ModelReward(None, failure=str(reason))
-        by_token = dict(zip(at, (scores[i] for i in scored), strict=True))
-        return ModelReward(value, on_trained_tokens(by_token, sample.response_mask))
+        scores_at = dict(zip(at, (scores[i] for i in scored), strict=True))
+        by_token = on_trained_tokens(scores_at, sample.response_mask)
+        return ModelReward(math.fsum(reward for reward in by_token if not math.isnan(reward)), by_token)
 
     def _scored(self, sample: Sample) -> Sequence[int]:
         """Indexes of the sampled tokens whose scores count."""

@@ -25,16 +25,16 @@ def aggregated(how: Aggregation, scores: Sequence[float]) -> float:
 
 
 def on_trained_tokens(scores: Mapping[int, float], mask: Sequence[bool]) -> list[float]:
-    """Scores of some tokens (by index) as rewards of all, 0 for most.
+    """Scores of some tokens (by index) as rewards of all, NaN for one that has none.
 
     A token that is not trained on is no action: its score is a reward of the last trained one before it, which led to
     it. What comes before the first trained one follows from none of them, and is left out.
     """
-    rewards, action = [0.0] * len(mask), None
+    rewards, action = [math.nan] * len(mask), None
     for i, trained in enumerate(mask):
         action = i if trained else action
         if i in scores and action is not None:
-            rewards[action] += scores[i]
+            rewards[action] = scores[i] if math.isnan(rewards[action]) else rewards[action] + scores[i]
     return rewards
 
 

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.batch import Sample, Score
+from megarl.batch import Sample, Score, TokenTotals
 from megarl.config import schema
 from megarl.rewards import registry
 from megarl.rewards.classifier import ModelReward
@@ -57,8 +57,9 @@ class Scorer:
         if failures:
             return Score(value=None, parts=parts, failure=f"rewards.functions: {'; '.join(failures)}")
         weighted = {name: self._weights[name] * part for name, part in parts.items()}
-        in_tokens = of_model is not None and of_model.by_token is not None
-        return Score(sum(weighted.values()), parts, of_tokens=weighted[MODEL] if in_tokens else 0.0)
+        by_token = (of_model.by_token if of_model is not None else None) or []
+        of_tokens = TokenTotals.of([self._weights[MODEL] * reward for reward in by_token if not math.isnan(reward)])
+        return Score(sum(weighted.values()), parts, of_tokens=of_tokens)
 
 
 def _finite(result: Any) -> float | None:

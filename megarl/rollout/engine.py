@@ -15,11 +15,13 @@ from megarl.resharding.verification import Checksum, Region
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """One completion to sample: the same seed, weights and prompt give the same tokens, in any batch."""
+    """One completion to sample: the same seed, weights and prompt give the same tokens, in any batch. greedy: the most
+    likely token each time, whatever rollout's temperature."""
 
     sample_id: str
     prompt: Prompt
     seed: int
+    greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

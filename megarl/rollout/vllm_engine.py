@@ -44,7 +44,7 @@ class VllmEngine:
             raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
         outputs = self._llm.generate(
             [{"prompt_token_ids": list(request.prompt.token_ids)} for request in requests],
-            [self._sampling(request.seed) for request in requests],
+            [self._sampling(request) for request in requests],
             use_tqdm=False,
         )
         return [
@@ -83,13 +83,13 @@ class VllmEngine:
                 raise answer.error
         return answers
 
-    def _sampling(self, seed: int) -> SamplingParams:
+    def _sampling(self, request: SamplingRequest) -> SamplingParams:
         return SamplingParams(
-            temperature=self._config.temperature,
+            temperature=0.0 if request.greedy else self._config.temperature,
             top_p=self._config.top_p,
             max_tokens=self._config.max_new_tokens,
             logprobs=0,
-            seed=seed,
+            seed=request.seed,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.batch import GroupStatistics, Prompt, Sample, TrainingSample, VersionRun
+from megarl.batch import Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.megatron import step
@@ -89,7 +89,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def samples() -> list[TrainingSample]:
     """Documents that fill the buckets of attention, so that nothing is padded."""
-    group, run = GroupStatistics(0.5, 1.0, 4), (VersionRun(0, RESPONSE),)
+    group, run = Baseline(0.5), (VersionRun(0, RESPONSE),)
     prompts = [Prompt(f"{i}", "", (7,) * PROMPT) for i in range(NUM_DOCUMENTS)]
     every = (True,) * RESPONSE
     drawn = [Sample(p.id, p, (5,) * RESPONSE, (-1.0,) * RESPONSE, every, run, "stop", "") for p in prompts]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megarl.batch import GroupStatistics, Prompt, TrainingSample
+from megarl.batch import NO_BASELINE, Baseline, Prompt, TrainingSample
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
@@ -159,11 +159,11 @@ class TrainerSide:
 
     def update(self, samples):
         """Advantages alternate in sign, so that every update moves the weights."""
-        training = [TrainingSample(s, i % 2, GroupStatistics(0.5, 0.5, 2), 0.01) for i, s in enumerate(samples)]
+        training = [TrainingSample(s, i % 2, Baseline(0.5, 0.5), 0.01) for i, s in enumerate(samples)]
         return self.worker.update(training, [tuple(range(len(samples)))])
 
     def log_probs(self, samples):
-        training = [TrainingSample(s, 0.0, GroupStatistics(0.0, 1.0, 1), 0.0) for s in samples]
+        training = [TrainingSample(s, 0.0, NO_BASELINE, 0.0) for s in samples]
         self.worker.score("old", training, [tuple(range(len(samples)))])
         kept = {name: values.tolist() for name, values in self.worker._kept.get("old", {}).items()}
         self.worker.end_step()

@@ -5,14 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.batch import SampleInfo, Score
+from megarl.algorithms.baselines import MovingAverage
+from megarl.batch import Baseline, Prompt, SampleInfo, Score, TokenTotals
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.share import Share
+from megarl.comparison import compared
 from megarl.config.load import load
 from megarl.metrics import Metric, values
 from megarl.selection import select
-from megarl.train import share_out, train
+from megarl.train import requests, share_out, train
 from tests.packing import packing
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
@@ -40,7 +42,6 @@ GROUPS = [[sample(0, 0), sample(0, 1)], [sample(1, 0), sample(1, 1)]]
 def test_a_failed_reward_is_left_out_and_not_a_zero():
     groups, metrics = select(config("rewards.failure_limit=0.25"), GROUPS, [*map(score, [1.0, None, 1.0, 0.0])])
     assert [[item.reward for item in group] for group in groups] == [[1.0], [1.0, 0.0]]
-    assert [item.group.size for group in groups for item in group] == [1, 2, 2]
     assert values(metrics)["reward/mean"] == pytest.approx(2 / 3)
     assert values(metrics)["reward/failed_share"] == 0.25
     assert values(metrics)["reward/zero_std_groups"] == 0.5
@@ -53,7 +54,12 @@ def test_failures_above_the_limit_stop_the_run():
 
 def test_what_tokens_are_rewarded_with_is_not_given_to_the_sample_again():
     settings = config()
-    scores = [Score(3.0, {}, of_tokens=2.5), Score(1.0, {}, of_tokens=-1.0), score(0.0), score(0.5)]
+    scores = [
+        Score(3.0, {}, of_tokens=TokenTotals(2, 2.5, 4.0)),
+        Score(1.0, {}, of_tokens=TokenTotals(1, -1.0, 1.0)),
+        score(0.0),
+        score(0.5),
+    ]
     groups, _ = select(settings, GROUPS, scores)
     samples = [item for group in groups for item in group]
     process = {"process_reward": {item.sample.info.id: f"of {item.sample.info.id}" for item in samples}}
@@ -104,7 +110,7 @@ def test_an_update_without_samples_is_left_out():
     groups, _ = select(settings, samples, [*map(score, [1.0, 0.0, None, None, 0.0, 1.0])])
     actor = Group()
     actor.score = lambda scorer, shares: None
-    metrics = train(settings, SimpleNamespace(trainers=actor), groups, 1, {})
+    metrics = train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
     assert [sorted(update) for update in actor.updates] == [["0.0", "0.1"], ["2.0", "2.1"]]
     assert actor.ended
     assert values(metrics) == {"policy/loss": 1.0}
@@ -113,3 +119,49 @@ def test_an_update_without_samples_is_left_out():
 def test_a_step_without_a_single_score_ends_the_run():
     with pytest.raises(RunFailure, match="no sample of this step could be scored"):
         select(config("rewards.failure_limit=1.0"), GROUPS, [score(None)] * 4)
+
+
+REMAX = "algorithm.advantage.estimator=remax"
+
+
+def test_a_greedy_response_is_what_its_group_is_compared_with():
+    settings = config(REMAX, "rewards.failure_limit=0.5", "batch.samples_per_prompt=2")
+    samples = [[sample(prompt, k) for k in range(3)] for prompt in range(2)]
+    scores = [*map(score, [1.0, 0.0, 0.25, 1.0, 0.5, None])]
+    groups, metrics = select(settings, samples, scores)
+    assert [[item.reward for item in group] for group in groups] == [[1.0, 0.0], []]
+    assert values(metrics)["reward/mean"] == 0.5 and values(metrics)["reward/greedy_mean"] == 0.25
+    made = compared(settings, groups[:1], {}, {}, MovingAverage())
+    assert [item.baseline for item in made] == [Baseline(0.25)] * 2
+
+
+def test_each_prompt_is_asked_for_a_greedy_response_where_that_is_the_baseline():
+    prompts = [Prompt(f"p{i}", "", (7,)) for i in range(2)]
+    settings = config(REMAX, "batch.samples_per_prompt=3")
+    asked = requests(settings, 4, prompts)
+    assert [[request.sample_id for request in group] for group in asked] == [
+        [f"4.{i}.{k}" for k in (0, 1, 2, "greedy")] for i in range(2)
+    ]
+    assert [[request.greedy for request in group] for group in asked] == [[False] * 3 + [True]] * 2
+    assert not any(request.greedy for group in requests(config(), 4, prompts) for request in group)
+
+
+def test_rewards_are_compared_with_those_of_earlier_steps():
+    settings = config("algorithm.advantage={estimator: reinforce, baseline_decay: 0.5}")
+    actor, average = Group(), MovingAverage()
+    given = []
+    actor.update = lambda shares: given.append({item.baseline for share in shares for item in share.samples}) or {}
+    for number, rewards in enumerate(([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0], [1.0] * 4), start=1):
+        groups, _ = select(settings, GROUPS, [*map(score, rewards)])
+        train(settings, SimpleNamespace(trainers=actor), groups, number, {}, average)
+    assert given == [{Baseline(0.0)}, {Baseline(0.75)}, {Baseline((0.5 * 0.75 + 0.25) / 1.5)}]
+
+
+def test_rewards_of_tokens_are_part_of_the_samples_or_compared_by_themselves():
+    scores = [Score(3.0, {}, of_tokens=TokenTotals(2, 2.0, 4.0)), Score(1.0, {}, of_tokens=TokenTotals(1, -1.0, 1.0))]
+    learned = {"1.0.0": TokenTotals(4, 1.0, 1.0), "1.0.1": TokenTotals(4, 8.0, 16.0)}
+    for credit, value, token_value in (("whole", 6.5, 0.0), ("to_go", 1.5, 10 / 11)):
+        settings = config(f"algorithm.advantage={{estimator: opo, credit: {credit}}}")
+        groups, _ = select(settings, GROUPS[:1], scores)
+        for item in compared(settings, groups, learned, {}, MovingAverage()):
+            assert item.baseline == Baseline(value, 1.0, pytest.approx(token_value), 1.0)

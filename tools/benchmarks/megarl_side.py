@@ -16,7 +16,7 @@ import psutil
 import torch.distributed as dist
 from training_case import Case
 
-from megarl.batch import GroupStatistics, Prompt, Sample, TrainingSample, VersionRun
+from megarl.batch import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.packing import Lengths, Microbatch, schedule
@@ -86,7 +86,7 @@ def config_of(case: Case, folder: Path) -> Config:
 
 def samples_of(case: Case) -> list[TrainingSample]:
     """Each with a prompt of its own, so that none is shared."""
-    weight, group = 1 / sum(response for _, response in case.lengths), GroupStatistics(0.0, 1.0, 8)
+    weight, group = 1 / sum(response for _, response in case.lengths), NO_BASELINE
     samples = []
     for i, (prompt, response) in enumerate(case.ids()):
         n, whole = len(response), Prompt(f"{i}", "", tuple(prompt))

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from megarl.algorithms.advantages import at_last_token, gae
+from megarl.algorithms.advantages.gae import gae, length_adaptive_lambda
+from megarl.algorithms.advantages.returns import at_last_token
 from megarl.algorithms.value_loss import squared_error
 
 
@@ -43,6 +44,28 @@ def test_packed_rows_equal_the_definition(lengths, gamma, gae_lambda):
         torch.testing.assert_close(advantage[own], expected)
         torch.testing.assert_close(returns[own], expected + value[own])
     assert not advantage[~mask].any() and not returns[~mask].any()
+
+
+def test_the_critic_may_have_another_lambda():
+    reward, value, mask, rows = packed([7, 4, 3, 9], seed=5)
+    advantage, returns = gae(reward, value, mask, rows, 0.9, 0.7, critic_lambda=1.0)
+    of_policy, _ = gae(reward, value, mask, rows, 0.9, 0.7)
+    _, of_critic = gae(reward, value, mask, rows, 0.9, 1.0)
+    torch.testing.assert_close(advantage, of_policy)
+    torch.testing.assert_close(returns, of_critic)
+
+
+def test_lambda_follows_the_length():
+    """λ = 1 − 1 / (α·l), l the trained tokens; each sample as if it had this λ alone."""
+    reward, value, mask, rows = packed([1, 30, 4, 200], seed=3)
+    of_rows = length_adaptive_lambda(mask, rows, 0.05)
+    advantage, _ = gae(reward, value, mask, rows, 0.99, of_rows)
+    for i in range(4):
+        own = (rows == i) & mask
+        by_hand = max(0.0, 1 - 1 / (0.05 * max(int(own.sum()), 1)))
+        assert of_rows[rows == i].tolist() == pytest.approx([by_hand] * int((rows == i).sum()))
+        expected = by_definition(reward[own].tolist(), value[own].tolist(), 0.99, by_hand)
+        torch.testing.assert_close(advantage[own], torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_known_forms():

@@ -125,8 +125,16 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             "critic.warmup_steps=3: in these steps only the critic is trained, and the run has run.steps=3; set",
         ),
         (
-            ["implicit_reward.coefficient=1"],
-            "implicit_reward.coefficient=1: algorithm.advantage.estimator=grpo compares",
+            ["algorithm.advantage.gae_lambda=0.9"],
+            "algorithm.advantage.gae_lambda=0.9: not read by algorithm.advantage.estimator=grpo, which has the options",
+        ),
+        (
+            ["algorithm.advantage.estimator=rloo", "batch.samples_per_prompt=1"],
+            "batch.samples_per_prompt=1: rloo compares the samples of a prompt with each other and needs at least 2",
+        ),
+        (
+            ["algorithm.advantage.estimator=pass_at_k", "algorithm.advantage.k=9"],
+            "algorithm.advantage.k=9: the best of k is among batch.samples_per_prompt=8 samples; set k to at most 8",
         ),
         (
             [GAE, "critic.trunk=actor", "critic.warmup_steps=1"],

@@ -2,7 +2,7 @@
 
 import torch
 
-from megarl.batch import GroupStatistics, Prompt, Sample, TrainingSample, VersionRun
+from megarl.batch import Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from tests.packing import packing
 
@@ -20,7 +20,7 @@ def training_sample(name: str, prompt: str, prompt_ids: list[int], response: lis
         finish_reason="stop",
         text="",
     )
-    return TrainingSample(sample, reward=1.0, group=GroupStatistics(0.25, 0.5, 4), weight=weight)
+    return TrainingSample(sample, reward=1.0, baseline=Baseline(0.25, 0.5), weight=weight)
 
 
 def two_of_one_prompt():

@@ -1,10 +1,13 @@
 """GAE where the tokens are, from rewards of whole samples and of single tokens, against the definition by hand."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from megarl.batch import GroupStatistics, Prompt, Sample, TrainingSample, VersionRun
-from megarl.config.schema import Advantage
+from megarl.batch import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.config.load import load
+from megarl.config.schema import Algorithm
 from megarl.data.collate import collate
 from megarl.megatron.advantage import with_advantages
 from tests.packing import packing
@@ -12,14 +15,19 @@ from tests.packing import packing
 GAMMA, LAMBDA = 0.9, 0.8
 MASKS = {"a": (True, False, True, True, False), "b": (True,), "c": (False, True, True), "d": (False, False)}
 REWARDS = {"a": 2.0, "b": -1.0, "c": 0.0, "d": 5.0}
-CONFIG = Advantage(estimator="gae", gamma=GAMMA, gae_lambda=LAMBDA, whiten=False, std="sample", std_epsilon=1e-6)
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+
+
+def algorithm(estimator: str, *overrides: str) -> Algorithm:
+    given = [f"algorithm.{override}" for override in (f"advantage.estimator={estimator}", *overrides)]
+    return load(BASE, ["model.path=m", "data.source=arithmetic", *given]).algorithm
 
 
 def training_sample(name: str) -> TrainingSample:
     n = len(MASKS[name])
     run = (VersionRun(0, n),)
     sample = Sample(name, Prompt(name, "", (7, 8)), (9,) * n, (-1.0,) * n, MASKS[name], run, "stop", "")
-    return TrainingSample(sample, REWARDS[name], GroupStatistics(0.0, 1.0, 1), 1.0)
+    return TrainingSample(sample, REWARDS[name], NO_BASELINE, 1.0)
 
 
 def randn(seed: int) -> dict[str, torch.Tensor]:
@@ -43,7 +51,8 @@ def by_hand(name: str, values: torch.Tensor, of_tokens: list[torch.Tensor]) -> l
 def test_rewards_of_tokens_count_where_they_are(names):
     values, given = randn(0), {name: randn(i + 1) for i, name in enumerate(names)}
     samples = [training_sample(name) for name in MASKS]
-    [batch] = with_advantages(CONFIG, [collate(samples, packing(), values=values, **given)])
+    settings = algorithm("gae", f"advantage.gamma={GAMMA}", f"advantage.gae_lambda={LAMBDA}")
+    [batch] = with_advantages(settings, [collate(samples, packing(), values=values, **given)])
     of_tokens = {name: [own[name] for own in given.values()] for name in MASKS}
     expected = torch.tensor([a for name in MASKS for a in by_hand(name, values[name], of_tokens[name])])
     torch.testing.assert_close(batch.advantage, expected, rtol=1e-5, atol=1e-6)

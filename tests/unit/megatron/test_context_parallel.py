@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.batch import GroupStatistics, Prompt, Sample, TokenBatch, TrainingSample, VersionRun
+from megarl.batch import NO_BASELINE, Prompt, Sample, TokenBatch, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron.context_parallel import ContextShares, shares_of_documents, shares_of_pack
 from tests.packing import packing
@@ -23,7 +23,7 @@ def batch_of(lengths: list[int], document_multiple: int, pack_multiple: int) -> 
             f"{i}", Prompt(f"{i}", "", (5,)), response, (0.0,) * length, (True,) * length, (VersionRun(0, length),),
             "stop", "",
         )  # fmt: skip
-        samples.append(TrainingSample(sample, 0.0, GroupStatistics(0.0, 1.0, 1), 1.0))
+        samples.append(TrainingSample(sample, 0.0, NO_BASELINE, 1.0))
     wanted = packing(pack_multiple, False, document_multiple=document_multiple, token_budget=10_000)
     return collate(samples, wanted)
 

@@ -36,11 +36,11 @@ def reward(*overrides: str, kind: str = "token", rewards_tokens: bool = True, sc
 
 
 def test_every_token_is_rewarded_with_its_score():
-    assert reward() == ModelReward(31.0, [1.0 + 2.0, 0.0, 4.0, 8.0 + 16.0, 0.0])
+    assert reward() == ModelReward(31.0, [1.0 + 2.0, math.nan, 4.0, 8.0 + 16.0, math.nan])
 
 
 def test_steps_are_rewarded_where_they_end():
-    assert reward("reward_model.step_end=.") == ModelReward(20.0, [0.0, 0.0, 4.0, 16.0, 0.0])
+    assert reward("reward_model.step_end=.") == ModelReward(20.0, [math.nan, math.nan, 4.0, 16.0, math.nan])
 
 
 def test_whole_samples_are_compared_by_the_sum():

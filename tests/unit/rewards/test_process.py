@@ -33,6 +33,6 @@ def test_aggregations():
 def test_a_score_of_an_untrained_token_is_a_reward_of_the_action_before_it():
     scores = {0: 1.0, 1: 2.0, 2: 4.0, 4: 8.0, 5: 16.0}
     mask = [False, True, False, True, True, False]
-    assert on_trained_tokens(scores, mask) == [0.0, 2.0 + 4.0, 0.0, 0.0, 8.0 + 16.0, 0.0]
-    assert on_trained_tokens(scores, [True] * 6) == [1.0, 2.0, 4.0, 0.0, 8.0, 16.0]
-    assert on_trained_tokens(scores, [False] * 6) == [0.0] * 6
+    assert on_trained_tokens(scores, mask) == [math.nan, 2.0 + 4.0, math.nan, math.nan, 8.0 + 16.0, math.nan]
+    assert on_trained_tokens(scores, [True] * 6) == [1.0, 2.0, 4.0, math.nan, 8.0, 16.0]
+    assert on_trained_tokens(scores, [False] * 6) == [math.nan] * 6

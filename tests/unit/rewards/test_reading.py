@@ -1,5 +1,6 @@
 """What a reward model with another tokenizer reads, and which sampled tokens its steps end with."""
 
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -106,13 +107,13 @@ def test_steps_are_mapped_to_the_sampled_tokens_that_end_with_them():
     is the sample's last token, here the end of the sequence."""
     assert PAIRS.tokenize("ab.cd.e") == ["ab", ".c", "d", ".", "e"]
     mapped = reward("ab.cd.e", [1.0, 2.0, 4.0, 8.0, 16.0], PAIRS, CHARACTERS)
-    assert mapped == ModelReward(26.0, [0.0, 0.0, 0.0, 2.0, 0.0, 8.0, 0.0, 16.0])
+    assert mapped == ModelReward(26.0, [nan, nan, nan, 2.0, nan, 8.0, nan, 16.0])
 
 
 def test_characters_of_several_tokens_end_with_their_last():
     assert len(CHARACTERS.tokenize("é€.")) == 6
     mapped = reward("é€.é", [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], CHARACTERS, CHARACTERS)
-    assert mapped == ModelReward(160.0, [0.0] * 5 + [32.0, 0.0, 0.0, 128.0])
+    assert mapped == ModelReward(160.0, [nan] * 5 + [32.0, nan, nan, 128.0])
     ended = merging_tokenizer(". Ã")  # a token that ends inside of a character
     assert reward("a.é.b", [1.0, 2.0, 4.0, 8.0, 16.0], ended, CHARACTERS).by_token is not None
 
@@ -120,7 +121,7 @@ def test_characters_of_several_tokens_end_with_their_last():
 def test_a_step_may_end_with_a_character_of_several_tokens():
     assert len(CHARACTERS.tokenize("。")) == 3
     mapped = reward("a。b", [1.0, 2.0, 4.0, 8.0, 16.0], CHARACTERS, CHARACTERS, "reward_model.step_end=。")
-    assert mapped == ModelReward(24.0, [0.0, 0.0, 0.0, 8.0, 0.0, 16.0])
+    assert mapped == ModelReward(24.0, [nan, nan, nan, 8.0, nan, 16.0])
 
 
 def test_a_step_that_ends_inside_of_a_sampled_token_is_refused():

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from megarl.batch import Prompt, Sample, Score, VersionRun
+from megarl.batch import Prompt, Sample, Score, TokenTotals, VersionRun
 from megarl.config.schema import RewardFunction
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.scorer import Scorer
@@ -98,8 +98,8 @@ def test_a_models_score_is_a_part_like_others():
     scorer = Scorer([RewardFunction(function="exact_match")], model_weight=0.5)
     parts = {"reward_model": 3.0, "exact_match": 1.0}
     assert scorer.score(sample_of("12"), ModelReward(3.0)) == Score(value=2.5, parts=parts)
-    of_tokens = scorer.score(sample_of("12"), ModelReward(3.0, [1.0, 2.0]))
-    assert of_tokens == Score(value=2.5, parts=parts, of_tokens=1.5)
+    of_tokens = scorer.score(sample_of("12"), ModelReward(3.0, [1.0, float("nan"), 2.0]))
+    assert of_tokens == Score(value=2.5, parts=parts, of_tokens=TokenTotals(2, 1.5, 1.25))
     assert scorer.score(sample_of("12")) == Score(value=1.0, parts={"exact_match": 1.0})
     failed = scorer.score(sample_of("12"), ModelReward(float("nan")))
     assert failed.value is None and failed.parts == {"exact_match": 1.0}
