@@ -141,19 +141,24 @@ def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
     inner = worker.optimizer.step
 
     def step_and_copy():
-        for buffer in [b for chunk in worker.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]:
-            for bucket in buffer.buckets:  # after the reduce-scatter each rank has its own shard of the bucket
-                shards = bucket.grad_data.chunk(dist.get_world_size(buffer.data_parallel_group))
-                mine = shards[dist.get_rank(buffer.data_parallel_group)].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, mine, group=buffer.data_parallel_group)
-        trained = {name: p for name, p in named_parameters(worker.chunks).items() if p.requires_grad}
-        captured.update((name, torch.zeros_like(weight)) for name, weight in worker.parameters().items())
-        captured.update((name, p.main_grad.clone()) for name, p in trained.items())
+        captured.update(reduced_gradients(worker))
         worker.optimizer.step = inner
         return inner()
 
     worker.optimizer.step = step_and_copy
     return captured
+
+
+def reduced_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
+    """Of all ranks together, by parameter; zeros for those that are not trained."""
+    for buffer in [b for chunk in worker.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]:
+        for bucket in buffer.buckets:  # after the reduce-scatter each rank has its own shard of the bucket
+            shards = bucket.grad_data.chunk(dist.get_world_size(buffer.data_parallel_group))
+            mine = shards[dist.get_rank(buffer.data_parallel_group)].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=buffer.data_parallel_group)
+    trained = {name: p for name, p in named_parameters(worker.chunks).items() if p.requires_grad}
+    everything = {name: torch.zeros_like(weight) for name, weight in worker.parameters().items()}
+    return everything | {name: p.main_grad.clone() for name, p in trained.items()}
 
 
 def canonical(folder: Path, ranks: Sequence[RankResult], what: str) -> dict[str, torch.Tensor]:

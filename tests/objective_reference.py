@@ -1,0 +1,162 @@
+"""Policy objectives, aggregations, corrections and KL terms for one sample at a time, as their papers write them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Response:
+    """The trained tokens of one sample: log-probs under five policies [n], of which only `now` has a gradient."""
+
+    prompt: str
+    advantage: float
+    now: Tensor
+    old: Tensor
+    behaviour: Tensor
+    reference: Tensor
+    longest: int
+
+    @property
+    def ratio(self) -> Tensor:
+        return (self.now - self.old).exp()
+
+
+Loss = Callable[[Response], Tensor]
+"""What each token of a response loses [n]."""
+
+
+def clip(dual: float) -> Loss:
+    def loss(r: Response) -> Tensor:
+        gain = torch.minimum(r.ratio * r.advantage, r.ratio.clamp(0.8, 1.2) * r.advantage)
+        return -(gain.clamp(min=dual * r.advantage) if r.advantage < 0 else gain)
+
+    return loss
+
+
+def unclipped(r: Response) -> Tensor:
+    return -r.ratio * r.advantage
+
+
+def kl_penalty(r: Response) -> Tensor:
+    return -r.ratio * r.advantage + 0.7 * (r.ratio - 1 - r.ratio.log())
+
+
+def gspo(r: Response) -> Tensor:
+    s = r.ratio.prod() ** (1 / len(r.now))
+    return -torch.minimum(s * r.advantage, s.clamp(0.95, 1.05) * r.advantage).expand(len(r.now))
+
+
+def gmpo(r: Response) -> Tensor:
+    low, high = math.exp(-0.2), math.exp(0.2)
+    terms = torch.minimum(r.ratio * r.advantage, r.ratio.clamp(low, high) * r.advantage).abs()
+    return -(math.copysign(1.0, r.advantage) * terms.prod() ** (1 / len(r.now))).expand(len(r.now))
+
+
+def cispo(r: Response) -> Tensor:
+    return -r.ratio.detach().clamp(max=1.2) * r.advantage * r.now
+
+
+def sapo(r: Response) -> Tensor:
+    tau = 1.0 if r.advantage > 0 else 1.05
+    return -4 / tau / (1 + (-tau * (r.ratio - 1)).exp()) * r.advantage
+
+
+def dppo(divergence: Callable[[Tensor, Tensor], Tensor], limit: float) -> Loss:
+    def loss(r: Response) -> Tensor:
+        outwards = (r.ratio > 1) if r.advantage > 0 else (r.ratio < 1)
+        far = divergence(r.old.exp(), r.now.detach().exp()) > limit
+        return torch.where(outwards & far, 0.0, unclipped(r))
+
+    return loss
+
+
+def tv(p: Tensor, q: Tensor) -> Tensor:
+    return (p - q).abs()
+
+
+def binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def dro(level: str) -> Loss:
+    def loss(r: Response) -> Tensor:
+        log_ratio = r.now - r.old
+        distance = log_ratio.sum().expand(len(r.now)) if level == "sequence" else log_ratio
+        return (r.advantage - 0.3 * distance) ** 2 / 2
+
+    return loss
+
+
+Factor = Callable[[Tensor], Tensor]
+"""What the loss of each token is multiplied with, from its π_old/μ [n]."""
+
+
+def no_factor(ratio: Tensor) -> Tensor:
+    return torch.ones_like(ratio)
+
+
+def truncated(level: Factor, limit: float = math.inf) -> Factor:
+    return lambda ratio: level(ratio).clamp(max=limit)
+
+
+def masked(level: Factor, low: float, high: float) -> Factor:
+    return lambda ratio: ((level(ratio) >= low) & (level(ratio) <= high)).float()
+
+
+def of_token(ratio: Tensor) -> Tensor:
+    return ratio
+
+
+def of_sequence(ratio: Tensor) -> Tensor:
+    return ratio.prod().expand(len(ratio))
+
+
+def geometric(ratio: Tensor) -> Tensor:
+    return (ratio.prod() ** (1 / max(len(ratio), 1))).expand(len(ratio))
+
+
+def icepop(ratio: Tensor) -> Tensor:
+    return torch.where((ratio >= 0.7) & (ratio <= 1.5), ratio, 0.0)
+
+
+ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: (-d).exp() - 1 + d,
+    "abs": lambda d: d.abs(),
+}
+
+
+def divergence(estimator: str, level: str, straight_through: bool) -> Loss:
+    def loss(r: Response) -> Tensor:
+        d = r.now - r.reference
+        d = d.sum().expand(len(d)) if level == "sequence" else d
+        value = ESTIMATES[estimator](d)
+        return value.detach() + d.detach() * (d - d.detach()) if straight_through else value
+
+    return loss
+
+
+def aggregate(mode: str, losses: Sequence[Tensor], responses: Sequence[Response]) -> Tensor:
+    """losses: of the tokens of each response; samples without trained tokens lose nothing and are counted."""
+    if mode == "token_mean":
+        return torch.cat(list(losses)).mean()
+    if mode == "prompt_mean_of_token_means":
+        prompts = sorted({r.prompt for r in responses})
+        of_prompt = [
+            torch.cat([x for x, r in zip(losses, responses, strict=True) if r.prompt == p]).mean() for p in prompts
+        ]
+        return torch.stack(of_prompt).mean()
+    of_sample = {
+        "sequence_mean_of_token_means": lambda x: x.mean() if len(x) else x.sum(),
+        "sequence_mean_of_token_sums": lambda x: x.sum(),
+        "sequence_mean_over_max_tokens": lambda x: x.sum() / responses[0].longest,
+    }[mode]
+    return torch.stack([of_sample(x) for x in losses]).mean()
