@@ -15,10 +15,11 @@ FORM = (
     *("attention_output_gate", "experimental_attention_variant", "glu_linear_offset", "heterogeneous_block_specs"),
     *("is_hybrid_model", "kv_lora_rank", "layernorm_zero_centered_gamma", "linear_attention_freq"),
     *("moe_apply_probs_on_input", "moe_ffn_hidden_size", "moe_latent_size", "moe_layer_freq"),
-    *("moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_num_groups", "moe_router_pre_softmax"),
-    *("moe_router_score_function", "moe_router_topk", "moe_router_topk_scaling_factor", "moe_shared_expert_gate"),
+    *("moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_router_group_topk"),
+    *("moe_router_num_groups", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk"),
+    *("moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_shared_expert_gate"),
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
-    *("rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
+    *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )
 """Fields that say which function of its weights a model is, and which not every model sets: with another one, engine
 and exported model would compute something else."""

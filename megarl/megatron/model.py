@@ -23,9 +23,11 @@ from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
 from megarl.resharding.families.shape import ModelShape
 
 MODEL_DEFAULTS = (
-    *("calculate_per_token_loss", "defer_embedding_wgrad_compute", "fp16", "init_model_with_meta_device"),
-    *("microbatch_group_size_per_vp_stage", "moe_single_grouped_weight", "mtp_num_layers"),
-    *("overlap_moe_expert_parallel_comm", "use_mup"),
+    *("calculate_per_token_loss", "defer_embedding_wgrad_compute", "fp16", "fp4", "fp4_param", "fp8_param"),
+    *("init_model_with_meta_device", "microbatch_group_size_per_vp_stage", "moe_single_grouped_weight"),
+    *("mtp_num_layers", "overlap_moe_expert_parallel_comm", "use_mup"),
+    # The gradient's norm would miss parameters that nothing marks as shared out; stages would wait for each other.
+    *("perform_initialization", "overlap_p2p_comm_warmup_flush"),
 )
 DDP_DEFAULTS = ("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp")
 """Fields of Megatron's TransformerConfig and DistributedDataParallelConfig that loss, head and weights rely on."""
@@ -149,9 +151,8 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
         f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),
     }
     ours = dict.fromkeys(MODEL_DEFAULTS) | dict.fromkeys(FORM, "the model's config.json")
-    ours |= dict.fromkeys(PLACEMENT, f"{section}.layout") | {
-        name: home for home, fields in groups.items() for name in fields
-    }
+    ours |= dict.fromkeys(PLACEMENT, f"{section}.layout") | dict.fromkeys(("fp8", "fp8_recipe"), f"{section}.fp8")
+    ours |= {name: home for home, fields in groups.items() for name in fields}
     extra = checked(f"{section}.megatron_extra.model", settings.megatron_extra.model, config_class, ours)
     fields = {name: value for group in groups.values() for name, value in group.items()}
     defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING

@@ -123,7 +123,11 @@ RELIED_ON = r"the trainer relies on its own value; leave it out"
         ("account_for_loss_in_pipeline_split", True, FROM_LAYOUT),
         ("num_moe_experts", 4, FROM_MODEL),  # also of a model without experts
         ("window_size", [4, 0], FROM_MODEL),
+        ("moe_router_force_load_balancing", True, FROM_MODEL),
+        ("fp8", "hybrid", r"follows from critic.fp8; set it there"),  # without a recipe of ours it would go unchecked
         ("microbatch_group_size_per_vp_stage", 1, RELIED_ON),
+        ("perform_initialization", False, RELIED_ON),
+        ("overlap_p2p_comm_warmup_flush", True, RELIED_ON),
     ],
 )
 def test_fields_of_our_own_are_refused_of_every_role(field: str, value: Any, why: str):
@@ -153,5 +157,5 @@ def test_the_other_dataclasses_have_fields_of_our_own_too():
 
 def test_names_of_our_own_are_fields_of_megatrons():
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    assert {*FORM, *PLACEMENT, *MODEL_DEFAULTS} - fields <= {"use_mup"}
+    assert {*FORM, *PLACEMENT, *MODEL_DEFAULTS} - fields <= {"use_mup", "moe_single_grouped_weight"}
     assert set(DEFAULTS) <= {field.name for field in dataclasses.fields(OptimizerConfig)}
