@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from megarl.resharding.balance import Balance, Way
 from megarl.resharding.holdings import Kept, divide, holdings, shards_of
@@ -112,19 +113,21 @@ class _Buckets:
     def __init__(self, limit: int):
         self._limit = limit
         self._open: dict[Way, tuple[list[Move], int]] = {}
-        self._full: list[Bucket] = []
+        self._full: dict[Way, list[Bucket]] = defaultdict(list)
 
     def add(self, way: Way, move: Move) -> None:
         num_bytes = num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype]
         moves, size = self._open.get(way, ([], 0))
         if moves and size + num_bytes > self._limit:
-            self._full.append(Bucket(*way, tuple(moves), size))
+            self._full[way].append(Bucket(*way, tuple(moves), size))
             moves, size = [], 0
         moves.append(move)
         self._open[way] = moves, size + num_bytes
 
     def closed(self) -> list[Bucket]:
-        return [*self._full, *(Bucket(*way, tuple(moves), size) for way, (moves, size) in self._open.items())]
+        """One of each way after the other: so all sources have something to send from the start."""
+        of_ways = ([*self._full[way], Bucket(*way, tuple(moves), size)] for way, (moves, size) in self._open.items())
+        return [bucket for turn in zip_longest(*of_ways) for bucket in turn if bucket is not None]
 
 
 def _rounds(wanting: list[Kept]) -> list[dict[int, Kept]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,11 @@ def reshard(model: Path, source: str, destination: str, ranks_per_node: int, ban
     speeds = Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")))
     if ranks_per_node < 1:
         raise ValueError(f"--nodes-of {ranks_per_node}: expected at least one rank on a node")
-    sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
-    wanting = side_holders("--to", destination, hf_config, is_source=False)
-    destinations = on_nodes(wanting, ranks_per_node, first=sources[-1].node + 1)
-    return figures(make_plan(sources, destinations), sources, destinations, speeds)
+    with _without_collector():
+        sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
+        wanting = side_holders("--to", destination, hf_config, is_source=False)
+        destinations = on_nodes(wanting, ranks_per_node, first=sources[-1].node + 1)
+        return figures(make_plan(sources, destinations), sources, destinations, speeds)
 
 
 def table(found: Figures) -> str:
@@ -48,6 +51,16 @@ def table(found: Figures) -> str:
         "plan": found.plan_hash[:16],
     }
     return "\n".join(f"{name:<8} {text}" for name, text in rows.items())
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A large plan is a million small objects, none of them garbage; looking for some takes as long as planning."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _size(num_bytes: int) -> str:

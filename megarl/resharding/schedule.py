@@ -31,7 +31,8 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """transfers      by their start. A process that does its own in this order waits for nobody who waits for it
+    """transfers      by their start. Processes that each do their own in this order keep to these times, and none waits
+                   for one that waits for it
     seconds        until the last one has ended
     floor_seconds  no schedule of this plan is faster: what the busiest port carries, over its bandwidth
     """

@@ -1,5 +1,7 @@
 """What the README says can be run. The commands that train are run by tests/e2e/test_quickstart.py."""
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import pytest
 import yaml
 
+from tests.published_models import CONFIGS
 from tests.readme import ROOT, command_blocks, commands
 from tests.unit.megatron.test_conversion import assert_same, weights_of, write_model
 from tests.unit.resharding.cases import config_of
@@ -16,6 +19,7 @@ from tests.unit.test_convert import convert
 MEGARL = [sys.executable, "-m", "megarl.cli"]
 CONVERTER = ".venv/bin/python tools/convert.py "
 CONVERTING = [command.removeprefix(CONVERTER) for command in commands() if command.startswith(CONVERTER)]
+RESHARDING = [command for command in commands() if command.startswith(".venv/bin/megarl reshard")]
 LOOKING = [command for command in commands() if command.startswith(".venv/bin/megarl config")]
 
 
@@ -23,7 +27,7 @@ def test_every_command_is_run_somewhere():
     trains = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
     assert len(trains) == 1
     converting = {CONVERTER + command for command in CONVERTING}
-    assert set(commands()) == {"make quickstart", "make test", *LOOKING, *converting, *trains}
+    assert set(commands()) == {"make quickstart", "make test", *LOOKING, *RESHARDING, *converting, *trains}
 
 
 def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
@@ -37,6 +41,22 @@ def test_commands_that_look_at_a_recipe(command):
     done = subprocess.run([*MEGARL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_commands_that_plan(tmp_path):
+    """In a folder with a model at the README's path: one with fewer experts, which is planned in less time."""
+    folder = tmp_path / "path" / "to" / "model"
+    folder.mkdir(parents=True)
+    config = CONFIGS["DeepSeek-V3"] | {"n_routed_experts": 32, "moe_intermediate_size": 256}
+    (folder / "config.json").write_text(json.dumps(config))
+    [command] = RESHARDING
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [*MEGARL, *shlex.split(command)[1:]]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    labels = [line.split()[0] for line in done.stdout.splitlines()]
+    shown = re.search(r"<!-- reshard:begin -->\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    assert labels == [line.split()[0] for line in shown.splitlines()]
 
 
 def test_commands_that_convert(tmp_path, monkeypatch):

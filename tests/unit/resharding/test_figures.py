@@ -29,6 +29,14 @@ def test_a_plan_that_can_be_counted():
     assert len(found.plan_hash) == 64
 
 
+def test_a_process_has_two_buckets_in_hand():
+    sources = [holder("s", ((0, 10),), ((10, 30),), ((30, 45),))]
+    destinations = [holder("d", ((0, 10),), ((10, 30),), ((30, 45),), node=1)]
+    plan = make_plan(sources, destinations, bucket_bytes=80)
+    assert [bucket.num_bytes for bucket in plan.buckets] == [40, 80, 60]
+    assert figures(plan, sources, destinations, SPEEDS).peak_staging_bytes == 140
+
+
 def test_bytes_that_enter_a_node_twice_are_wasted():
     sources = [holder("s", ((0, 10),))]
     apart = [holder(f"d{i}", ((0, 10),), node=1 + i) for i in range(2)]
