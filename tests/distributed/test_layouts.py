@@ -143,3 +143,13 @@ def test_mixture_of_experts(experts, of_experts, layout, variant):
 @pytest.mark.parametrize("layout", LATENT)
 def test_latent_attention(latent, of_latent, layout, variant):
     check(latent, of_latent, LATENT[layout], variant)
+
+
+@pytest.mark.parametrize(("model", "layout"), [("dense", "dp: 4"), ("experts", "dp: 4, ep: 2")])
+def test_ranks_without_a_sample_keep_in_step(request, model, layout):
+    """Two samples for four ranks: the rewards may fail on all others."""
+    folder = request.getfixturevalue(model)
+    updates = [[[(sample, float(k)) for k, (sample, _) in enumerate(group[1:3])] for group in u[:1]] for u in UPDATES]
+    config = config_of(folder, f"algorithm.kl.coefficient={KL}", f"actor.layout={{{layout}}}")
+    ranks = run_ranks(4, train, config, folder, updates)
+    assert_same_training(folder, ranks, plain_training(folder, updates, KL))

@@ -192,6 +192,12 @@ def test_rewards_of_single_tokens_reach_both_models(actor, critic, layouts):
     check(config, actor, critic, EVERYTHING, [[groups]], of_tokens)
 
 
+def test_ranks_without_a_sample_keep_in_step(actor, critic):
+    """Two samples for three ranks: the rewards may fail on all others."""
+    config = ppo_config(actor, critic, ("{dp: 3}", "{dp: 3}"), EVERYTHING)
+    check(config, actor, critic, EVERYTHING, [[[random_groups(seed)[0][1:3]]] for seed in range(2)])
+
+
 @pytest.mark.parametrize("settings", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 def test_two_updates_of_one_step_share_their_values(actor, critic, settings):
     """The second update sees a policy and a critic that have moved from those that gave the values."""
