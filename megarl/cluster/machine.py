@@ -9,15 +9,15 @@ from megarl.config.violations import raise_all
 
 def check_machine(config: Config) -> None:
     """Raises ValueError with a line for each thing that the devices do not allow."""
-    raise_all([weights_reach_the_engines(), parameters_can_move(config)])
+    raise_all([weights_reach_the_engines(config), parameters_can_move(config)])
 
 
-def weights_reach_the_engines() -> str | None:
-    if not device.on_cuda():
+def weights_reach_the_engines(config: Config) -> str | None:
+    if not device.on_cuda() or config.rollout.transport != "shared_memory":
         return None
     return (
-        "this machine has a CUDA device, and weights do not yet go from one to an engine: they are read from host "
-        "memory; train on a machine without GPUs"
+        "rollout.transport=shared_memory: this machine has a CUDA device, and in its memory engines cannot read the "
+        "weights where they lie; set rollout.transport=p2p"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
+from megarl import device
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import TrainerGroup
@@ -57,9 +58,11 @@ class Refit:
 
     @property
     def transport(self) -> Literal["shared_memory", "p2p"]:
-        """Trainer and engines are on one machine."""
+        """Trainer and engines are on one machine, and each has devices of its own."""
         chosen = self._config.rollout.transport
-        return "shared_memory" if chosen == "auto" else chosen
+        if chosen == "auto":
+            return "p2p" if device.on_cuda() else "shared_memory"
+        return chosen
 
     def _expected(self) -> dict[Region, Checksum] | None:
         """What the engines should have, as far as the config says that it is verified."""

@@ -70,8 +70,10 @@ class TrainerWorker(ModelWorker, ABC):
         """See megarl.megatron.objective.Objective."""
 
     def publish(self) -> dict[str, PublishedParameter]:
-        """Moves the live parameters into shared memory, where an engine on this machine reads them from now on."""
-        return publish(self.parameters())
+        """Moves the live parameters into shared memory, where others on this machine read them from now on; on GPU, a
+        copy of the parameters as they are."""
+        self._published = {name: weight.cpu() for name, weight in self.parameters().items()}
+        return publish(self._published)
 
     def connect(self, plan: Plan, meeting: Meeting) -> None:
         """From now on `send` is this rank's part of this plan, which others at the meeting receive."""

@@ -16,7 +16,10 @@ def output_of(*command: str) -> str:
     return subprocess.run([sys.executable, *command], cwd=FOLDER, check=True, capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("script", ["convert.py", "mfu.py", "reshard.py", "step_vs_trl.py", "training_step.py"])
+SCRIPTS = ("convert.py", "mfu.py", "refit.py", "reshard.py", "step_vs_trl.py", "training_step.py")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_script_explains_itself(script):
     assert "usage:" in output_of(script, "--help")
 

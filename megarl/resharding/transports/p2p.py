@@ -67,6 +67,8 @@ class PointToPoint:
         copies = plan.into(member).copies if self._is_destination else ()
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
         self._group: dist.Backend | None = _process_group(meeting, self._rank, len(plan.holders))
+        # An engine's rank may have another device than the process's first.
+        self._device = next(iter(parameters.values())).device
         self._under_way: deque[_Message] = deque()
         self.staging_bytes = 0
 
@@ -105,7 +107,7 @@ class PointToPoint:
         if self._group is None:
             raise RuntimeError(f"{self._member}: its connections are closed since an exchange failed")
         size = max((bucket.num_bytes for _, bucket in self._buckets), default=0)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=device.device()) for _ in self._buckets[:BUFFERS]]
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self._buckets[:BUFFERS]]
         self.staging_bytes = size * len(buffers)
         for i, (tag, bucket) in enumerate(self._buckets):
             receivers = self._receivers(bucket.links)

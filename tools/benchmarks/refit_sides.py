@@ -1,0 +1,217 @@
+"""The two sides of a refit as processes: ranks that hold a trainer's shards, and an engine; and the common way between
+them, in which full tensors are gathered, sent and loaded one after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.resharding.execute import execute
+from megarl.resharding.piece import Holder, Shard
+from megarl.resharding.plan import Plan, Writes
+from megarl.resharding.planner import make_plan
+from megarl.resharding.transports.local import LocalMemory
+from megarl.resharding.transports.shared_memory import publish
+
+DEADLINE_S = 600
+
+
+class Remote:
+    """A process that answers calls by name on an object that it builds for itself."""
+
+    def __init__(self, build: Any, *args: Any):
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, build, args))
+        self._process.start()
+
+    def begin(self, method: str, *args: Any) -> None:
+        self._connection.send((method, args))
+
+    def end(self) -> Any:
+        if not self._connection.poll(DEADLINE_S):
+            raise TimeoutError(f"no answer in {DEADLINE_S} s")
+        result = self._connection.recv()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.begin(method, *args)
+        return self.end()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Connection, build: Any, args: Sequence[Any]) -> None:
+    served = build(*args)
+    while True:
+        method, arguments = connection.recv()
+        try:
+            connection.send(getattr(served, method)(*arguments))
+        except Exception as error:
+            connection.send(error)
+
+
+@dataclass(frozen=True)
+class CommonWay:
+    """ranks: those of a trainer, by pipeline stage. The engine comes after them in the process group."""
+
+    port: int
+    stages: tuple[tuple[Holder, ...], ...]
+    folder: Holder
+
+    def group(self, rank: int) -> dist.Backend:
+        timeout = timedelta(seconds=DEADLINE_S)
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return dist.ProcessGroupGloo(dist.PrefixStore("common", store), rank, self.size, timeout)
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.stages)) + 1
+
+    def root(self, stage: int) -> int:
+        """The first rank of a stage, which gathers its tensors and sends them to the engine."""
+        return sum(map(len, self.stages[:stage]))
+
+    def tensors(self, stage: int) -> dict[str, Writes]:
+        """The canonical tensors of a stage, and what they are made of. A tied head is sent as the embedding."""
+        held = {p.canonical for holder in self.stages[stage] for p in holder.pieces} - {None}
+        earlier = {p.canonical for ranks in self.stages[:stage] for holder in ranks for p in holder.pieces}
+        names = [name for name in self.folder.shapes if name in held - earlier]
+        pieces = tuple(piece for piece in self.folder.pieces if piece.local in names)
+        shard = Shard({name: self.folder.shapes[name] for name in names}, pieces, self.folder.dtypes)
+        plan = make_plan(self.stages[stage], [replace(self.folder, shard=shard)], 2**40)
+        return plan.into(self.folder.name).grouped_by(str)
+
+
+class Rank:
+    """A trainer's rank, with its shard of random weights."""
+
+    def __init__(self, holder: Holder, folder: Holder):
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self._holder = holder
+        self.parameters = {name: torch.empty(shape) for name, shape in holder.shapes.items()}
+        checkpoint = {name: torch.randn(shape) for name, shape in folder.shapes.items()}
+        plan = make_plan([folder], [holder])
+        execute(plan.into(holder.name), self.parameters, LocalMemory({folder.name: checkpoint}))
+
+    def publish(self) -> dict:
+        return publish(self.parameters)
+
+    def open(self, plan: Plan, meeting: Any) -> None:
+        self._transport = meeting.open(self._holder.name, self.parameters, plan)
+
+    def send(self) -> None:
+        self._transport.send()
+
+    def open_common(self, way: CommonWay, rank: int) -> None:
+        self._way, self._rank, self._group = way, rank, way.group(rank)
+        [self._stage] = [i for i, ranks in enumerate(way.stages) if self._holder.name in [h.name for h in ranks]]
+        self._tensors = way.tensors(self._stage)
+
+    def send_common(self) -> None:
+        root = self._way.root(self._stage)
+        for name, shards in self._gathered(root):
+            if self._rank == root:
+                full = torch.empty(self._way.folder.shapes[name])
+                execute(self._tensors[name], {name: full}, LocalMemory(shards))
+                self._group.send([full], self._way.size - 1, 0).wait()
+
+    def _gathered(self, root: int) -> Iterator[tuple[str, Mapping[str, Mapping[str, torch.Tensor]]]]:
+        """Each tensor with all shards of the parameter that it is part of, which are gathered once."""
+        known, shards = None, {}
+        for name, writes in self._tensors.items():
+            parameter = writes.copies[0].move.source.parameter
+            if parameter != known:
+                sources = {copy.source for copy in writes.copies}
+                known, shards = parameter, self._gather(parameter, sources, root)
+            yield name, shards
+
+    def _gather(self, parameter: str, sources: set[str], root: int) -> dict[str, dict[str, torch.Tensor]]:
+        own = self.parameters[parameter]
+        shards = {self._holder.name: {parameter: own}}
+        for i, holder in enumerate(self._way.stages[self._stage][1:], start=root + 1):
+            if holder.name in sources and self._rank == root:
+                shards[holder.name] = {parameter: torch.empty(holder.shapes[parameter])}
+                self._group.recv([shards[holder.name][parameter]], i, 0).wait()
+            elif holder.name in sources and self._rank == i:
+                self._group.send([own], root, 0).wait()
+        return shards
+
+
+class Engine:
+    """A vLLM engine of one worker."""
+
+    def __init__(self, rollout: Any, folder: Path, threads: int):
+        from megarl.rollout.environment import environment
+
+        os.environ.update(environment(1, threads))
+        from megarl.rollout.vllm_engine import VllmEngine
+
+        self._engine = VllmEngine(rollout, folder, "float32", replica=0, seed=0)
+        self._version = 0
+
+    def open(self, plan: Plan, channel: Any, holder: Holder) -> None:
+        self._engine.connect(plan, channel, [holder])
+
+    def refit(self) -> float:
+        """Seconds."""
+        self._version += 1
+        start = time.perf_counter()
+        self._engine.refit(self._version)
+        return time.perf_counter() - start
+
+    def open_common(self, way: CommonWay) -> None:
+        self._way, self._group = way, way.group(way.size - 1)
+        self._tensors = [list(way.tensors(stage)) for stage in range(len(way.stages))]
+
+    def receive_common(self) -> float:
+        """Seconds."""
+        start = time.perf_counter()
+        self._engine._llm.apply_model(self._load)
+        self._engine._llm.reset_prefix_cache()
+        return time.perf_counter() - start
+
+    def _load(self, model: torch.nn.Module) -> None:
+        model.load_weights(self._received())
+
+    def _received(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for stage, names in enumerate(self._tensors):
+            for name in names:
+                full = torch.empty(self._way.folder.shapes[name])
+                self._group.recv([full], self._way.root(stage), 0).wait()
+                yield name, full
+
+    def plain_copy(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        """Seconds for the same bytes from memory to memory in one process."""
+        if not hasattr(self, "_copies"):
+            self._copies = [(torch.zeros(shape), torch.ones(shape)) for shape in shapes.values()]
+        start = time.perf_counter()
+        for target, source in self._copies:
+            target.copy_(source)
+        return time.perf_counter() - start
+
+    def wipe(self) -> None:
+        self._engine._llm.apply_model(_wipe)
+
+    def checksums(self) -> list[dict[str, str]]:
+        return self._engine.checksums()
+
+
+def _wipe(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
