@@ -117,6 +117,10 @@ def train(
         metrics, scores["token_reward"], of_tokens = train_scorer(
             config, cast.implicit_reward, "implicit_reward", plain, {}
         )
+    if config.kl_in_reward:
+        shares = [share_out(config, samples_of(update), cast.trainers.packing) for update in updates]
+        score_policy(config, cast.trainers, shares)
+        scores["kl_reward"], of_kl = cast.trainers.score_tokens(shares)
     learned_from = [compared(config, update, of_tokens, of_kl, average) for update in updates]
     if config.algorithm.advantage.kind.baseline == "moving_average":
         metrics["reward/baseline"] = Metric(average.value)
@@ -125,6 +129,8 @@ def train(
         of_critic, scores["values"], _ = train_scorer(config, cast.critic, "critic", learned_from, {**scores})
         metrics |= of_critic
         if number <= config.critic.warmup_steps:
+            if config.kl_in_reward:
+                cast.trainers.end_step()  # which has scored the samples
             return metrics
     metrics |= train_actor(config, cast.trainers, learned_from, scores)
     if config.algorithm.kl.renews_after(number):
@@ -161,15 +167,21 @@ def train_scorer(
 def train_actor(
     config: Config, actor: TrainerGroup, updates: Sequence[Sequence[ScoredSample]], scores: Mapping[str, Scores]
 ) -> Metrics:
-    """The passes that the algorithm needs, then the updates."""
+    """The passes that the algorithm needs, unless rewards have needed them before, then the updates."""
     shares = [share_out(config, update, actor.packing, "actor", scores) for update in updates]
+    if not config.kl_in_reward:
+        score_policy(config, actor, shares)
+    metrics = merge([actor.update(share) for share in shares])
+    actor.end_step()
+    return metrics
+
+
+def score_policy(config: Config, actor: TrainerGroup, shares: Sequence[Sequence[Share]]) -> None:
+    """Log-probs of the policy before its updates, and of its reference, which stay with its ranks."""
     for scorer in ("old", "reference"):
         if passes.needed(config, f"{scorer} log-probs"):
             for share in shares:
                 actor.score(scorer, share)
-    metrics = merge([actor.update(share) for share in shares])
-    actor.end_step()
-    return metrics
 
 
 def share_out(

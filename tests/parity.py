@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.batch import Prompt, Sample, SampleInfo, VersionRun
+from megarl.batch import Prompt, Sample, SampleInfo, TokenTotals, VersionRun
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.share import Share
 from megarl.comparison import compared
@@ -41,6 +41,9 @@ LR, EPS, TEMPERATURE = 1e-3, 1e-5, 0.8  # a larger eps than usual: near-zero gra
 
 Group = list[tuple[Sample, float]]
 """Samples of one prompt with their rewards."""
+
+TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
+"""Name as in TokenBatch -> sample id -> one number per response token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,31 +111,56 @@ def shares(
     packing: Packing,
     groups: list[Group],
     role: Role = "actor",
-    scores: dict[str, dict[str, torch.Tensor]] | None = None,
+    scores: TokenScores | None = None,
 ) -> list[Share]:
-    """References are what they refer to."""
+    """References are what they refer to. scores: rewards of tokens are part of what samples are compared by."""
+    totals = {name: amounts(groups, own) for name, own in (scores or {}).items()}
+    of_tokens, of_kl = (totals.get(name, {}) for name in ("token_reward", "kl_reward"))
     scored = [[ScoredSample(RemoteSample(SampleInfo.of(s), s), reward) for s, reward in group] for group in groups]
-    return share_out(config, compared(config, scored, {}, {}, MovingAverage()), packing, role, scores)
+    return share_out(config, compared(config, scored, of_tokens, of_kl, MovingAverage()), packing, role, scores)
+
+
+def amounts(groups: list[Group], scores: Mapping[str, torch.Tensor]) -> dict[str, TokenTotals]:
+    """Of the trained tokens."""
+    members = [sample for group in groups for sample, _ in group if sample.id in scores]
+    return {s.id: TokenTotals.of(scores[s.id][torch.tensor(s.response_mask)].tolist()) for s in members}
 
 
 def train(
-    store, rank: int, config: Config, folder: Path, updates: list[list[Group]], old_pass: bool = False, **packing
+    store,
+    rank: int,
+    config: Config,
+    folder: Path,
+    updates: list[list[Group]],
+    old_pass: bool = False,
+    given: TokenScores | None = None,
+    **packing,
 ) -> RankResult:
-    """On one rank: the updates. packing: what to pack differently from what the layout asks for."""
+    """On one rank: the updates. given: what other models say of tokens. packing: what to pack differently from what the
+    layout asks for."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.packing = dataclasses.replace(worker.packing, **packing)
     for groups in updates:
-        share = shares(config, worker.packing, groups)[worker.data_parallel_rank]
-        samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+        share, samples = own_share(config, worker, groups, given)
         if config.algorithm.kl.coefficient:
             worker.score("reference", samples, share.microbatches)
-        if old_pass:
+        if old_pass or config.kl_in_reward:
             worker.score("old", samples, share.microbatches)
+        if config.kl_in_reward:
+            of_ranks: list = [None] * config.actor.layout.world_size
+            dist.all_gather_object(of_ranks, worker.token_scores(samples, share.microbatches))
+            kl = {name: own for of_rank in of_ranks for name, own in of_rank.items()}
+            share, samples = own_share(config, worker, groups, (given or {}) | {"kl_reward": kl})
         gradients = capture_gradients(worker)
         metrics = worker.update(samples, share.microbatches)
         worker.end_step()
     weights = {name: p.clone() for name, p in worker.parameters().items()}
     return RankResult(worker.holder, gradients, weights, metrics)
+
+
+def own_share(config: Config, worker: ActorWorker, groups: list[Group], scores: TokenScores | None):
+    share = shares(config, worker.packing, groups, scores=scores)[worker.data_parallel_rank]
+    return share, [item.training_sample(item.sample, item.scores) for item in share.samples]
 
 
 def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
@@ -197,6 +225,10 @@ def assert_same_training(folder: Path, ranks: Sequence[RankResult], reference: O
 def plain_training(folder: Path, updates: list[list[Group]], kl_coefficient: float) -> Outcome:
     """The same updates in plain Hugging Face and torch."""
     reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
+    return plain_outcome(reference, updates, kl_coefficient)
+
+
+def plain_outcome(reference: GrpoReference, updates: list[list[Group]], kl_coefficient: float) -> Outcome:
     for groups in updates:
         loss, gradients, norm = reference.update(groups, kl_coefficient, clip_norm=1.0)
     weights = reference.model.state_dict()

@@ -55,6 +55,8 @@ def _old_log_probs(config: Config) -> Pass:
     from_rollout = config.algorithm.correction.old == "rollout"
     if updates > 1 and not from_rollout:
         return Pass("old log-probs", True, f"{updates} updates per step: the policy moves between them")
+    if config.kl_in_reward:
+        return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards hold their KL")
     if config.actor_has_values:
         return Pass("old log-probs", True, "critic.trunk=actor: the critic's values come with them")
     if from_rollout:

@@ -253,7 +253,7 @@ class Value(Section):
 
 
 class KL(Section):
-    placement: Literal["loss"]
+    placement: Literal["loss", "reward"]
     level: Literal["token", "sequence"]
     estimator: Literal["k1", "k2", "k3", "abs"]
     straight_through: bool
@@ -343,6 +343,10 @@ class Config(Section):
     @property
     def actor_has_values(self) -> bool:
         return self.algorithm.advantage.kind.baseline == "values" and self.critic.trunk == "actor"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.algorithm.kl.placement == "reward" and self.algorithm.kl.coefficient > 0
 
     @property
     def samples_greedily(self) -> bool:

@@ -10,11 +10,13 @@ from typing import Literal
 import torch
 from torch.distributed import Store
 
+from megarl.algorithms.kl_reward import kl_reward
 from megarl.batch import TokenBatch, TrainingSample
 from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
+from megarl.megatron import parallel
 from megarl.megatron.objective import policy_objective
 from megarl.megatron.sums import Sums
 from megarl.megatron.worker import TrainerWorker
@@ -48,6 +50,26 @@ class ActorWorker(TrainerWorker):
         self._keep(scorer, {name: columns[:, 0] for name, columns in scored.items()})
         if scorer == "old" and self._config.actor_has_values:
             self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})
+
+    def token_scores(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> dict[str, torch.Tensor]:
+        """After both passes of these samples: sample id -> reward of each response token for being close to the
+        reference, float32 [R] on the host. One rank of each data-parallel replica returns them."""
+        if not parallel.returns_results():
+            return {}
+        settings, old, reference = self._config.algorithm.kl, self._kept["old"], self._kept["reference"]
+        return {
+            name: kl_reward(
+                old[name].cpu(),
+                reference[name].cpu(),
+                torch.tensor(mask, dtype=torch.bool),
+                settings.coefficient,
+                settings.estimator,
+                settings.level,
+            )
+            for name, mask in ((item.sample.id, item.sample.response_mask) for item in samples)
+        }
 
     def renew_reference(self) -> None:
         """After a step: the reference takes algorithm.kl.renew_share of the policy."""

@@ -24,13 +24,14 @@ def with_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list
     """
     config = algorithm.advantage
     estimate = _of_values if config.kind.baseline == "values" else _of_tokens if config.kind.by_token else _of_samples
-    estimated = [estimate(config, batch) for batch in batches]
+    estimated = [estimate(algorithm, batch) for batch in batches]
     return _whitened(config, estimated) if config.option("whiten") else estimated
 
 
-def _of_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
+def _of_samples(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
     """The sample's reward against its baseline; rewards of single tokens are part of it (credit=whole), or are compared
-    by themselves and count for what led to them. So does the KL of each token."""
+    by themselves and count for what led to them. So does the KL of each token (level=token)."""
+    config = algorithm.advantage
     reward, rows = batch.reward, batch.row_sample
     extra = torch.zeros_like(batch.behaviour)
     for of_tokens in (batch.token_reward, batch.process_reward):
@@ -40,18 +41,22 @@ def _of_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
             extra = extra + relative.of_tokens(of_tokens, rows, batch.token_baseline, batch.token_scale)
         else:
             reward = reward + _whole(batch, of_tokens.nan_to_num(nan=0.0))
-    if batch.kl_reward is not None:
+    if batch.kl_reward is not None and algorithm.kl.level == "sequence":
+        reward = reward + _whole(batch, batch.kl_reward)
+    elif batch.kl_reward is not None:
         extra = extra + batch.kl_reward / batch.scale[rows]
     advantage = relative.of_samples(reward, batch.baseline, batch.scale)[rows]
     advantage = advantage + to_go(extra, batch.mask, rows, config.option("gamma"))
     return replace(batch, advantage=torch.where(batch.mask, advantage, 0.0))
 
 
-def _of_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
-    return replace(batch, advantage=to_go(_by_token(batch), batch.mask, batch.row_sample, config.option("gamma")))
+def _of_tokens(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
+    gamma = algorithm.advantage.option("gamma")
+    return replace(batch, advantage=to_go(_by_token(batch), batch.mask, batch.row_sample, gamma))
 
 
-def _of_values(config: Advantage, batch: TokenBatch) -> TokenBatch:
+def _of_values(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
+    config = algorithm.advantage
     reward, mask, rows = _by_token(batch), batch.mask, batch.row_sample
     assert batch.values is not None or not len(reward), "gae needs the critic's values"
     values = reward if batch.values is None else batch.values

@@ -35,9 +35,10 @@ def policy_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tens
     sums |= _correction_metrics(batch, correction)
     if objective.entropy_coefficient:
         loss = loss - objective.entropy_coefficient * (batch.weight * entropy).sum()
-    if batch.reference is not None and algorithm.kl.placement == "loss":
+    if batch.reference is not None:
         estimate = _kl(algorithm.kl, log_prob, _at_trained(batch, batch.reference, log_prob), samples)
-        loss = loss + algorithm.kl.coefficient * (batch.weight * estimate).sum()
+        if algorithm.kl.placement == "loss":
+            loss = loss + algorithm.kl.coefficient * (batch.weight * estimate).sum()
         sums[kl.metric_name(algorithm.kl)] = mean(estimate, batch.mask)
     sums["policy/loss"] = total(loss)
     if scored.shape[-1] == 3:  # the critic is a head on the actor

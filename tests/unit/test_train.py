@@ -165,3 +165,45 @@ def test_rewards_of_tokens_are_part_of_the_samples_or_compared_by_themselves():
         groups, _ = select(settings, GROUPS[:1], scores)
         for item in compared(settings, groups, learned, {}, MovingAverage()):
             assert item.baseline == Baseline(value, 1.0, pytest.approx(token_value), 1.0)
+
+
+def test_a_reward_that_holds_the_kl_is_known_before_anybody_is_trained():
+    """Both passes first, then the critic, which gets it too, then the actor, whose samples are compared with it."""
+    settings = config(
+        "algorithm.kl={placement: reward, coefficient: 0.1}",
+        "algorithm.advantage={estimator: gae}",
+        "critic.tokens_per_microbatch=64",
+    )
+    calls, handed = [], {}
+
+    class Scoring(Group):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def score(self, scorer: str, shares: list[Share]) -> None:
+            calls.append(scorer)
+
+        def score_tokens(self, updates: list[list[Share]]):
+            calls.append(f"{self.name} tokens")
+            names = ["1.0.0", "1.0.1", "1.1.0", "1.1.1"]
+            return {name: f"{self.name} {name}" for name in names}, {name: TokenTotals(1, -1.0, 1.0) for name in names}
+
+        def update(self, shares: list[Share]) -> dict[str, Metric]:
+            calls.append(self.name)
+            handed[self.name] = {name: ref for share in shares for name, ref in share.samples[0].scores.items()}
+            return {}
+
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    cast = SimpleNamespace(trainers=Scoring("actor"), critic=Scoring("critic"))
+    train(settings, cast, groups, 1, {}, MovingAverage())
+    assert calls == ["old", "reference", "actor tokens", "critic tokens", "critic", "actor"]
+    assert handed["critic"] == {"kl_reward": "actor 1.0.0"}
+    assert handed["actor"] == {"kl_reward": "actor 1.0.0", "values": "critic 1.0.0"}
+
+
+def test_groups_are_compared_by_rewards_with_their_kl():
+    settings = config("algorithm.kl={placement: reward, coefficient: 0.1}", "algorithm.advantage.std=none")
+    groups, _ = select(settings, GROUPS[:1], [*map(score, [1.0, 0.0])])
+    of_kl = {"1.0.0": TokenTotals(4, -3.0, 9.0), "1.0.1": TokenTotals(4, -1.0, 1.0)}
+    assert [item.baseline.value for item in compared(settings, groups, {}, of_kl, MovingAverage())] == [-1.5, -1.5]

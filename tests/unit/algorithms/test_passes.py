@@ -38,6 +38,18 @@ def config(*overrides: str):
         (["batch.prompts_per_update=8", GAE], "critic values", True, "gae takes a critic's values"),
         (["batch.prompts_per_update=8", GAE, "critic.trunk=actor"], "critic values", False, "with the old log-probs"),
         (["batch.prompts_per_update=8", GAE, "critic.trunk=actor"], "old log-probs", True, "critic's values come with"),
+        (
+            ["batch.prompts_per_update=8", "algorithm.kl={placement: reward, coefficient: 0.1}"],
+            "old log-probs",
+            True,
+            "the rewards hold their KL",
+        ),
+        (
+            ["batch.prompts_per_update=8", "algorithm.kl.placement=reward"],
+            "old log-probs",
+            False,
+            "one update per step",
+        ),
         (["batch.prompts_per_update=8"], "implicit rewards", False, "coefficient = 0"),
         (["batch.prompts_per_update=8", GAE, "implicit_reward.coefficient=2"], "implicit rewards", True, "= 2"),
     ],

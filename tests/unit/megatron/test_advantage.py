@@ -1,11 +1,13 @@
 """GAE where the tokens are, from rewards of whole samples and of single tokens, against the definition by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megarl.batch import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.batch import NO_BASELINE, Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.config.estimators import ESTIMATORS
 from megarl.config.load import load
 from megarl.config.schema import Algorithm
 from megarl.data.collate import collate
@@ -59,3 +61,71 @@ def test_rewards_of_tokens_count_where_they_are(names):
     trained = torch.tensor([flag for mask in MASKS.values() for flag in mask])
     expected_returns = torch.where(trained, expected + torch.cat(list(values.values())), 0.0)
     torch.testing.assert_close(batch.returns, expected_returns, rtol=1e-5, atol=1e-6)
+
+
+NAN = float("nan")
+STEPS = {"a": [NAN, NAN, 2.0, 5.0, NAN], "b": [1.0], "c": [NAN, 3.0, NAN], "d": [NAN, NAN]}
+KL_REWARDS = {"a": [-1.0, 0.0, -2.0, -4.0, 0.0], "b": [-8.0], "c": [0.0, -16.0, -32.0], "d": [0.0, 0.0]}
+BASELINE = Baseline(0.5, 2.0, token_value=1.0, token_scale=4.0)
+
+
+def estimated(settings: Algorithm, **given: dict[str, list[float]]) -> list[list[float]]:
+    """By sample, all in one pack after an empty one."""
+    samples = [replace(training_sample(name), baseline=BASELINE) for name in MASKS]
+    scores = {name: {sample: torch.tensor(own) for sample, own in of.items()} for name, of in given.items()}
+    nothing = collate([], packing(), **scores)
+    _, batch = with_advantages(settings, [nothing, collate(samples, packing(), **scores)])
+    return [own.tolist() for own in batch.advantage.split([len(mask) for mask in MASKS.values()])]
+
+
+OF_SAMPLES = [name for name, kind in ESTIMATORS.items() if not kind.by_token and not kind.options["whiten"]]
+
+
+@pytest.mark.parametrize("estimator", OF_SAMPLES)
+def test_a_sample_has_one_advantage_at_its_trained_tokens(estimator):
+    found = estimated(algorithm(estimator))
+    assert found == [[0.75, 0, 0.75, 0.75, 0], [-0.75], [0, -0.25, -0.25], [0, 0]]
+
+
+def test_rewards_of_steps_are_part_of_the_samples():
+    """Rewards 2 + 7, −1 + 1, 0 + 3."""
+    assert estimated(algorithm("grpo"), process_reward=STEPS) == [
+        *([4.25, 0, 4.25, 4.25, 0], [-0.25], [0, 1.25, 1.25], [0, 0])
+    ]
+
+
+def test_rewards_of_steps_count_for_what_led_to_them():
+    """Compared by themselves: (2 − 1)/4 and (5 − 1)/4 for a's, 0 for b's, (3 − 1)/4 for c's."""
+    assert estimated(algorithm("grpo", "advantage.credit=to_go"), process_reward=STEPS) == [
+        *([2.0, 0, 2.0, 1.75, 0], [-0.75], [0, 0.25, -0.25], [0, 0])
+    ]
+
+
+def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample():
+    """In units of the scale, 2."""
+    of_tokens, of_samples = (
+        estimated(algorithm("grpo", "kl.placement=reward", f"kl.level={level}"), kl_reward=KL_REWARDS)
+        for level in ("token", "sequence")
+    )
+    assert of_tokens == [[-2.75, 0, -2.25, -1.25, 0], [-4.75], [0, -24.25, -16.25], [0, 0]]
+    assert of_samples == [[-2.75, 0, -2.75, -2.75, 0], [-4.75], [0, -24.25, -24.25], [0, 0]]
+
+
+def test_all_rewards_are_to_come_without_a_baseline():
+    settings = algorithm("reinforce_plus_plus", "advantage.whiten=false", "advantage.gamma=0.5")
+    found = estimated(settings, process_reward=STEPS, kl_reward=KL_REWARDS, token_reward=KL_REWARDS)
+    last = 2.0 + 5 - 8
+    assert found[0] == [-2 + 0.5 * (2 - 4 + 0.5 * last), 0, 2 - 4 + 0.5 * last, last, 0]
+    assert found[1:] == [[-1 + 1 - 16], [0, 3 - 32 + 0.5 * -64, -64], [0, 0]]
+
+
+def test_two_lambdas_and_a_length():
+    """Of the policy, λ = 1 − 1/(α·3) for a; of the critic, 1: what is to come."""
+    values = {name: [0.5] * len(mask) for name, mask in MASKS.items()}
+    settings = algorithm("gae", "advantage.length_alpha=0.5", "advantage.critic_lambda=1.0")
+    samples = [training_sample(name) for name in MASKS]
+    scores = {name: torch.tensor(own) for name, own in values.items()}
+    [batch] = with_advantages(settings, [collate(samples, packing(), values=scores)])
+    a = batch.advantage[:5].tolist()
+    assert a == pytest.approx([1.5 / 9, 0, 0.5, 1.5, 0])
+    assert batch.returns[:5].tolist() == pytest.approx([2, 0, 2, 2, 0])

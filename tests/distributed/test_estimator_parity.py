@@ -1,0 +1,108 @@
+"""One estimator of each kind through Megatron, in every kind of layout, against plain Hugging Face and torch: of whole
+samples, of tokens with the KL in the reward and whitened, and of tokens' rewards that are compared within the group."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.estimator_reference import (
+    EstimatorReference,
+    grpo_with_kl_of_samples,
+    leave_one_out_of_tokens,
+    reinforce_plus_plus,
+)
+from tests.forked import run_ranks
+from tests.parity import (
+    EPS,
+    LR,
+    TEMPERATURE,
+    Outcome,
+    assert_same_training,
+    config_of,
+    plain_outcome,
+    random_groups,
+    train,
+)
+from tests.tiny_model import write_tiny_llama, write_tiny_model
+
+UPDATES = [random_groups(seed) for seed in range(2)]  # of the second, the policy is no longer its reference
+SOURCE = random.Random(3)
+OF_TOKENS = {
+    sample.id: [SOURCE.gauss(0.3, 1) for _ in sample.response_ids]
+    for groups in UPDATES[:1]
+    for group in groups
+    for sample, _ in group
+}
+LAYOUTS = {
+    "DP2": "dp: 2",
+    "TP2, SP": "tp: 2, sequence_parallel: true",
+    "PP2": "pp: 2",
+    "CP2": "cp: 2",
+    "EP2": "dp: 2, ep: 2",
+}
+KINDS = {
+    "whole samples, their KL in the reward": (
+        ["algorithm.kl={placement: reward, level: sequence, estimator: k3, coefficient: 0.5}"],
+        grpo_with_kl_of_samples(0.5),
+    ),
+    "tokens, their KL in the reward": (
+        [
+            "algorithm.advantage={estimator: reinforce_plus_plus, gamma: 0.9}",
+            "algorithm.kl={placement: reward, level: token, estimator: k1, coefficient: 0.5}",
+        ],
+        reinforce_plus_plus(0.5, 0.9),
+    ),
+    "tokens, compared within the group": (
+        ["algorithm.advantage={estimator: rloo, credit: to_go}"],
+        leave_one_out_of_tokens(OF_TOKENS),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("dense"), num_heads=4, num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    return write_tiny_model(
+        tmp_path_factory.mktemp("experts"),
+        "qwen3_moe",
+        vocab_size=128,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        max_position_embeddings=64,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+    )
+
+
+def plain(folder: Path, kind: str) -> Outcome:
+    reference = EstimatorReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
+    reference.estimate = KINDS[kind][1]
+    return plain_outcome(reference, updates_of(kind), 0.0)
+
+
+def updates_of(kind: str) -> list:
+    return UPDATES[:1] if "compared" in kind else UPDATES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_update_equals_plain_torch(dense, experts, layout, kind):
+    folder = experts if layout == "EP2" else dense
+    config = config_of(folder, *KINDS[kind][0], f"actor.layout={{{LAYOUTS[layout]}}}")
+    given = {"token_reward": {name: torch.tensor(own) for name, own in OF_TOKENS.items()}} if "compared" in kind else {}
+    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates_of(kind), given=given)
+    assert_same_training(folder, ranks, plain(folder, kind))

@@ -1,0 +1,48 @@
+"""Whole runs of estimators that need more than a group: a greedy response beside it, or what earlier steps gave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_train import metrics_of, train
+from tests.tiny_model import write_tiny_llama
+
+pytestmark = pytest.mark.slow
+SMALL = ("batch.prompts_per_step=4", "batch.prompts_per_update=4", "batch.samples_per_prompt=2", "run.export=false")
+ALONE = ("actor.threads=1", "rollout.threads=1", "checkpoint.every_steps=1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
+
+
+def test_remax_has_a_greedy_response_for_each_prompt(model, tmp_path):
+    run = train(tmp_path, model, "run.steps=2", "algorithm.advantage.estimator=remax", *SMALL)
+    steps = metrics_of(run)
+    rows = [json.loads(line) for line in (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
+    greedy = [row for row in rows if row["sample_id"].endswith("greedy")]
+    sampled = [row for row in rows if not row["sample_id"].endswith("greedy")]
+    assert (len(greedy), len(sampled)) == (4, 8)
+    assert steps[1]["reward/greedy_mean"] == pytest.approx(sum(row["reward"] for row in greedy) / 4)
+    assert steps[1]["reward/mean"] == pytest.approx(sum(row["reward"] for row in sampled) / 8)
+    assert len({row["prompt"] for row in greedy}) == 4
+    assert all(step["policy/grad_norm"] > 0 for step in steps)
+
+
+def test_a_moving_average_goes_on_bit_by_bit(model, tmp_path):
+    """From its checkpoint: the third step is compared with the rewards of the first two."""
+    overrides = ["algorithm.advantage={estimator: reinforce, baseline_decay: 0.5}", *SMALL, *ALONE]
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole = metrics_of(train(tmp_path / "whole", model, "run.steps=3", *overrides))
+    train(tmp_path / "parts", model, "run.steps=2", *overrides)
+    parts = metrics_of(train(tmp_path / "parts", model, "run.steps=3", "resume=auto", *overrides))
+    first, second, third = (step["reward/baseline"] for step in whole)
+    assert first == 0 and second == pytest.approx(whole[0]["reward/mean"])
+    assert third == pytest.approx((0.5 * whole[0]["reward/mean"] + whole[1]["reward/mean"]) / 1.5)
+    learned = {name for name in whole[-1] if name.partition("/")[0] in ("reward", "policy")}
+    assert {name: parts[-1][name] for name in learned} == {name: whole[-1][name] for name in learned}

@@ -1,0 +1,34 @@
+"""The divergence as a reward, by hand, and against what its whole is worth."""
+
+import math
+
+import pytest
+import torch
+
+from megarl.algorithms.kl_reward import kl_reward
+
+OLD = torch.tensor([-1.0, -2.0, -0.5, -3.0])
+REFERENCE = torch.tensor([-1.5, -1.0, -0.5, 4.0])
+MASK = torch.tensor([True, True, True, False])  # log-ratios 1/2, −1, 0, and one that nobody reads
+
+
+def test_each_trained_token_is_rewarded_for_its_own():
+    torch.testing.assert_close(kl_reward(OLD, REFERENCE, MASK, 2.0, "k1", "token"), torch.tensor([-1.0, 2.0, 0.0, 0.0]))
+    torch.testing.assert_close(kl_reward(OLD, REFERENCE, MASK, 2.0, "k2", "token"), torch.tensor([-0.25, -1.0, 0, 0]))
+
+
+def test_the_whole_response_is_rewarded_at_its_end():
+    total = 0.5 - 1.0
+    expected = torch.tensor([0.0, 0.0, -2.0 * (math.exp(-total) - 1 + total), 0.0])
+    torch.testing.assert_close(kl_reward(OLD, REFERENCE, MASK, 2.0, "k3", "sequence"), expected)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_nothing_trained_is_not_rewarded(level):
+    assert not kl_reward(OLD, REFERENCE, torch.zeros(4).bool(), 2.0, "k1", level).any()
+    assert kl_reward(*torch.zeros(2, 0), torch.zeros(0).bool(), 2.0, "k1", level).shape == (0,)
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ValueError, match="one shape"):
+        kl_reward(OLD, torch.zeros(1), MASK, 1.0, "k1", "token")
