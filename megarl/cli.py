@@ -93,6 +93,14 @@ def reshard(
 
 
 @app.command()
+def algorithms() -> None:
+    """List the estimators, objectives, KL forms and aggregations, with the options that each reads."""
+    from megarl.config.algorithms import describe
+
+    typer.echo(describe())
+
+
+@app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, such as runs/latest.")]) -> None:
     """Write the report of a run and print its path."""
     import megarl.report

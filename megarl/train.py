@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from megarl.data.packing import Lengths, Packing, schedule
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.metrics import Metric, merge, values
 from megarl.resume import RunState, Start, start
-from megarl.rollout.engine import SamplingRequest
+from megarl.sampling import requests
 from megarl.selection import Metrics, ScoredSample, select
 from megarl.sinks import ConsoleSink, JsonlSink
 from megarl.stopwatch import Stopwatch
@@ -223,26 +222,6 @@ def _aggregation(config: Config, role: Role) -> Aggregation:
         "critic": config.algorithm.value.aggregation,
         "implicit_reward": "sequence_mean_of_token_sums",
     }[role]
-
-
-def requests(config: Config, number: int, prompts: Sequence) -> list[list[SamplingRequest]]:
-    """samples_per_prompt requests for each prompt, and one for a greedy response where the estimator asks for it. Seeds
-    follow from run.seed and the sample's place in the run."""
-    groups = [
-        [
-            SamplingRequest(f"{number}.{i}.{k}", prompt, _sampling_seed(config.run.seed, number, i, k))
-            for k in range(config.batch.samples_per_prompt)
-        ]
-        for i, prompt in enumerate(prompts)
-    ]
-    if config.samples_greedily:
-        for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
-            group.append(SamplingRequest(f"{number}.{i}.greedy", prompt, 0, greedy=True))
-    return groups
-
-
-def _sampling_seed(*place: int) -> int:
-    return random.Random(repr(place)).getrandbits(31)
 
 
 def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:

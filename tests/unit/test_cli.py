@@ -7,14 +7,17 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
 import megarl
 from megarl import cli
 from megarl.cluster import supervisor
+from megarl.config.estimators import ESTIMATORS
 from megarl.config.load import dump, load
-from megarl.config.schema import Config
+from megarl.config.objectives import OBJECTIVES
+from megarl.config.schema import KL, Aggregation, Config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -52,6 +55,18 @@ def test_config_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_config_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "config", "explain", QUICKSTART, "actor.layout.dp=2") == 0
     assert "x dp 2 = world size" in capsys.readouterr().out
+
+
+def test_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "algorithms") == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("  grpo: (r_i − mean(r)) / (std(r) + std_epsilon)")
+    assert lines[at + 1].startswith("    GRPO, arXiv 2402.03300; the group's rewards")
+    assert "std=sample" in lines[at + 2] and "k=" not in lines[at + 2]
+    listed = {line.split(":")[0].strip() for line in lines}
+    assert {*ESTIMATORS, *OBJECTIVES, *get_args(Aggregation)} <= listed
+    assert set(get_args(KL.model_fields["estimator"].annotation)) <= listed
+    assert "    weight=token | sequence | geometric | null" in lines
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +139,8 @@ RESHARD = ["reshard", "--model", "MODEL", "--from", "tp=2", "--to", "vllm:tp=2"]
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["config", "show", QUICKSTART], ["train", QUICKSTART, "run.stps=1"], RESHARD]
+    "arguments",
+    [["--help"], ["algorithms"], ["config", "show", QUICKSTART], ["train", QUICKSTART, "run.stps=1"], RESHARD],
 )
 def test_command_is_quick_and_loads_nothing_heavy(arguments: list[str], model: str) -> None:
     code = (

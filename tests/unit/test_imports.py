@@ -24,7 +24,7 @@ LAYERS = (
     ("algorithms", "ops", "data", "rewards", "environments", "resharding", "planning"),
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),
-    ("cli", "train", "selection", "comparison", "resume", "finetune", "report"),
+    ("cli", "train", "selection", "comparison", "sampling", "resume", "finetune", "report"),
 )
 """From the bottom up. A module may import its own layer and those below; the longest name that fits it counts."""
 

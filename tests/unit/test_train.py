@@ -13,8 +13,9 @@ from megarl.cluster.share import Share
 from megarl.comparison import compared
 from megarl.config.load import load
 from megarl.metrics import Metric, values
+from megarl.sampling import requests
 from megarl.selection import select
-from megarl.train import requests, share_out, train
+from megarl.train import share_out, train
 from tests.packing import packing
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"

@@ -1,0 +1,62 @@
+"""What `megarl algorithms` lists: estimators, objectives, KL forms, aggregations, and the options that each reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from megarl.config.document import show
+from megarl.config.estimators import BASELINES, ESTIMATORS
+from megarl.config.objectives import OBJECTIVES
+from megarl.config.schema import KL, Correction
+
+KL_ESTIMATORS: Mapping[str, str] = {
+    "k1": "d",
+    "k2": "d² / 2",
+    "k3": "exp(−d) − 1 + d",
+    "abs": "|d|",
+}
+"""Of d = log π − log π_ref."""
+
+AGGREGATIONS: Mapping[str, str] = {
+    "sequence_mean_of_token_means": "1 / (samples · tokens of the sample): GRPO, arXiv 2402.03300",
+    "sequence_mean_of_token_sums": "1 / samples",
+    "sequence_mean_over_max_tokens": "1 / (samples · rollout.max_new_tokens): Dr.GRPO, arXiv 2503.20783",
+    "prompt_mean_of_token_means": "1 / (prompts · tokens of the prompt's samples)",
+    "token_mean": "1 / tokens of the update: DAPO, arXiv 2503.14476",
+}
+"""The weight of one token in the loss of an update."""
+
+
+def describe() -> str:
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield "algorithm.advantage.estimator, with r_i the reward of sample i, and its options in algorithm.advantage"
+    for name, estimator in ESTIMATORS.items():
+        yield f"  {name}: {estimator.formula}"
+        yield f"    {estimator.paper}; {BASELINES[estimator.baseline]}"
+        yield f"    {_given(estimator.options)}"
+    yield "algorithm.objective.name, and its options in algorithm.objective"
+    for name, objective in OBJECTIVES.items():
+        yield f"  {name}: {objective.paper}"
+        yield f"    {_given(objective.options)}"
+    yield "algorithm.objective.aggregation (and of algorithm.value): the weight of a token in the loss of an update"
+    yield from (f"  {name}: {weight}" for name, weight in AGGREGATIONS.items())
+    yield "algorithm.kl.estimator, with d = log π − log π_ref, for any of algorithm.kl"
+    yield from (f"  {name}: {formula}" for name, formula in KL_ESTIMATORS.items())
+    yield f"    {_choices(KL, 'placement')}, {_choices(KL, 'level')}, straight_through=true | false"
+    yield "algorithm.correction, of what lies between the policy that sampled and the old one"
+    yield from (f"    {_choices(Correction, key)}" for key in ("old", "weight", "mask"))
+
+
+def _given(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={show(value)}" for name, value in options.items()) or "no options"
+
+
+def _choices(section: type[KL | Correction], key: str) -> str:
+    """Of a Literal, optional or not."""
+    annotation = section.model_fields[key].annotation
+    values = [value for part in get_args(annotation) for value in (get_args(part) or (part,))]
+    return f"{key}={' | '.join('null' if value is type(None) else str(value) for value in values)}"
