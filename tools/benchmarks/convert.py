@@ -202,10 +202,7 @@ def show(result: Mapping[str, Any]) -> None:
     ):
         table.add_column(column)
     for name, values in result["runs"].items():
-        numbers = [
-            values[key]
-            for key in ("seconds", "read_seconds", "write_seconds", "ratio", "ratio_without_start", "peak_gb")
-        ]
+        numbers = [values[key] for key in ("seconds", "read_seconds", "write_seconds", "ratio", "peak_gb")]
         table.add_row(name, *(f"{number:.2f}" for number in numbers))
     Console().print(table)
 
