@@ -175,7 +175,7 @@ class TrainingSample:
 
 ROW_FIELDS = (
     *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "old", "reference", "values"),
-    *("token_reward", "process_reward", "kl_reward", "advantage", "returns"),
+    *("token_reward", "process_reward", "kl_reward", "advantage", "returns", "selected"),
 )
 """Fields of a TokenBatch with one element per row."""
 
@@ -213,6 +213,7 @@ class TokenBatch:
     kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: it is no reward
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    what the critic learns; None: not estimated yet, or there is no critic
+    selected          bool [N]       tokens that the objective treats apart; None: it does not
     """
 
     tokens: torch.Tensor
@@ -238,6 +239,7 @@ class TokenBatch:
     kl_reward: torch.Tensor | None = None
     advantage: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Response:
-    """The trained tokens of one sample: log-probs under five policies [n], of which only `now` has a gradient."""
+    """The trained tokens of one sample: log-probs under four policies [n], of which only `now` has a gradient, and the
+    tokens that the objective treats apart (bool [n])."""
 
     prompt: str
     advantage: float
@@ -21,6 +23,7 @@ class Response:
     old: Tensor
     behaviour: Tensor
     reference: Tensor
+    selected: Tensor
     longest: int
 
     @property
@@ -83,6 +86,43 @@ def tv(p: Tensor, q: Tensor) -> Tensor:
 
 def binary_kl(p: Tensor, q: Tensor) -> Tensor:
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def clip_cov(r: Response) -> Tensor:
+    return torch.where(r.selected, 0.0, clip(math.inf)(r))
+
+
+def kl_cov(r: Response) -> Tensor:
+    return unclipped(r) + 0.5 * r.selected * (r.now - r.old).abs()
+
+
+def select(of_samples: Sequence[tuple[str, float, Tensor, Tensor]], share: float, bounds: tuple | None) -> list[Tensor]:
+    """Of every sample, which of its trained tokens are among the `share` of all tokens that have the largest covariance
+    of old log-prob and advantage, or (bounds) are drawn among those whose covariance is between them.
+
+    of_samples: id, advantage, mask [R], and log-probs of the old policy [R]
+    """
+    tokens = [
+        (old, advantage, float(draw), i)
+        for i, (name, advantage, mask, log_probs) in enumerate(of_samples)
+        for draw, flag, old in zip(draws(name, len(mask)), mask.tolist(), log_probs.tolist(), strict=True)
+        if flag
+    ]
+    mean_old, mean_advantage = (sum(token[k] for token in tokens) / len(tokens) for k in (0, 1))
+    covariances = [(old - mean_old) * (advantage - mean_advantage) for old, advantage, _, _ in tokens]
+    order = covariances
+    if bounds is not None:
+        order = [t[2] if bounds[0] <= c <= bounds[1] else -1 for t, c in zip(tokens, covariances, strict=True)]
+    best = sorted(order, reverse=True)[: int(share * len(tokens))]
+    return [
+        torch.tensor([o in best and o != -1 for t, o in zip(tokens, order, strict=True) if t[3] == i], dtype=torch.bool)
+        for i in range(len(of_samples))
+    ]
+
+
+def draws(name: str, count: int) -> Tensor:
+    """Numbers in [0, 1) that follow from a sample's name."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
 def dro(level: str) -> Loss:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megarl.algorithms import policy_loss, sequence_loss
+from megarl.algorithms import covariance_loss, policy_loss, sequence_loss
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.whole_samples import WholeSamples
 from megarl.config.objectives import Option
@@ -31,8 +31,13 @@ def loss_of_policy(
     old: torch.Tensor,
     advantage: torch.Tensor,
     samples: WholeSamples,
+    selected: torch.Tensor | None,
 ) -> PolicyLoss:
-    """options: of megarl.config.objectives. The others are as in policy_loss and sequence_loss."""
+    """options: of megarl.config.objectives. The others are as in policy_loss, sequence_loss and covariance_loss."""
+    if name == "clip_cov":
+        return covariance_loss.clip_cov(log_prob, old, advantage, selected, options["clip_low"], options["clip_high"])
+    if name == "kl_cov":
+        return covariance_loss.kl_cov(log_prob, old, advantage, selected, options["penalty"])
     if name in OF_SAMPLES:
         return OF_SAMPLES[name](log_prob, old, advantage, samples, **options)
     return OF_TOKENS[name](log_prob, old, advantage, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.estimators import BASELINES
+from megarl.config.objectives import selects_tokens
 from megarl.config.schema import KL, Config
 
 
@@ -57,6 +58,9 @@ def _old_log_probs(config: Config) -> Pass:
         return Pass("old log-probs", True, f"{updates} updates per step: the policy moves between them")
     if config.kl_in_reward:
         return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards hold their KL")
+    if selects_tokens(config.algorithm.objective) and not from_rollout:
+        reason = "chooses tokens by their covariance over a whole update"
+        return Pass("old log-probs", True, f"algorithm.objective.name={config.algorithm.objective.name} {reason}")
     if config.actor_has_values:
         return Pass("old log-probs", True, "critic.trunk=actor: the critic's values come with them")
     if from_rollout:

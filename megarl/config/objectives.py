@@ -32,6 +32,11 @@ OBJECTIVES: Mapping[str, Reads] = {
     "sapo": Reads("SAPO, arXiv 2511.20347", {"tau_positive": 1.0, "tau_negative": 1.05}),
     "dppo_tv": Reads("DPPO, arXiv 2602.04879", {"divergence_limit": 0.15}),
     "dppo_kl": Reads("DPPO, arXiv 2602.04879", {"divergence_limit": 0.05}),
+    "clip_cov": Reads(
+        "Clip-Cov, arXiv 2505.22617",
+        {"clip_low": 0.2, "clip_high": 0.2, "covariance_low": 1.0, "covariance_high": 5.0, "covariance_share": 2e-4},
+    ),
+    "kl_cov": Reads("KL-Cov, arXiv 2505.22617", {"penalty": 1.0, "covariance_share": 2e-3}),
     "dro": Reads("DRO, arXiv 2405.19107", {"tau": 1.0, "level": "sequence"}),
 }
 
@@ -44,6 +49,11 @@ def options(objective: Objective) -> dict[str, Option]:
     given = {name: getattr(objective, name) for name in OBJECTIVES[objective.name].options}
     defaults = OBJECTIVES[objective.name].options
     return {name: defaults[name] if value is None else value for name, value in given.items()}
+
+
+def selects_tokens(objective: Objective) -> bool:
+    """Whether it treats tokens apart that are chosen over a whole update."""
+    return "covariance_share" in OBJECTIVES[objective.name].options
 
 
 def readers(option: str) -> list[str]:

@@ -12,7 +12,7 @@ from megarl.config.divisors import divisors, does_not_divide
 from megarl.config.document import show
 from megarl.config.layout_rules import LAYOUT_RULES
 from megarl.config.learning_rate import num_updates
-from megarl.config.objectives import OBJECTIVES, OPTIONS, readers
+from megarl.config.objectives import OBJECTIVES, OPTIONS, options, readers
 from megarl.config.schema import Config, Placed, Trained
 from megarl.config.violations import raise_all
 
@@ -203,6 +203,19 @@ def correction_keeps_some_tokens(config: Config) -> str | None:
     )
 
 
+def covariances_to_choose_from(config: Config) -> str | None:
+    if config.algorithm.objective.name != "clip_cov":
+        return None
+    chosen = options(config.algorithm.objective)
+    low, high = chosen["covariance_low"], chosen["covariance_high"]
+    if low < high:
+        return None
+    return (
+        f"algorithm.objective.covariance_low={low:g}: no covariance is between it and covariance_high={high:g}; set "
+        f"covariance_low below {high:g}"
+    )
+
+
 def clipped_ratio_stays_positive(config: Config) -> str | None:
     """GMPO clips log-ratios."""
     name, low = config.algorithm.objective.name, config.algorithm.objective.clip_low
@@ -319,6 +332,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     objective_reads_its_options,
     correction_is_of_another_old_policy,
     correction_keeps_some_tokens,
+    covariances_to_choose_from,
     clipped_ratio_stays_positive,
     renewal_is_of_a_reference,
 )

@@ -232,7 +232,20 @@ class Advantage(Section):
 class Objective(Section):
     """An option is null where its objective's own value applies: see megarl.config.objectives."""
 
-    name: Literal["clip", "unclipped", "kl_penalty", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro"]
+    name: Literal[
+        "clip",
+        "unclipped",
+        "kl_penalty",
+        "gspo",
+        "gmpo",
+        "cispo",
+        "sapo",
+        "dppo_tv",
+        "dppo_kl",
+        "clip_cov",
+        "kl_cov",
+        "dro",
+    ]
     clip_low: PositiveFloat | None
     clip_high: PositiveFloat | None
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None
@@ -240,6 +253,9 @@ class Objective(Section):
     tau_positive: PositiveFloat | None
     tau_negative: PositiveFloat | None
     divergence_limit: PositiveFloat | None
+    covariance_low: FiniteFloat | None
+    covariance_high: FiniteFloat | None
+    covariance_share: Annotated[float, Field(gt=0, le=1)] | None
     tau: PositiveFloat | None
     level: Literal["token", "sequence"] | None
     aggregation: Aggregation

@@ -12,11 +12,13 @@ from torch.distributed import Store
 
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.batch import TokenBatch, TrainingSample
+from megarl.config.objectives import selects_tokens
 from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
+from megarl.megatron.covariance import with_selection
 from megarl.megatron.objective import policy_objective
 from megarl.megatron.sums import Sums
 from megarl.megatron.worker import TrainerWorker
@@ -70,6 +72,14 @@ class ActorWorker(TrainerWorker):
             )
             for name, mask in ((item.sample.id, item.sample.response_mask) for item in samples)
         }
+
+    def _training_batches(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> list[TokenBatch]:
+        batches, algorithm = super()._training_batches(samples, microbatches), self._config.algorithm
+        if not selects_tokens(algorithm.objective) or not parallel.is_last_stage(None):
+            return batches
+        return with_selection(algorithm, batches, [[samples[i] for i in members] for members in microbatches])
 
     def renew_reference(self) -> None:
         """After a step: the reference takes algorithm.kl.renew_share of the policy."""

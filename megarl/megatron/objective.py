@@ -28,11 +28,13 @@ def policy_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tens
     old = _old(algorithm.correction, batch, log_prob)
     samples = WholeSamples(batch.mask, batch.row_sample, len(batch.reward), sum_over_ranks)
     objective = algorithm.objective
-    policy = loss_of_policy(objective.name, options(objective), log_prob, old, batch.advantage, samples)
+    policy = loss_of_policy(objective.name, options(objective), log_prob, old, batch.advantage, samples, batch.selected)
     sums = _policy_metrics(batch, policy, log_prob, entropy)
     correction = _correction(algorithm.correction, batch, old, samples)
     loss = (batch.weight * correction.factor * policy.loss).sum()
     sums |= _correction_metrics(batch, correction)
+    if batch.selected is not None:
+        sums["policy/selected_share"] = mean(batch.selected, batch.mask)
     if objective.entropy_coefficient:
         loss = loss - objective.entropy_coefficient * (batch.weight * entropy).sum()
     if batch.reference is not None:

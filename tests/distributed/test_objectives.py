@@ -52,6 +52,8 @@ class Case:
     kl: str = ""
     divergence: plain.Loss | None = None
     old: str = "old"
+    share: float = 0.0
+    bounds: tuple[float, float] | None = None
 
     @property
     def overrides(self) -> list[str]:
@@ -136,6 +138,21 @@ CASES = {
         OF_PROMPTS,
         kl="estimator: abs, level: sequence",
         divergence=plain.divergence("abs", "sequence", False),
+    ),
+    "Clip-Cov": Case(
+        "name: clip_cov, covariance_low: 0.1, covariance_high: 2, covariance_share: 0.1",
+        plain.clip_cov,
+        TOKENS,
+        share=0.1,
+        bounds=(0.1, 2.0),
+    ),
+    "KL-Cov": Case(
+        "name: kl_cov, penalty: 0.5, covariance_share: 0.2",
+        plain.kl_cov,
+        MEANS,
+        kl="estimator: k2",
+        divergence=plain.divergence("k2", "token", False),
+        share=0.2,
     ),
     "DRO": Case("name: dro, tau: 0.3", plain.dro("sequence"), MEANS),
     "DRO of tokens": Case("name: dro, tau: 0.3, level: token", plain.dro("token"), SUMS),
@@ -224,17 +241,20 @@ def expected(reference, groups, others) -> dict[str, tuple[float, dict[str, torc
 def plain_gradients(
     case: Case, model: torch.nn.Module, log_probs: LogProbs, groups: list[Group], others: dict[str, LogProbs]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    responses = []
+    estimated = []
     for group in groups:
         rewards = torch.tensor([reward for _, reward in group])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        for (sample, _), advantage in zip(group, advantages.tolist(), strict=True):
-            mask = torch.tensor(sample.response_mask)
-            now = log_probs[sample.id][mask]
-            of = {name: own[sample.id][mask] for name, own in others.items()} | {"now": now.detach()}
-            responses.append(
-                plain.Response(sample.prompt.id, advantage, now, of[case.old], of["behaviour"], of["reference"], 16)
-            )
+        estimated += [(sample, advantage) for (sample, _), advantage in zip(group, advantages.tolist(), strict=True)]
+    masks = [torch.tensor(sample.response_mask) for sample, _ in estimated]
+    of_samples = [(s.id, a, mask, others["old"][s.id]) for (s, a), mask in zip(estimated, masks, strict=True)]
+    selected = plain.select(of_samples, case.share, case.bounds)
+    responses = []
+    for (sample, advantage), mask, own in zip(estimated, masks, selected, strict=True):
+        now = log_probs[sample.id][mask]
+        of = {name: of_name[sample.id][mask] for name, of_name in others.items()} | {"now": now.detach()}
+        policies = (now, of[case.old], of["behaviour"], of["reference"])
+        responses.append(plain.Response(sample.prompt.id, advantage, *policies, own, 16))
     factors = [case.factor((r.old - r.behaviour).exp()) for r in responses]
     losses = [f * case.loss(r) if len(f) else f for f, r in zip(factors, responses, strict=True)]
     loss = plain.aggregate(case.aggregation, losses, responses)

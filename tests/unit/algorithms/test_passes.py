@@ -26,6 +26,7 @@ def config(*overrides: str):
             False,
             "the engine's log-probs stand for them, an approximation",
         ),
+        (["batch.prompts_per_update=8", "algorithm.objective.name=kl_cov"], "old log-probs", True, "kl_cov chooses"),
         (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient = 0"),
         (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),
         (

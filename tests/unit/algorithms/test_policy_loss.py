@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms import policy_loss
+from megarl.algorithms import covariance_loss, policy_loss
 from megarl.algorithms.objectives import OF_SAMPLES, OF_TOKENS, loss_of_policy
 from megarl.algorithms.whole_samples import WholeSamples
 from megarl.config.objectives import OBJECTIVES, OPTIONS
@@ -109,11 +109,14 @@ def test_tokens_do_not_see_each_other(name, tokens, source):
 
 
 def test_the_table_has_the_options_of_every_function():
-    functions = OF_TOKENS | OF_SAMPLES
+    functions = {name: [function] for name, function in (OF_TOKENS | OF_SAMPLES).items()}
+    functions["clip_cov"] = [covariance_loss.clip_cov, covariance_loss.clip_cov_order]
+    functions["kl_cov"] = [covariance_loss.kl_cov]
     assert set(functions) == set(OBJECTIVES)
-    tensors = {"log_prob", "old", "advantage", "samples"}
-    for name, function in functions.items():
-        assert set(inspect.signature(function).parameters) - tensors == set(OBJECTIVES[name].options)
+    tensors = {"log_prob", "old", "advantage", "samples", "selected", "of_tokens", "draw"}
+    for name, of_name in functions.items():
+        read = {parameter for function in of_name for parameter in inspect.signature(function).parameters} - tensors
+        assert read == set(OBJECTIVES[name].options) - {"covariance_share"}
     assert {option for reads in OBJECTIVES.values() for option in reads.options} == set(OPTIONS)
 
 
@@ -123,7 +126,7 @@ def test_wrong_shapes_are_refused(name):
     samples = WholeSamples(mask, torch.zeros(3, dtype=torch.int64), 1)
     for shapes in ((3, 1, 3), (3, 3, 1), (1, 3, 3)):
         with pytest.raises(ValueError, match=r"must share one shape \[N\], got \(\d,\), "):
-            loss_of_policy(name, OBJECTIVES[name].options, *map(torch.zeros, shapes), samples)
+            loss_of_policy(name, OBJECTIVES[name].options, *map(torch.zeros, shapes), samples, mask[: shapes[0]])
 
 
 def test_a_probability_of_one_has_a_finite_divergence():

@@ -159,6 +159,10 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             "algorithm.correction.mask_low=5: no ratio is between it and mask_high=5; set mask_low below 5",
         ),
         (
+            ["algorithm.objective={name: clip_cov, covariance_low: 6}"],
+            "algorithm.objective.covariance_low=6: no covariance is between it and covariance_high=5; set",
+        ),
+        (
             ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],
             "algorithm.objective.dual_clip=3.0: algorithm.objective.name=gspo reads clip_low and clip_high, and "
             "dual_clip belongs to clip; set algorithm.objective.dual_clip=null",
