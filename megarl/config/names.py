@@ -61,6 +61,7 @@ VERL = {
     "total_training_steps": "run.steps",
     "train_batch_size": "batch.prompts_per_step",
     "train_files": "data.source",
+    "use_kl_in_reward": "algorithm.kl.placement (reward)",
     "use_kl_loss": "algorithm.kl.coefficient (0: no KL)",
     "warmup_style": "actor.optimizer.schedule.name",
 }

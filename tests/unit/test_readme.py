@@ -20,7 +20,7 @@ MEGARL = [sys.executable, "-m", "megarl.cli"]
 CONVERTER = ".venv/bin/python tools/convert.py "
 CONVERTING = [command.removeprefix(CONVERTER) for command in commands() if command.startswith(CONVERTER)]
 RESHARDING = [command for command in commands() if command.startswith(".venv/bin/megarl reshard")]
-LOOKING = [command for command in commands() if command.startswith(".venv/bin/megarl config")]
+LOOKING = [command for command in commands() if re.match(r"\.venv/bin/megarl (config|algorithms)", command)]
 
 
 def test_every_command_is_run_somewhere():
@@ -82,6 +82,17 @@ def test_the_tree_names_what_exists():
         name = line.split()[0]
         path = ROOT / ("megarl/" if line.startswith("  ") else "") / name
         assert path.exists(), f"{name} is in the README's tree, but not in the repository"
+
+
+def test_the_table_of_papers_has_every_recipe_of_one_and_keys_that_exist():
+    table = (ROOT / "README.md").read_text().split("## Algorithms")[1].split("\n## ")[0]
+    rows = [line.split("|")[2:4] for line in table.splitlines() if line.startswith("| ")][1:]
+    recipes = {path.stem for path in (ROOT / "configs").glob("*-*.yaml")} | {"quickstart"}
+    assert {recipe.strip().strip("`") for _, recipe in rows} == recipes
+    named = re.findall(r"`([a-z_.]+)(?:=[^`]*)?`", " ".join(keys for keys, _ in rows))
+    known = "\n".join(flatten(yaml.safe_load((ROOT / "configs" / "base.yaml").read_text()))).splitlines()
+    values = {"reinforce"}
+    assert [name for name in named if name not in values and not any(f".{k}".endswith(f".{name}") for k in known)] == []
 
 
 def test_our_names_in_the_table_of_verl_are_keys_of_the_base_recipe():
