@@ -31,6 +31,7 @@ def save(begin: Start, settings: Config, step: int) -> Path:
     """What a run leaves after `step` with three prompts a step: the metrics of one step more, and a checkpoint."""
     while begin.state.step < step:
         begin.state.cursor.take(3)
+        begin.state.average.add(1 / (begin.state.step + 3), decay=0.9)
         begin.state.step += 1
     begin.folder.metrics.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, step + 2)))
     checkpoints = Checkpoints(begin.folder.checkpoints)
@@ -61,6 +62,7 @@ def test_auto_goes_on_from_the_newest(root: Path) -> None:
     assert (again.folder.path, again.folder.attempt) == (root / "a", 2)
     assert [json.loads(line)["step"] for line in again.folder.metrics.read_text().splitlines()] == [1, 2, 3]
     assert again.state.cursor.take(6) == expected
+    assert again.state.average == first.state.average and again.state.average.weight > 2
 
 
 def test_a_folder_of_the_same_run_goes_back_to_it(root: Path) -> None:
