@@ -162,8 +162,9 @@ NO_BASELINE = Baseline()
 class TrainingSample:
     """A sample with what is handed out beside it.
 
-    weight   one trained token's share of the update's loss
-    scores   what other models say of its response tokens: name as in TokenBatch -> float32 [R]
+    weight             one trained token's share of the update's loss
+    scores             what other models say of its response tokens: name as in TokenBatch -> float32 [R]
+    imitation_weight   one trained token's share of the update's loss of positive examples
     """
 
     sample: Sample
@@ -171,10 +172,11 @@ class TrainingSample:
     baseline: Baseline
     weight: float
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    imitation_weight: float = 0.0
 
 
 ROW_FIELDS = (
-    *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "old", "reference", "values"),
+    *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "imitation_weight", "old", "reference", "values"),
     *("token_reward", "process_reward", "kl_reward", "advantage", "returns", "selected"),
 )
 """Fields of a TokenBatch with one element per row."""
@@ -214,6 +216,7 @@ class TokenBatch:
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    what the critic learns; None: not estimated yet, or there is no critic
     selected          bool [N]       tokens that the objective treats apart; None: it does not
+    imitation_weight  float32 [N]    share of the update's loss of positive examples; None: nobody reads it
     """
 
     tokens: torch.Tensor
@@ -240,6 +243,7 @@ class TokenBatch:
     advantage: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     selected: torch.Tensor | None = None
+    imitation_weight: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -11,6 +11,7 @@ from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.config.schema import Config
 from megarl.metrics import Metric, merge
+from megarl.rewards.overlong import overlong_penalty
 
 Metrics = dict[str, Metric]
 
@@ -45,23 +46,32 @@ def select(
     remaining = iter(scores)
     judged = [[(sample, next(remaining)) for sample in group] for group in groups]
     if not config.samples_greedily:
-        scored = [_scored(group) for group in judged]
+        scored = [_scored(config, group) for group in judged]
         return scored, _reward_metrics(scored, scores)
-    scored = [_scored(group[:-1], group[-1][1]) for group in judged]
+    scored = [_scored(config, group[:-1], group[-1][1]) for group in judged]
     greedy = [group[-1][1].value for group in judged if group[-1][1].value is not None]
     sampled = [score for group in judged for _, score in group[:-1]]
     return scored, _reward_metrics(scored, sampled) | {"reward/greedy_mean": Metric(fmean(greedy))}
 
 
-def _scored(members: Sequence[tuple[RemoteSample, Score]], greedy: Score | None = None) -> list[ScoredSample]:
+def _scored(
+    config: Config, members: Sequence[tuple[RemoteSample, Score]], greedy: Score | None = None
+) -> list[ScoredSample]:
     if greedy is not None and greedy.value is None:
         return []
     of_greedy = 0.0 if greedy is None or greedy.value is None else greedy.value
     return [
-        ScoredSample(sample, score.value, of_tokens=score.of_tokens, greedy=of_greedy)
+        ScoredSample(sample, score.value + _length_reward(config, sample), of_tokens=score.of_tokens, greedy=of_greedy)
         for sample, score in members
         if score.value is not None
     ]
+
+
+def _length_reward(config: Config, sample: RemoteSample) -> float:
+    buffer = config.rewards.overlong_buffer
+    if buffer is None:
+        return 0.0
+    return overlong_penalty(sample.info.num_response_tokens, config.rollout.max_new_tokens, buffer)
 
 
 def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], scores: Sequence[Score]) -> Metrics:

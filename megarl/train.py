@@ -9,7 +9,7 @@ from statistics import fmean
 
 from megarl import report
 from megarl.algorithms import passes
-from megarl.algorithms.aggregation import sample_weights
+from megarl.algorithms.aggregation import imitation_weights, sample_weights
 from megarl.algorithms.baselines import MovingAverage
 from megarl.batch import SampleInfo
 from megarl.cluster.cast import Cast, assemble
@@ -194,12 +194,11 @@ def share_out(
     scores: what other models say of its tokens, by the name that it has in TokenBatch. What tokens are rewarded with
     one by one is not given to the sample again."""
     infos = [item.sample.info for item in samples]
-    weights = sample_weights(
-        _aggregation(config, role),
-        [info.num_trained_tokens for info in infos],
-        [info.prompt_id for info in infos],
-        config.rollout.max_new_tokens,
-    )
+    num_tokens = [_counted_tokens(config, role, info) for info in infos]
+    prompts = [info.prompt_id for info in infos]
+    weights = sample_weights(_aggregation(config, role), num_tokens, prompts, config.rollout.max_new_tokens)
+    rewards = [item.reward for item in samples]
+    imitation = imitation_weights(num_tokens, rewards, config.algorithm.objective.imitation_above)
     scores = scores or {}
     assignments = [
         Assignment(
@@ -208,11 +207,18 @@ def share_out(
             item.baseline,
             weight,
             {name: by_sample[item.sample.info.id] for name, by_sample in scores.items()},
+            imitation_weight,
         )
-        for item, weight in zip(samples, weights, strict=True)
+        for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
     ]
     microbatches = schedule([Lengths.of(info) for info in infos], packing)
     return [Share.of(assignments, own) for own in microbatches]
+
+
+def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:
+    """Those that a sample has in the loss."""
+    skipped = role == "actor" and config.algorithm.objective.skip_truncated and info.finish_reason == "length"
+    return 0 if skipped else info.num_trained_tokens
 
 
 def _aggregation(config: Config, role: Role) -> Aggregation:

@@ -51,6 +51,15 @@ MODES = {
 }
 
 
+def imitation_weights(num_tokens: Sequence[int], rewards: Sequence[float], above: float) -> list[float]:
+    """w = 1 / Σ n_j over the samples j with a reward above the bound, for one token of these; 0 for the others.
+
+    The mean that VAPO's loss of positive examples is (https://arxiv.org/abs/2504.05118, eq. 10).
+    """
+    positive = [n if reward > above else 0 for n, reward in zip(num_tokens, rewards, strict=True)]
+    return [1.0 / sum(positive) if n else 0.0 for n in positive]
+
+
 def sample_weights(mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int) -> list[float]:
     """Returns the weight of one token of each sample of an update.
 

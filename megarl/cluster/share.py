@@ -28,6 +28,7 @@ class Assignment:
     baseline: Baseline
     weight: float
     scores: Mapping[str, ray.ObjectRef] = field(default_factory=dict)
+    imitation_weight: float = 0.0
 
     @classmethod
     def unscored(cls, sample: ray.ObjectRef) -> Assignment:
@@ -38,7 +39,7 @@ class Assignment:
         return self.training_sample(ray.get(self.sample), {name: ray.get(ref) for name, ref in self.scores.items()})
 
     def training_sample(self, sample: Sample, scores: Mapping[str, torch.Tensor]) -> TrainingSample:
-        return TrainingSample(sample, self.reward, self.baseline, self.weight, scores)
+        return TrainingSample(sample, self.reward, self.baseline, self.weight, scores, self.imitation_weight)
 
 
 @dataclass(frozen=True, slots=True)

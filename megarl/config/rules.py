@@ -203,6 +203,16 @@ def correction_keeps_some_tokens(config: Config) -> str | None:
     )
 
 
+def overlong_buffer_fits_a_response(config: Config) -> str | None:
+    buffer, longest = config.rewards.overlong_buffer, config.rollout.max_new_tokens
+    if buffer is None or buffer <= longest:
+        return None
+    return (
+        f"rewards.overlong_buffer={buffer}: it is the last part of rollout.max_new_tokens={longest}; set it to at most "
+        f"{longest}"
+    )
+
+
 def covariances_to_choose_from(config: Config) -> str | None:
     if config.algorithm.objective.name != "clip_cov":
         return None
@@ -332,6 +342,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     objective_reads_its_options,
     correction_is_of_another_old_policy,
     correction_keeps_some_tokens,
+    overlong_buffer_fits_a_response,
     covariances_to_choose_from,
     clipped_ratio_stays_positive,
     renewal_is_of_a_reference,

@@ -259,7 +259,10 @@ class Objective(Section):
     tau: PositiveFloat | None
     level: Literal["token", "sequence"] | None
     aggregation: Aggregation
+    skip_truncated: bool
     entropy_coefficient: FiniteFloat
+    imitation_coefficient: NonNegativeFloat
+    imitation_above: FiniteFloat
 
 
 class Value(Section):
@@ -320,6 +323,7 @@ class RewardFunction(Section):
 
 class Rewards(Section):
     functions: list[RewardFunction]
+    overlong_buffer: PositiveInt | None
     failure_limit: Annotated[float, Field(ge=0, le=1)]
 
 

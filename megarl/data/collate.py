@@ -55,6 +55,7 @@ def collate(
         behaviour=_float([value for item in samples for value in item.sample.response_logprobs]),
         mask=mask,
         weight=torch.where(mask, weight, 0.0),
+        imitation_weight=torch.where(mask, _float([item.imitation_weight for item in samples])[row_sample], 0.0),
         reward=_float([item.reward for item in samples]),
         baseline=_float([item.baseline.value for item in samples]),
         scale=_float([item.baseline.scale for item in samples]),

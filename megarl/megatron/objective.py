@@ -33,6 +33,10 @@ def policy_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tens
     correction = _correction(algorithm.correction, batch, old, samples)
     loss = (batch.weight * correction.factor * policy.loss).sum()
     sums |= _correction_metrics(batch, correction)
+    if objective.imitation_coefficient:
+        imitation = -(batch.imitation_weight * log_prob).sum()
+        loss = loss + objective.imitation_coefficient * imitation
+        sums["policy/imitation_loss"] = total(imitation)
     if batch.selected is not None:
         sums["policy/selected_share"] = mean(batch.selected, batch.mask)
     if objective.entropy_coefficient:

@@ -52,6 +52,7 @@ class Case:
     kl: str = ""
     divergence: plain.Loss | None = None
     old: str = "old"
+    imitation: float = 0.0
     share: float = 0.0
     bounds: tuple[float, float] | None = None
 
@@ -153,6 +154,9 @@ CASES = {
         kl="estimator: k2",
         divergence=plain.divergence("k2", "token", False),
         share=0.2,
+    ),
+    "VAPO's positive examples": Case(
+        "name: clip, imitation_coefficient: 0.4, imitation_above: 0.7", plain.clip(torch.inf), MEANS, imitation=0.4
     ),
     "DRO": Case("name: dro, tau: 0.3", plain.dro("sequence"), MEANS),
     "DRO of tokens": Case("name: dro, tau: 0.3, level: token", plain.dro("token"), SUMS),
@@ -260,6 +264,10 @@ def plain_gradients(
     loss = plain.aggregate(case.aggregation, losses, responses)
     if case.divergence is not None:
         loss = loss + KL * plain.aggregate(case.aggregation, [case.divergence(r) for r in responses], responses)
+    if case.imitation:
+        positive = [reward > 0.7 for group in groups for _, reward in group]
+        log_probs_of = [r.now for r, good in zip(responses, positive, strict=True) if good]
+        loss = loss - case.imitation * torch.cat(log_probs_of).mean()
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
     return loss.item(), dict(revert_weight_conversion(model, dict(zip(names, gradients, strict=True))))

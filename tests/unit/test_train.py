@@ -1,5 +1,6 @@
 """The driver's part of a step: joining samples with scores, and sharing them out."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,6 +86,32 @@ def test_shares_cover_the_update_once_and_weights_sum_to_one():
     assert sum(weight * tokens[name] for name, weight in given) == pytest.approx(1.0)
     for share in shares:
         assert sorted(i for members in share.microbatches for i in members) == list(range(len(share.samples)))
+
+
+def test_a_long_response_loses_reward_before_it_is_compared():
+    groups = [[sample(0, 0, 16), sample(0, 1, 14), sample(0, 2, 12)]]
+    scored, metrics = select(config("rewards.overlong_buffer=4"), groups, [score(1.0)] * 3)
+    assert [item.reward for item in scored[0]] == [0.0, 0.5, 1.0]
+    assert values(metrics)["reward/mean"] == 0.5 and values(metrics)["reward/f"] == 1.0
+
+
+def test_truncated_responses_may_have_no_weight_for_the_policy():
+    cut = replace(sample(0, 1).info, finish_reason="length")
+    scored, _ = select(config(), [[sample(0, 0), RemoteSample(cut, "0.1")]], [score(1.0), score(0.0)])
+    settings = config("algorithm.objective.skip_truncated=true")
+    [share] = share_out(settings, scored[0], packing())
+    assert [item.weight for item in share.samples] == [1 / 8, 0.0]
+    [of_critic] = share_out(settings, scored[0], packing(), role="critic")
+    assert [item.weight for item in of_critic.samples] == [1 / 8, 1 / 8]
+
+
+def test_positive_examples_have_a_weight_of_their_own():
+    scored, _ = select(config(), GROUPS, [*map(score, [1.0, 0.0, 0.4, 0.9])])
+    settings = config("algorithm.objective={imitation_coefficient: 0.1, imitation_above: 0.4}")
+    [share] = share_out(settings, [item for group in scored for item in group], packing())
+    assert [item.imitation_weight for item in share.samples] == [1 / 8, 0.0, 0.0, 1 / 8]
+    training = share.samples[0].training_sample("the sample", {})
+    assert training.imitation_weight == 1 / 8
 
 
 class Group:

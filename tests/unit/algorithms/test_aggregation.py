@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.aggregation import sample_weights
+from megarl.algorithms.aggregation import imitation_weights, sample_weights
 
 NUM_TOKENS, PROMPTS = [4, 1, 0, 3], ["a", "a", "a", "b"]
 
@@ -21,6 +21,11 @@ NUM_TOKENS, PROMPTS = [4, 1, 0, 3], ["a", "a", "a", "b"]
 )
 def test_weights_by_hand(mode, expected):
     assert sample_weights(mode, NUM_TOKENS, PROMPTS, 10) == pytest.approx(expected)
+
+
+def test_positive_examples_share_one_mean():
+    assert imitation_weights([4, 1, 0, 3], [1.0, 0.5, 1.0, 0.6], 0.5) == pytest.approx([1 / 7, 0, 0, 1 / 7])
+    assert imitation_weights([4, 1], [0.0, 0.0], 0.5) == [0, 0]
 
 
 def test_a_prompt_without_trained_tokens_counts():

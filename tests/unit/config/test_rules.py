@@ -159,6 +159,10 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             "algorithm.correction.mask_low=5: no ratio is between it and mask_high=5; set mask_low below 5",
         ),
         (
+            ["rewards.overlong_buffer=17"],
+            "rewards.overlong_buffer=17: it is the last part of rollout.max_new_tokens=16; set it to at most 16",
+        ),
+        (
             ["algorithm.objective={name: clip_cov, covariance_low: 6}"],
             "algorithm.objective.covariance_low=6: no covariance is between it and covariance_high=5; set",
         ),
