@@ -5,14 +5,15 @@ VENV := .venv
 DONE := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 
-.PHONY: help env quickstart test test-fast test-learn lint clean
+.PHONY: help env quickstart test test-fast test-learn test-exhaustive lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        everything but the learning runs and what needs a GPU: under 25 minutes on 2 cores"
+	@echo "make test        everything but the two below and what needs a GPU: under 25 minutes on 2 cores"
 	@echo "make test-fast   the unit tests, under 3 minutes"
 	@echo "make test-learn  the quickstart learns what it should: about 7 minutes"
+	@echo "make test-exhaustive  every rank of layouts of up to 1,024 against Megatron's own models: about 15 minutes"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)
@@ -25,13 +26,16 @@ quickstart: $(DONE)
 	$(VENV)/bin/megarl train configs/quickstart.yaml
 
 test: lint
-	$(RUN) -m pytest -m "not learn"
+	$(RUN) -m pytest -m "not learn and not exhaustive"
 
 test-fast: $(DONE)
-	$(RUN) -m pytest tests/unit -m "not slow"
+	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive"
 
 test-learn: $(DONE)
 	$(RUN) -m pytest -m learn
+
+test-exhaustive: $(DONE)
+	$(RUN) -m pytest -m exhaustive
 
 lint: $(DONE)
 	$(VENV)/bin/ruff check

@@ -32,7 +32,7 @@ def test_every_command_is_run_somewhere():
 
 def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
     assert command_blocks()[0] == ["make quickstart", "make test"]
-    assert "\nmake test\nmake test-learn\n" in (ROOT / ".ci" / "run").read_text()
+    assert "\nmake test\nmake test-learn\nmake test-exhaustive\n" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("command", LOOKING)

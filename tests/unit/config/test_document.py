@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.document import Document, parse, parse_value, render
@@ -111,7 +111,6 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text() | traps, trees, min_size=1, max_size=3))
 def test_render_reads_back(values: dict) -> None:
     assert repr(parse(render(values), "a.yaml").values) == repr(values)

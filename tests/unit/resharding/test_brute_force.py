@@ -86,7 +86,7 @@ def enter_once(plan: Plan, sources: Sequence[Arrays]) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configs(), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.sampled_from([64, 1000, None]))
 def test_every_element_arrives_once_and_enters_a_node_once(case, ranks_per_node, replicas, shared, bucket_bytes):
     """shared: trainer and engines are on the same nodes, otherwise on different ones."""

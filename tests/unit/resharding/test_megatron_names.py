@@ -110,7 +110,7 @@ def test_published_models_at_the_corners_of_the_layout(model, layout):
         check_rank(CONFIGS[model], layout, rank)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "layout"), PUBLISHED, ids=label)
 def test_published_models_on_every_rank_that_differs(model, layout):
     """One rank of each place in tensor, expert and pipeline parallelism: the others have the same."""

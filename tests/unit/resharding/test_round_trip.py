@@ -49,7 +49,7 @@ def experts_of(layout: Layout, rank: int) -> tuple[range, int, int]:
     return range(ep_rank * count, (ep_rank + 1) * count), layout.expert_tp, etp_rank
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configs())
 def test_checkpoint_to_megatron_and_back_and_to_vllm(case):
     config, layout, vllm_tp = case
@@ -84,7 +84,7 @@ def test_checkpoint_to_megatron_and_back_and_to_vllm(case):
             assert_same(engines[f"vllm:{replica}.{rank}"], vllm_shard(config, checkpoint, vllm_tp, rank))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(configs())
 def test_megatron_to_another_megatron_layout(case):
     config, layout, _ = case

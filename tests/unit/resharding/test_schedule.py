@@ -65,7 +65,7 @@ def test_who_has_the_most_left_to_do_begins():
     assert schedule(plan, SPEEDS).seconds == pytest.approx(3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(configs(), st.integers(1, 4), st.integers(1, 3))
 def test_ports_carry_one_bucket_at_a_time_and_nothing_is_lost(case, ranks_per_node, replicas):
     config, layout, vllm_tp = case

@@ -35,7 +35,7 @@ def expected_of(config, ranks: list[Holder], weights: Weights, engines: list[Hol
     return expected
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(configs())
 def test_an_engine_that_holds_the_weights_is_found_right(case):
     """What it should hold is computed by plain tensor algebra, not by a plan."""
@@ -101,7 +101,6 @@ def test_padding_is_zero():
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(deadline=None)
 def test_parts_add_up(rows, columns, cut, dtype):
     tensor = torch.randn(rows, columns).to(dtype)
     cut = min(cut, rows)
