@@ -117,8 +117,18 @@ class Run:
 
     def find(self, title: str) -> psutil.Process:
         """A process of the run by the start of its title, such as raylet or ray::TrainerActor, once there is one."""
-        self.wait_until(lambda: self.find_all(title))
-        return self.find_all(title)[0]
+        found: list[psutil.Process] = []
+        self.wait_until(lambda: found.extend(self.find_all(title)) or found)
+        return found[0]
+
+    def suspend(self, title: str) -> psutil.Process:
+        """A process of the run, stopped while this is its title, such as ray::EngineActor.generate in that call."""
+        while True:
+            process = self.find(title)
+            process.suspend()
+            if _title(process).startswith(title):
+                return process
+            process.resume()
 
     def find_all(self, title: str) -> list[psutil.Process]:
         return [process for process in self.processes() if _title(process).startswith(title)]

@@ -126,12 +126,10 @@ def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: 
 def test_loss_of_an_engine_while_it_samples(recipe: Path, tmp_path: Path, hold: Path) -> None:
     with Run(recipe, tmp_path, "rollout.replicas=2") as run:
         run.find("ray::RewardActor.score")
-        stopped = run.find_all("ray::EngineActor")[0]
         hold.unlink()
         run.wait_for_step(1)
-        stopped.suspend()
+        stopped = run.suspend("ray::EngineActor.generate")
         waiting = len(run.metrics)
-        run.wait_until(lambda: run.find_all("ray::EngineActor.generate"))
         stopped.kill()
         run.wait_for_step(waiting + 2)
         assert len(lines_of_loss(run)) == 1
