@@ -11,6 +11,7 @@ from megarl import report
 from megarl.algorithms import passes
 from megarl.algorithms.aggregation import imitation_weights, sample_weights
 from megarl.algorithms.baselines import MovingAverage
+from megarl.algorithms.kl import metric_name
 from megarl.batch import SampleInfo
 from megarl.cluster.cast import Cast, assemble
 from megarl.cluster.engine_group import RemoteSample
@@ -132,6 +133,9 @@ def train(
                 cast.trainers.end_step()  # which has scored the samples
             return metrics
     metrics |= train_actor(config, cast.trainers, learned_from, scores)
+    name = metric_name(config.algorithm.kl)
+    if config.algorithm.kl.adaptive_target is not None and name in metrics:  # it is not if no token was trained
+        cast.trainers.adapt_kl(metrics[name].value, sum(map(len, groups)))
     if config.algorithm.kl.renews_after(number):
         cast.trainers.renew_reference()
     return metrics

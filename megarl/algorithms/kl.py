@@ -41,6 +41,16 @@ def estimate(estimator: str, log_ratio: torch.Tensor, straight_through: bool = F
     return value.detach() + with_gradient - with_gradient.detach()
 
 
+def adapted(coefficient: float, divergence: float, target: float, num_samples: int, horizon: int) -> float:
+    """β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2): towards where the divergence is
+    the target. Ziegler et al. (https://arxiv.org/abs/1909.08593, section 2.2), whose published code counts samples.
+
+    divergence   the step's mean estimate
+    """
+    error = min(max(divergence / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * num_samples / horizon)
+
+
 def metric_name(config: KL) -> str:
     """Says which of the forms was computed, such as kl/loss_token_k3."""
     form = "_straight_through" if config.straight_through else ""

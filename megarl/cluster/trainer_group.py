@@ -60,6 +60,9 @@ class TrainerActor(RankActor):
     def renew_reference(self) -> None:
         self._worker.renew_reference()
 
+    def adapt_kl(self, divergence: float, num_samples: int) -> None:
+        self._worker.adapt_kl(divergence, num_samples)
+
     def offload(self) -> dict[str, Metric]:
         return self._worker.offload()
 
@@ -151,6 +154,11 @@ class TrainerGroup(RankGroup):
     def end_step(self) -> None:
         calls = {name: actor.end_step.remote() for name, actor in self._actors.items()}
         self._session.wait(calls, "end of step")
+
+    def adapt_kl(self, divergence: float, num_samples: int) -> None:
+        """Of the actor."""
+        calls = {name: actor.adapt_kl.remote(divergence, num_samples) for name, actor in self._actors.items()}
+        self._session.wait(calls, "change of the KL's coefficient")
 
     def renew_reference(self) -> None:
         """Of the actor."""

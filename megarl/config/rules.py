@@ -237,6 +237,25 @@ def clipped_ratio_stays_positive(config: Config) -> str | None:
     )
 
 
+def adaptive_coefficient_starts_somewhere(config: Config) -> str | None:
+    kl, batch = config.algorithm.kl, config.batch
+    samples = batch.prompts_per_step * batch.samples_per_prompt
+    if kl.adaptive_target is None:
+        return None
+    if not kl.coefficient:
+        return (
+            f"algorithm.kl.adaptive_target={kl.adaptive_target:g}: algorithm.kl.coefficient=0 stays 0 whatever it is "
+            "multiplied with; set a coefficient above 0, or adaptive_target=null"
+        )
+    if samples <= kl.adaptive_horizon:
+        return None
+    return (
+        f"algorithm.kl.adaptive_horizon={kl.adaptive_horizon}: a step has {batch.prompts_per_step} x "
+        f"{batch.samples_per_prompt} = {samples} samples and would change the coefficient by more than 20 %; set "
+        f"adaptive_horizon to at least {samples}"
+    )
+
+
 def renewal_is_of_a_reference(config: Config) -> str | None:
     kl = config.algorithm.kl
     if kl.renew_steps is not None and not kl.coefficient:
@@ -345,5 +364,6 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     overlong_buffer_fits_a_response,
     covariances_to_choose_from,
     clipped_ratio_stays_positive,
+    adaptive_coefficient_starts_somewhere,
     renewal_is_of_a_reference,
 )

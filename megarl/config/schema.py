@@ -277,6 +277,8 @@ class KL(Section):
     estimator: Literal["k1", "k2", "k3", "abs"]
     straight_through: bool
     coefficient: NonNegativeFloat
+    adaptive_target: PositiveFloat | None
+    adaptive_horizon: PositiveInt
     renew_steps: PositiveInt | None
     renew_share: Annotated[float, Field(gt=0, le=1)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch.distributed import Store
 
+from megarl.algorithms.kl import adapted
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.batch import TokenBatch, TrainingSample
 from megarl.config.objectives import selects_tokens
@@ -37,11 +38,13 @@ class ActorWorker(TrainerWorker):
             hf_config = with_value_head(hf_config)
         super().__init__(config, hf_config, model_folder, rank, store, threads)
         kl = config.algorithm.kl
+        self.kl_coefficient = kl.coefficient
+        """It changes between steps if algorithm.kl.adaptive_target is given."""
         if kl.coefficient:
             self._weight_sets.keep("reference", None if kl.renew_steps is None else kl.renew_share)
 
     def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        return policy_objective(self._config.algorithm, batch, scored)
+        return policy_objective(self._config.algorithm, self.kl_coefficient, batch, scored)
 
     def score(self, scorer: Scorer, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> None:
         """Forward-only pass; the log-probs stay here, for the update of the same samples, and so do the values that
@@ -66,7 +69,7 @@ class ActorWorker(TrainerWorker):
                 old[name].cpu(),
                 reference[name].cpu(),
                 torch.tensor(mask, dtype=torch.bool),
-                settings.coefficient,
+                self.kl_coefficient,
                 settings.estimator,
                 settings.level,
             )
@@ -80,6 +83,20 @@ class ActorWorker(TrainerWorker):
         if not selects_tokens(algorithm.objective) or not parallel.is_last_stage(None):
             return batches
         return with_selection(algorithm, batches, [[samples[i] for i in members] for members in microbatches])
+
+    def adapt_kl(self, divergence: float, num_samples: int) -> None:
+        """After a step with this mean divergence from the reference."""
+        kl = self._config.algorithm.kl
+        self.kl_coefficient = adapted(
+            self.kl_coefficient, divergence, kl.adaptive_target, num_samples, kl.adaptive_horizon
+        )
+
+    def _counters(self) -> dict[str, float]:
+        return super()._counters() | {"kl_coefficient": self.kl_coefficient}
+
+    def _restore_counters(self, counters: Mapping[str, float]) -> None:
+        super()._restore_counters(counters)
+        self.kl_coefficient = counters["kl_coefficient"]
 
     def renew_reference(self) -> None:
         """After a step: the reference takes algorithm.kl.renew_share of the policy."""

@@ -21,8 +21,11 @@ Objective = Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]]
 """(batch, scored) -> Σ w·ℓ over the microbatch, and its metrics. scored: float32 [N, columns of the head]."""
 
 
-def policy_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """The actor's. scored: log-prob and entropy of each row, and its value where the critic is a head on the actor."""
+def policy_objective(
+    algorithm: Algorithm, kl_coefficient: float, batch: TokenBatch, scored: torch.Tensor
+) -> tuple[torch.Tensor, Sums]:
+    """The actor's. kl_coefficient: of this step. scored: log-prob and entropy of each row, and its value where the
+    critic is a head on the actor."""
     assert batch.advantage is not None, "the batch has no advantages"
     log_prob, entropy = scored[:, 0], scored[:, 1]
     old = _old(algorithm.correction, batch, log_prob)
@@ -44,8 +47,9 @@ def policy_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tens
     if batch.reference is not None:
         estimate = _kl(algorithm.kl, log_prob, _at_trained(batch, batch.reference, log_prob), samples)
         if algorithm.kl.placement == "loss":
-            loss = loss + algorithm.kl.coefficient * (batch.weight * estimate).sum()
+            loss = loss + kl_coefficient * (batch.weight * estimate).sum()
         sums[kl.metric_name(algorithm.kl)] = mean(estimate, batch.mask)
+        sums["kl/coefficient"] = mean(torch.full_like(estimate, kl_coefficient), batch.mask)
     sums["policy/loss"] = total(loss)
     if scored.shape[-1] == 3:  # the critic is a head on the actor
         loss_of_values, of_values = value_objective(algorithm.value, batch, scored[:, 2:])

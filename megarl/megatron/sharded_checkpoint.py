@@ -92,7 +92,7 @@ def save(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     weight_sets: WeightSets,
-    counters: Mapping[str, int],
+    counters: Mapping[str, float],
     folder: Path,
 ) -> Saving:
     """Together on all ranks, into an empty folder. Returns when everything is in host memory.
@@ -117,7 +117,7 @@ def load(
     weight_sets: WeightSets,
     folder: Path,
     same_layout: bool,
-) -> dict[str, int]:
+) -> dict[str, float]:
     """Together on all ranks, in place, whatever the layout it was saved from. Returns the counters.
 
     same_layout: it was saved from this layout, so that each rank takes its random states too.

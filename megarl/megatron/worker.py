@@ -138,15 +138,14 @@ class TrainerWorker(ModelWorker, ABC):
         counters = sharded_checkpoint.load(
             self.chunks, self.optimizer, self._weight_sets, checkpoint.path / role, same_layout
         )
-        self.num_updates = counters["num_updates"]
+        self._restore_counters(counters)
         if not same_layout:
             random_state.seed_anew(self._config.run.seed, self.num_updates)
 
     def save_checkpoint(self, checkpoint: Path, role: Role) -> None:
         """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on."""
-        counters = {"num_updates": self.num_updates}
         self._saving = sharded_checkpoint.save(
-            self.chunks, self.optimizer, self._weight_sets, counters, checkpoint / role
+            self.chunks, self.optimizer, self._weight_sets, self._counters(), checkpoint / role
         )
 
     def checkpoint_written(self) -> bool:
@@ -155,6 +154,13 @@ class TrainerWorker(ModelWorker, ABC):
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
         """This rank's files, once they are on the disk."""
         return self._saving.finish(checkpoint)
+
+    def _counters(self) -> dict[str, float]:
+        """What else a run needs to go on, the same on all ranks."""
+        return {"num_updates": self.num_updates}
+
+    def _restore_counters(self, counters: Mapping[str, float]) -> None:
+        self.num_updates = counters["num_updates"]
 
     def _frozen(self) -> Collection[str]:
         return self._chosen("frozen", self._settings.frozen)

@@ -119,6 +119,8 @@ def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
         worker.score("reference", samples, share.microbatches)
     metrics = worker.update(samples, share.microbatches)
     worker.end_step()
+    if config.algorithm.kl.adaptive_target is not None:
+        worker.adapt_kl(divergence=1.0, num_samples=12)
     if config.algorithm.kl.renews_after(number + 1):
         worker.renew_reference()
     weights = {name: p.clone() for name, p in worker.parameters().items()}
@@ -225,6 +227,16 @@ def test_a_renewed_reference_goes_on_and_goes_through_another_layout(experts, tm
     assert_same_weights(run_ranks(4, go_on, first, experts, checkpoint), uninterrupted)
     _, converted = saved_by(second, experts, tmp_path / "second", checkpoint)
     assert_same_weights(run_ranks(4, go_on, first, experts, converted), uninterrupted)
+
+
+def test_an_adapted_coefficient_goes_on(model, tmp_path):
+    """It has grown by a fifth after every step before the save."""
+    kl = "algorithm.kl={coefficient: 10.0, adaptive_target: 0.5, adaptive_horizon: 12}"
+    config = config_of(model, kl, "actor.layout.pp=2")
+    uninterrupted, checkpoint = saved_by(config, model, tmp_path)
+    resumed = run_ranks(2, go_on, config, model, checkpoint)
+    assert resumed[1].metrics["kl/coefficient"].value == pytest.approx(10 * 1.2**SAVED_AFTER)
+    assert_same_weights(resumed, uninterrupted)
 
 
 def save_late(store, rank: int, config: Config, model: Path, folder: Path) -> Saved:

@@ -281,7 +281,7 @@ def of_ranks(
     worker.packing = dataclasses.replace(worker.packing, **packing)
     results = {}
     for name, config in configs.items():
-        worker._config = config
+        worker._config, worker.kl_coefficient = config, config.algorithm.kl.coefficient
         given = {"old": others["old"]} if CASES[name].old != "now" else {}
         given |= {"reference": others["reference"]} if CASES[name].kl else {}
         share = shares(config, worker.packing, groups, scores=given)[worker.data_parallel_rank]

@@ -105,6 +105,20 @@ def test_truncated_responses_may_have_no_weight_for_the_policy():
     assert [item.weight for item in of_critic.samples] == [1 / 8, 1 / 8]
 
 
+def test_the_kls_coefficient_follows_the_steps_divergence():
+    settings = config("algorithm.kl={coefficient: 0.1, adaptive_target: 0.2, adaptive_horizon: 512}")
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    actor, given = Group(), []
+    actor.score = lambda scorer, share: None
+    actor.adapt_kl = lambda *arguments: given.append(arguments)
+    actor.update = lambda shares: {"kl/loss_token_k3": Metric(0.3)}
+    train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
+    assert given == [(0.3, 4)]
+    actor.update = lambda shares: {}  # nothing was trained
+    train(settings, SimpleNamespace(trainers=actor), groups, 2, {}, MovingAverage())
+    assert len(given) == 1
+
+
 def test_positive_examples_have_a_weight_of_their_own():
     scored, _ = select(config(), GROUPS, [*map(score, [1.0, 0.0, 0.4, 0.9])])
     settings = config("algorithm.objective={imitation_coefficient: 0.1, imitation_above: 0.4}")

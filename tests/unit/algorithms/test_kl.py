@@ -58,6 +58,14 @@ def test_straight_through_keeps_the_value():
         torch.testing.assert_close(kl.estimate(estimator, ratio, True), kl.estimate(estimator, ratio))
 
 
+@pytest.mark.parametrize(
+    ("divergence", "expected"), [(0.05, 1.0), (0.055, 1.01), (5.0, 1.02), (0.0, 0.98), (-1.0, 0.98)]
+)
+def test_the_coefficient_moves_by_at_most_a_fifth_of_the_horizons_share(divergence, expected):
+    """A step of 100 samples with a horizon of 1000: a tenth of the clipped error, here of a target of 0.05."""
+    assert kl.adapted(1.0, divergence, 0.05, 100, 1000) == pytest.approx(expected)
+
+
 def test_the_metric_says_which_form_it_is():
     config = KL(
         placement="loss",
@@ -65,6 +73,8 @@ def test_the_metric_says_which_form_it_is():
         estimator="k3",
         straight_through=True,
         coefficient=0.1,
+        adaptive_target=None,
+        adaptive_horizon=10000,
         renew_steps=None,
         renew_share=1.0,
     )

@@ -142,6 +142,14 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         ),
         (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples; list a function"),
         (
+            ["algorithm.kl.adaptive_target=0.1"],
+            "algorithm.kl.adaptive_target=0.1: algorithm.kl.coefficient=0 stays 0 whatever it is multiplied with",
+        ),
+        (
+            ["algorithm.kl={coefficient: 0.1, adaptive_target: 0.1, adaptive_horizon: 127}"],
+            "algorithm.kl.adaptive_horizon=127: a step has 16 x 8 = 128 samples and would change the coefficient by",
+        ),
+        (
             ["algorithm.kl.renew_steps=2"],
             "algorithm.kl.renew_steps=2: with algorithm.kl.coefficient=0 there is no reference to renew; set",
         ),
