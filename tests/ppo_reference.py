@@ -25,6 +25,9 @@ class PpoSettings:
     lr: float
     eps: float
     temperature: float
+    critic_lambda: float | None = None
+    length_alpha: float | None = None
+    """VAPO's α: the policy's λ is 1 − 1 / (α · length)."""
 
 
 class PpoReference:
@@ -81,17 +84,19 @@ class PpoReference:
 
     def estimate(self, sample: Sample, reward: float, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Advantages and returns of the trained tokens, from the last to the first; the reward comes with the last."""
-        mask = torch.tensor(sample.response_mask)
+        settings, mask = self.settings, torch.tensor(sample.response_mask)
+        of_policy, of_critic = settings.gae_lambda, settings.critic_lambda or settings.gae_lambda
+        if settings.length_alpha is not None:
+            of_policy = max(0.0, 1 - 1 / (settings.length_alpha * max(sum(sample.response_mask), 1)))
         values = values[mask].tolist()
         of_tokens = [0.0] * len(values) if self.of_tokens is None else self.of_tokens[sample.id][mask].tolist()
-        advantages, following, later = [], 0.0, 0.0
-        for t in reversed(range(len(values))):
-            given = of_tokens[t] + (reward if t == len(values) - 1 else 0.0)
-            delta = given + self.settings.gamma * following - values[t]
-            later = delta + self.settings.gamma * self.settings.gae_lambda * later
-            following = values[t]
-            advantages.insert(0, later)
-        return torch.tensor(advantages), torch.tensor(advantages) + torch.tensor(values)
+        of_tokens[-1:] = [reward + last for last in of_tokens[-1:]]
+        deltas = [
+            given + settings.gamma * following - value
+            for given, following, value in zip(of_tokens, [*values[1:], 0.0], values, strict=bool(values))
+        ]
+        advantages, targets = (discounted(deltas, settings.gamma * own) for own in (of_policy, of_critic))
+        return torch.tensor(advantages), torch.tensor(targets) + torch.tensor(values)
 
     def advantages(self, by_sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not self.settings.whiten:
@@ -147,3 +152,11 @@ class SharedTrunkReference(PpoReference):
         (policy + self.coefficient * value).backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
+
+
+def discounted(deltas: Sequence[float], discount: float) -> list[float]:
+    """Σ_l discount^l·δ_{t+l}, from the last to the first."""
+    sums: list[float] = []
+    for delta in reversed(deltas):
+        sums.insert(0, delta + discount * (sums[0] if sums else 0.0))
+    return sums

@@ -55,6 +55,7 @@ LAYOUTS = {
 }
 PLAIN = PpoSettings(1.0, 0.95, None, False, LR, EPS, TEMPERATURE)
 EVERYTHING = PpoSettings(0.9, 0.8, 0.1, True, LR, EPS, TEMPERATURE)
+DECOUPLED = PpoSettings(0.9, 0.8, None, False, LR, EPS, TEMPERATURE, critic_lambda=1.0, length_alpha=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,8 @@ def ppo_config(
         f"algorithm.advantage.gamma={settings.gamma}",
         f"algorithm.advantage.gae_lambda={settings.gae_lambda}",
         f"algorithm.advantage.whiten={str(settings.whiten).lower()}",
+        f"algorithm.advantage.critic_lambda={settings.critic_lambda or 'null'}",
+        f"algorithm.advantage.length_alpha={settings.length_alpha or 'null'}",
         f"algorithm.value.clip={'null' if settings.value_clip is None else settings.value_clip}",
         f"actor.layout={layouts[0]}",
         f"critic.layout={layouts[1]}",
@@ -181,6 +184,13 @@ def check(
 def test_two_steps_equal_plain_torch(actor, critic, layouts):
     config = ppo_config(actor, critic, LAYOUTS[layouts], EVERYTHING)
     check(config, actor, critic, EVERYTHING, [[random_groups(0)], [random_groups(1)]])
+
+
+@pytest.mark.parametrize("layouts", ["actor DP2, critic CP2", "actor TP3 SP, critic PP2", "actor CP2, critic PP2 VPP2"])
+def test_actor_and_critic_may_have_lambdas_of_their_own(actor, critic, layouts):
+    """The actor's by the length of each sample, as VAPO has it."""
+    config = ppo_config(actor, critic, LAYOUTS[layouts], DECOUPLED)
+    check(config, actor, critic, DECOUPLED, [[random_groups(0)]])
 
 
 @pytest.mark.parametrize("layouts", [("{pp: 2}", "{dp: 2}"), ("{dp: 2}", "{cp: 2}"), ("{cp: 2}", "{}")])

@@ -129,3 +129,21 @@ def test_two_lambdas_and_a_length():
     a = batch.advantage[:5].tolist()
     assert a == pytest.approx([1.5 / 9, 0, 0.5, 1.5, 0])
     assert batch.returns[:5].tolist() == pytest.approx([2, 0, 2, 2, 0])
+
+
+@pytest.mark.parametrize("estimator", [*OF_SAMPLES, "reinforce_plus_plus", "gae"])
+def test_neighbours_in_the_pack_are_not_seen(estimator):
+    """Each sample alone has the advantages that it has between others, in any order."""
+    settings = algorithm(estimator, "advantage.whiten=false", "advantage.gamma=0.9")
+    made = [replace(training_sample(name), baseline=Baseline(i / 2, 1.0 + i)) for i, name in enumerate(MASKS)]
+    scores = {field: randn(i) for i, field in enumerate(("values", "token_reward", "process_reward", "kl_reward"))}
+
+    def of_pack(samples: list[TrainingSample]) -> dict[str, torch.Tensor]:
+        [batch] = with_advantages(settings, [collate(samples, packing(), **scores)])
+        lengths = [len(item.sample.response_ids) for item in samples]
+        parts = batch.advantage.split(lengths)
+        return {item.sample.id: own for item, own in zip(samples, parts, strict=True)}
+
+    alone = {name: own for item in made for name, own in of_pack([item]).items()}
+    for order in (made, made[::-1], [made[2], made[0], made[3], made[1]]):
+        torch.testing.assert_close(of_pack(order), alone)
