@@ -77,6 +77,26 @@ def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json
     return folder
 
 
+def write_tiny_experts(folder: Path, num_layers: int = 2) -> Path:
+    """A mixture of experts, but for its second layer."""
+    return write_tiny_model(
+        folder,
+        "qwen3_moe",
+        vocab_size=128,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=num_layers,
+        intermediate_size=96,
+        max_position_embeddings=64,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+    )
+
+
 def tiny_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, other characters are dropped; ids above those are never encoded to.
 

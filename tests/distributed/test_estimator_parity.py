@@ -27,7 +27,7 @@ from tests.parity import (
     random_groups,
     train,
 )
-from tests.tiny_model import write_tiny_llama, write_tiny_model
+from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 UPDATES = [random_groups(seed) for seed in range(2)]  # of the second, the policy is no longer its reference
 SOURCE = random.Random(3)
@@ -70,22 +70,7 @@ def dense(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> Path:
-    return write_tiny_model(
-        tmp_path_factory.mktemp("experts"),
-        "qwen3_moe",
-        vocab_size=128,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        intermediate_size=96,
-        max_position_embeddings=64,
-        num_key_value_heads=2,
-        head_dim=16,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-    )
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"))
 
 
 def plain(folder: Path, kind: str) -> Outcome:

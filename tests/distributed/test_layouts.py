@@ -8,7 +8,7 @@ import pytest
 
 from tests.forked import run_ranks
 from tests.parity import Outcome, assert_same_training, config_of, plain_training, random_groups, train
-from tests.tiny_model import write_tiny_llama, write_tiny_model
+from tests.tiny_model import write_tiny_experts, write_tiny_llama, write_tiny_model
 
 UPDATES = [random_groups(seed) for seed in range(3)]
 KL = 0.05
@@ -71,17 +71,7 @@ def dense(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> Path:
-    return write_tiny_model(
-        tmp_path_factory.mktemp("experts"),
-        "qwen3_moe",
-        **SIZES,
-        num_key_value_heads=2,
-        head_dim=16,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-    )
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4)
 
 
 @pytest.fixture(scope="module")
