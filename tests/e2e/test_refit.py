@@ -347,10 +347,11 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     trainers.call("connect", plan, meeting)
     engine.call("connect", plan, meeting, targets)
     right = trainers.expected(hf_config, targets)
-    region = next(region for region in right if region.tensor == "model.layers.1.self_attn.k_proj.weight")
+    spoiled = f"model.layers.1.self_attn.{'kv_b_proj' if model_type == 'deepseek_v3' else 'k_proj'}.weight"
+    region = next(region for region in right if region.tensor == spoiled)
     trainers.begin("send")
     # With two workers, both fail, and the next call must not get the second one's answer.
-    difference = r"not the trainer's: model.layers.1.self_attn.k_proj.weight\[.* in megatron:1 "
+    difference = rf"not the trainer's: {spoiled}\[.* in megatron:1 "
     with pytest.raises(RuntimeError, match=difference):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
     trainers.end()
