@@ -9,6 +9,7 @@ from statistics import fmean
 from megarl.algorithms.baselines import Member, MovingAverage, amplification, group_baselines
 from megarl.batch import NO_BASELINE, NO_TOTALS, Baseline, TokenTotals
 from megarl.config.schema import Config
+from megarl.metrics import Metric
 from megarl.selection import ScoredSample
 
 Totals = Mapping[str, TokenTotals]
@@ -44,9 +45,17 @@ def compared(
     ]
 
 
-def mean_reward(config: Config, groups: Groups, of_tokens: Totals, of_kl: Totals) -> float:
-    """Of a step, as it is compared: what a moving average goes on with."""
-    return fmean(_member(config, item, of_tokens, of_kl).reward for group in groups for item in group)
+def take_up(
+    config: Config, groups: Groups, of_tokens: Totals, of_kl: Totals, average: MovingAverage
+) -> dict[str, Metric]:
+    """After the step's updates are compared: the moving average takes up its rewards, if it is what they are compared
+    with. Returns what it was until now."""
+    advantage, before = config.algorithm.advantage, average.value
+    if advantage.kind.baseline != "moving_average":
+        return {}
+    mean = fmean(_member(config, item, of_tokens, of_kl).reward for group in groups for item in group)
+    average.add(mean, advantage.option("baseline_decay"))
+    return {"reward/baseline": Metric(before)}
 
 
 def _member(config: Config, item: ScoredSample, of_tokens: Totals, of_kl: Totals) -> Member:

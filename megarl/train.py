@@ -5,16 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 
 from megarl import report
 from megarl.algorithms import passes
-from megarl.algorithms.aggregation import imitation_weights, sample_weights
 from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.kl import metric_name
-from megarl.batch import SampleInfo
+from megarl.announcement import announce
 from megarl.cluster.cast import Cast, assemble
-from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.machine import check_machine
 from megarl.cluster.memory import MemorySampler
@@ -22,17 +19,18 @@ from megarl.cluster.model_folders import find_models
 from megarl.cluster.placement import place
 from megarl.cluster.saver import Saver, checkpoint_bytes
 from megarl.cluster.session import Session
-from megarl.cluster.share import Assignment, Scores, Share
+from megarl.cluster.share import Scores, Share
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.comparison import Totals, compared, mean_reward
-from megarl.config.schema import Aggregation, Config, Role
-from megarl.data.packing import Lengths, Packing, schedule
-from megarl.data.prompts import PromptSet, load_prompts
-from megarl.metrics import Metric, merge, values
-from megarl.resume import RunState, Start, start
+from megarl.comparison import Totals, compared, take_up
+from megarl.config.schema import Config, Role
+from megarl.data.prompts import load_prompts
+from megarl.handout import hand_out, samples_of, updates_of
+from megarl.metrics import merge, values
+from megarl.resume import RunState, start
 from megarl.sampling import requests
 from megarl.selection import Metrics, ScoredSample, select
 from megarl.sinks import ConsoleSink, JsonlSink
+from megarl.step_metrics import step_metrics
 from megarl.stopwatch import Stopwatch
 
 
@@ -56,7 +54,7 @@ def run(config: Config, scratch: Path) -> None:
     num_bytes = checkpoint_bytes(config, models.trained)
     saver = Saver(folder.checkpoints, config, num_bytes, prompts.data_hash)
     placement = place(config)
-    _announce(config, begin, models.actor, prompts, placement.describe())
+    announce(config, begin, models.actor, prompts, placement.describe())
     sinks = (JsonlSink(folder.metrics), ConsoleSink(config.run.steps))
     memory = MemorySampler()
     with Session(config.cluster, folder.logs, scratch) as session:
@@ -93,7 +91,7 @@ def step(
         metrics |= offloaded | train(config, cast, scored, number, process, state.average)
     with watch.phase("refit"):
         metrics |= cast.refit.run(version=number)
-    return _finish(config, metrics, watch, groups, number)
+    return values(metrics) | step_metrics(config, groups, watch, number)
 
 
 def train(
@@ -118,38 +116,21 @@ def train(
             config, cast.implicit_reward, "implicit_reward", plain, {}
         )
     if config.kl_in_reward:
-        shares = [share_out(config, samples_of(update), cast.trainers.packing) for update in updates]
+        shares = [hand_out(config, samples_of(update), cast.trainers.packing) for update in updates]
         score_policy(config, cast.trainers, shares)
         scores["kl_reward"], of_kl = cast.trainers.score_tokens(shares)
     learned_from = [compared(config, update, of_tokens, of_kl, average) for update in updates]
-    if config.algorithm.advantage.kind.baseline == "moving_average":
-        metrics["reward/baseline"] = Metric(average.value)
-        average.add(mean_reward(config, groups, of_tokens, of_kl), config.algorithm.advantage.option("baseline_decay"))
+    metrics |= take_up(config, groups, of_tokens, of_kl, average)
     if passes.needed(config, "critic values"):
-        of_critic, scores["values"], _ = train_scorer(config, cast.critic, "critic", learned_from, {**scores})
+        of_critic, scores["values"], _ = train_scorer(config, cast.critic, "critic", learned_from, scores)
         metrics |= of_critic
         if number <= config.critic.warmup_steps:
             if config.kl_in_reward:
                 cast.trainers.end_step()  # which has scored the samples
             return metrics
     metrics |= train_actor(config, cast.trainers, learned_from, scores)
-    name = metric_name(config.algorithm.kl)
-    if config.algorithm.kl.adaptive_target is not None and name in metrics:  # it is not if no token was trained
-        cast.trainers.adapt_kl(metrics[name].value, sum(map(len, groups)))
-    if config.algorithm.kl.renews_after(number):
-        cast.trainers.renew_reference()
+    follow_policy(config, cast.trainers, number, metrics, sum(map(len, groups)))
     return metrics
-
-
-def updates_of(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> list[list[Sequence[ScoredSample]]]:
-    """The groups of each update. One whose samples all failed has nothing to learn from."""
-    size = config.batch.prompts_per_update
-    updates = [[group for group in groups[i : i + size] if group] for i in range(0, len(groups), size)]
-    return [update for update in updates if update]
-
-
-def samples_of(update: Sequence[Sequence[ScoredSample]]) -> list[ScoredSample]:
-    return [sample for group in update for sample in group]
 
 
 def train_scorer(
@@ -160,7 +141,7 @@ def train_scorer(
     scores: Mapping[str, Scores],
 ) -> tuple[Metrics, Scores, Totals]:
     """Returns, beside the metrics, where the token scores from before its updates are, and what they amount to."""
-    shares = [share_out(config, update, group.packing, role, scores) for update in updates]
+    shares = [hand_out(config, update, group.packing, role, scores) for update in updates]
     own, totals = group.score_tokens(shares)
     metrics = merge([group.update(share) for share in shares])
     group.end_step()
@@ -171,7 +152,7 @@ def train_actor(
     config: Config, actor: TrainerGroup, updates: Sequence[Sequence[ScoredSample]], scores: Mapping[str, Scores]
 ) -> Metrics:
     """The passes that the algorithm needs, unless rewards have needed them before, then the updates."""
-    shares = [share_out(config, update, actor.packing, "actor", scores) for update in updates]
+    shares = [hand_out(config, update, actor.packing, "actor", scores) for update in updates]
     if not config.kl_in_reward:
         score_policy(config, actor, shares)
     metrics = merge([actor.update(share) for share in shares])
@@ -187,85 +168,11 @@ def score_policy(config: Config, actor: TrainerGroup, shares: Sequence[Sequence[
                 actor.score(scorer, share)
 
 
-def share_out(
-    config: Config,
-    samples: Sequence[ScoredSample],
-    packing: Packing,
-    role: Role = "actor",
-    scores: Mapping[str, Scores] | None = None,
-) -> list[Share]:
-    """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss.
-    scores: what other models say of its tokens, by the name that it has in TokenBatch. What tokens are rewarded with
-    one by one is not given to the sample again."""
-    infos = [item.sample.info for item in samples]
-    num_tokens = [_counted_tokens(config, role, info) for info in infos]
-    prompts = [info.prompt_id for info in infos]
-    weights = sample_weights(_aggregation(config, role), num_tokens, prompts, config.rollout.max_new_tokens)
-    rewards = [item.reward for item in samples]
-    imitation = imitation_weights(num_tokens, rewards, config.algorithm.objective.imitation_above)
-    scores = scores or {}
-    assignments = [
-        Assignment(
-            item.sample.ref,
-            item.reward - item.of_tokens.total if "process_reward" in scores else item.reward,
-            item.baseline,
-            weight,
-            {name: by_sample[item.sample.info.id] for name, by_sample in scores.items()},
-            imitation_weight,
-        )
-        for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
-    ]
-    microbatches = schedule([Lengths.of(info) for info in infos], packing)
-    return [Share.of(assignments, own) for own in microbatches]
-
-
-def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:
-    """Those that a sample has in the loss."""
-    skipped = role == "actor" and config.algorithm.objective.skip_truncated and info.finish_reason == "length"
-    return 0 if skipped else info.num_trained_tokens
-
-
-def _aggregation(config: Config, role: Role) -> Aggregation:
-    """An implicit reward model's loss is of whole samples: their mean."""
-    return {
-        "actor": config.algorithm.objective.aggregation,
-        "critic": config.algorithm.value.aggregation,
-        "implicit_reward": "sequence_mean_of_token_sums",
-    }[role]
-
-
-def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    lengths = [info.num_response_tokens for info in infos]
-    return {
-        "response/length_mean": fmean(lengths),
-        "response/length_min": min(lengths),
-        "response/length_max": max(lengths),
-        "response/truncated_share": fmean(info.finish_reason == "length" for info in infos),
-    }
-
-
-def _finish(
-    config: Config,
-    metrics: Mapping[str, Metric],
-    watch: Stopwatch,
-    groups: Sequence[Sequence[RemoteSample]],
-    version: int,
-) -> dict[str, float]:
-    infos = [sample.info for group in groups for sample in group]
-    sampled = [sample.info for group in groups for sample in group[: config.batch.samples_per_prompt]]
-    times = watch.metrics()
-    return {
-        **values(metrics),
-        **_response_metrics(sampled),
-        **times,
-        "throughput/tokens_per_second": sum(info.num_tokens for info in infos) / times["time/step"],
-        "weights/version": version,
-    }
-
-
-def _announce(config: Config, begin: Start, model_folder: Path, prompts: PromptSet, placement: str) -> None:
-    if begin.folder.moved is not None:
-        print(f"an earlier run of this name is now at {begin.folder.moved}")
-    print(f"run: {begin.folder.path}, {begin.describe()}")
-    print(f"model: {model_folder}\nprompts: {len(prompts)}\nprocesses: {placement}")
-    print("\n".join(passes.describe(config)), flush=True)
+def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
+    """The KL's coefficient and its reference go after the policy, where they are to do so."""
+    kl = config.algorithm.kl
+    name = metric_name(kl)
+    if kl.adaptive_target is not None and name in metrics:  # it is not if no token was trained
+        actor.adapt_kl(metrics[name].value, num_samples)
+    if kl.renews_after(number):
+        actor.renew_reference()

@@ -22,6 +22,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config, Role
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Packing
+from megarl.handout import hand_out
 from megarl.megatron.actor_worker import ActorWorker
 from megarl.megatron.model import named_parameters
 from megarl.metrics import Metric
@@ -31,7 +32,6 @@ from megarl.resharding.piece import Holder
 from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.selection import ScoredSample
-from megarl.train import share_out
 from tests.closeness import relative_error
 from tests.grpo_reference import GrpoReference
 
@@ -117,7 +117,7 @@ def shares(
     totals = {name: amounts(groups, own) for name, own in (scores or {}).items()}
     of_tokens, of_kl = (totals.get(name, {}) for name in ("token_reward", "kl_reward"))
     scored = [[ScoredSample(RemoteSample(SampleInfo.of(s), s), reward) for s, reward in group] for group in groups]
-    return share_out(config, compared(config, scored, of_tokens, of_kl, MovingAverage()), packing, role, scores)
+    return hand_out(config, compared(config, scored, of_tokens, of_kl, MovingAverage()), packing, role, scores)
 
 
 def amounts(groups: list[Group], scores: Mapping[str, torch.Tensor]) -> dict[str, TokenTotals]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +21,7 @@ from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
 from megarl.megatron.covariance import with_selection
-from megarl.megatron.objective import policy_objective
-from megarl.megatron.sums import Sums
+from megarl.megatron.objective import Objective, policy_objective
 from megarl.megatron.worker import TrainerWorker
 
 Scorer = Literal["old", "reference"]
@@ -43,8 +43,9 @@ class ActorWorker(TrainerWorker):
         if kl.coefficient:
             self._weight_sets.keep("reference", None if kl.renew_steps is None else kl.renew_share)
 
-    def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        return policy_objective(self._config.algorithm, self.kl_coefficient, batch, scored)
+    @property
+    def objective(self) -> Objective:
+        return partial(policy_objective, self._config.algorithm, self.kl_coefficient)
 
     def score(self, scorer: Scorer, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> None:
         """Forward-only pass; the log-probs stay here, for the update of the same samples, and so do the values that

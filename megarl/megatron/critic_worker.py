@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.distributed import Store
 
-from megarl.batch import TokenBatch, TrainingSample
+from megarl.batch import TrainingSample
 from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
-from megarl.megatron.objective import value_objective
-from megarl.megatron.sums import Sums
+from megarl.megatron.objective import Objective, value_objective
 from megarl.megatron.worker import TrainerWorker
 
 
@@ -28,8 +28,9 @@ class CriticWorker(TrainerWorker):
         hf_config = as_classifier(read_config(model_folder))
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 
-    def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        return value_objective(self._config.algorithm.value, batch, scored)
+    @property
+    def objective(self) -> Objective:
+        return partial(value_objective, self._config.algorithm.value)
 
     def token_scores(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]

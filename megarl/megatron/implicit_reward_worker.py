@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,8 +15,7 @@ from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
-from megarl.megatron.objective import implicit_reward_objective
-from megarl.megatron.sums import Sums
+from megarl.megatron.objective import Objective, implicit_reward_objective
 from megarl.megatron.worker import TrainerWorker
 
 
@@ -28,8 +28,9 @@ class ImplicitRewardWorker(TrainerWorker):
         super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)
         self._weight_sets.keep("reference")
 
-    def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        return implicit_reward_objective(self._config.implicit_reward, batch, scored)
+    @property
+    def objective(self) -> Objective:
+        return partial(implicit_reward_objective, self._config.implicit_reward)
 
     def token_scores(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]

@@ -15,43 +15,14 @@ from megatron.core.utils import unwrap_model
 from megarl.batch import TokenBatch
 from megarl.megatron.model_input import ModelInput
 from megarl.megatron.objective import Objective
-from megarl.megatron.sums import Sums, read
-from megarl.metrics import Metric, merge
-
-
-def update(
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    objective: Objective,
-    batches: Sequence[TokenBatch],
-) -> tuple[dict[str, Metric], float]:
-    """One optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Returns the objective's metrics on this
-    rank (none before the last stage), and the norm of the gradient before clipping.
-
-    Raises RuntimeError, on all ranks, for a gradient that is not finite. The weights are lost then.
-    """
-    parts = accumulate_gradients(chunks, objective, batches)
-    _, grad_norm, _ = optimizer.step()
-    if not math.isfinite(grad_norm):
-        raise RuntimeError(
-            f"the gradient is not finite (norm {grad_norm}); the run ends before these weights are used or saved: go "
-            "on from its last checkpoint with resume=auto, after a look at the last rollouts and at the learning rate"
-        )
-    return merge(read(sums) for sums in parts), float(grad_norm)
-
-
-def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """After the last update: with overlapped communication, other ranks' parts of the parameters would only be fetched
-    by the next forward pass of an update."""
-    for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
+from megarl.megatron.sums import Sums
 
 
 def accumulate_gradients(
     chunks: Sequence[DistributedDataParallel], objective: Objective, batches: Sequence[TokenBatch]
 ) -> list[Sums]:
-    """Leaves the gradient of Σ w·ℓ, reduced over ranks, in the parameters' main_grad."""
+    """Leaves the gradient of Σ w·ℓ over the microbatches of all ranks in the parameters' main_grad. Returns the
+    objective's metrics of each microbatch on this rank (none before the last stage)."""
     # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks; the product of
     # both is undone here and nowhere else: cp / num_microbatches · 1 / (dp · cp) · (num_microbatches · dp) = 1.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
@@ -64,6 +35,28 @@ def accumulate_gradients(
         chunk.zero_grad_buffer()
         chunk.train()
     return _run(chunks, batches, loss_of, forward_only=False)
+
+
+def apply_gradients(optimizer: MegatronOptimizer) -> float:
+    """One optimizer step. Returns the norm of the gradient before clipping.
+
+    Raises RuntimeError, on all ranks, for a gradient that is not finite. The weights are lost then.
+    """
+    _, grad_norm, _ = optimizer.step()
+    if not math.isfinite(grad_norm):
+        raise RuntimeError(
+            f"the gradient is not finite (norm {grad_norm}); the run ends before these weights are used or saved: go "
+            "on from its last checkpoint with resume=auto, after a look at the last rollouts and at the learning rate"
+        )
+    return float(grad_norm)
+
+
+def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """After the last update: with overlapped communication, other ranks' parts of the parameters would only be fetched
+    by the next forward pass of an update."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> list[torch.Tensor]:

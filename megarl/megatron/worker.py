@@ -20,11 +20,12 @@ from megarl.megatron import parallel, random_state, sharded_checkpoint, step
 from megarl.megatron.advantage import with_advantages
 from megarl.megatron.model import named_parameters, named_weights
 from megarl.megatron.model_worker import ModelWorker
+from megarl.megatron.objective import Objective
 from megarl.megatron.offload import Offload
 from megarl.megatron.optimizer import build_optimizer, set_rates
-from megarl.megatron.sums import Sums
+from megarl.megatron.sums import read
 from megarl.megatron.weight_sets import WeightSets
-from megarl.metrics import Metric
+from megarl.metrics import Metric, merge
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.folder import write_folder
 from megarl.resharding.plan import Plan
@@ -65,9 +66,10 @@ class TrainerWorker(ModelWorker, ABC):
         self.num_updates = 0
         """Optimizer steps done; the learning rate follows from it."""
 
+    @property
     @abstractmethod
-    def objective(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See megarl.megatron.objective.Objective."""
+    def objective(self) -> Objective:
+        """What the next update is trained on."""
 
     def publish(self) -> dict[str, PublishedParameter]:
         """Moves the live parameters into shared memory, where others on this machine read them from now on; on GPU, a
@@ -88,16 +90,19 @@ class TrainerWorker(ModelWorker, ABC):
         return own_checksums(wanted, plan, self.holder.name, self.parameters())
 
     def update(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> dict[str, Metric]:
-        """One optimizer step. Returns metrics on the ranks that report for their replica, nothing on the others."""
+        """One optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Returns metrics on the ranks that
+        report for their replica, nothing on the others."""
         batches = self._training_batches(samples, microbatches)
         optimizer = self._settings.optimizer
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
         set_rates(self.optimizer, rate, optimizer.weight_decay)
-        metrics, grad_norm = step.update(self.chunks, self.optimizer, self.objective, batches)
+        sums = step.accumulate_gradients(self.chunks, self.objective, batches)
+        grad_norm = step.apply_gradients(self.optimizer)
         self.num_updates += 1
-        metrics[f"{self.metrics}/grad_norm"] = Metric(grad_norm)
-        metrics[f"{self.metrics}/lr"] = Metric(rate)
-        return metrics if parallel.reports_metrics() else {}
+        if not parallel.reports_metrics():
+            return {}
+        own = {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
+        return merge(map(read, sums)) | own
 
     def offload(self) -> dict[str, Metric]:
         """Moves what the section's key `offload` names to host memory, until `onload`."""

@@ -65,7 +65,7 @@ def spoiled_update(store, rank: int, config: Config, folder: Path, factor: float
         loss, sums = objective(batch, scored)
         return factor * loss, sums
 
-    worker.objective = spoiled
+    ActorWorker.objective = staticmethod(spoiled)  # of this forked process alone
     share = shares(config, worker.packing, random_groups(0))[worker.data_parallel_rank]
     with pytest.raises(RuntimeError) as error:
         worker.update([item.training_sample(item.sample, {}) for item in share.samples], share.microbatches)

@@ -24,7 +24,10 @@ LAYERS = (
     ("algorithms", "ops", "data", "rewards", "environments", "resharding", "planning"),
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),
-    ("cli", "train", "selection", "comparison", "sampling", "resume", "finetune", "report"),
+    (
+        *("cli", "train", "finetune", "announcement", "comparison", "handout", "report", "resume", "sampling"),
+        *("selection", "step_metrics"),
+    ),
 )
 """From the bottom up. A module may import its own layer and those below; the longest name that fits it counts."""
 

@@ -13,10 +13,11 @@ from megarl.cluster.failure import RunFailure
 from megarl.cluster.share import Share
 from megarl.comparison import compared
 from megarl.config.load import load
+from megarl.handout import hand_out
 from megarl.metrics import Metric, values
 from megarl.sampling import requests
 from megarl.selection import select
-from megarl.train import share_out, train
+from megarl.train import train
 from tests.packing import packing
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
@@ -65,10 +66,10 @@ def test_what_tokens_are_rewarded_with_is_not_given_to_the_sample_again():
     groups, _ = select(settings, GROUPS, scores)
     samples = [item for group in groups for item in group]
     process = {"process_reward": {item.sample.info.id: f"of {item.sample.info.id}" for item in samples}}
-    [handed_out] = share_out(settings, samples, packing(), scores=process)
+    [handed_out] = hand_out(settings, samples, packing(), scores=process)
     assert [item.reward for item in handed_out.samples] == [0.5, 2.0, 0.0, 0.5]
     assert [item.scores["process_reward"] for item in handed_out.samples][:2] == ["of 1.0.0", "of 1.0.1"]
-    [whole] = share_out(settings, samples, packing())
+    [whole] = hand_out(settings, samples, packing())
     assert [item.reward for item in whole.samples] == [3.0, 1.0, 0.0, 0.5]
 
 
@@ -77,7 +78,7 @@ def test_shares_cover_the_update_once_and_weights_sum_to_one():
     lengths = [1, 16, 3, 9, 2, 7, 5, 11]
     groups = [[sample(i, k, lengths[4 * i + k]) for k in range(4)] for i in range(2)]
     scored, _ = select(settings, groups, [score(float(i % 3)) for i in range(8)])
-    shares = share_out(settings, [item for group in scored for item in group], packing(num_ranks=2))
+    shares = hand_out(settings, [item for group in scored for item in group], packing(num_ranks=2))
     assert len(shares) == 2
     assert len({len(share.microbatches) for share in shares}) == 1
     given = [(item.sample, item.weight) for share in shares for item in share.samples]
@@ -99,9 +100,9 @@ def test_truncated_responses_may_have_no_weight_for_the_policy():
     cut = replace(sample(0, 1).info, finish_reason="length")
     scored, _ = select(config(), [[sample(0, 0), RemoteSample(cut, "0.1")]], [score(1.0), score(0.0)])
     settings = config("algorithm.objective.skip_truncated=true")
-    [share] = share_out(settings, scored[0], packing())
+    [share] = hand_out(settings, scored[0], packing())
     assert [item.weight for item in share.samples] == [1 / 8, 0.0]
-    [of_critic] = share_out(settings, scored[0], packing(), role="critic")
+    [of_critic] = hand_out(settings, scored[0], packing(), role="critic")
     assert [item.weight for item in of_critic.samples] == [1 / 8, 1 / 8]
 
 
@@ -122,7 +123,7 @@ def test_the_kls_coefficient_follows_the_steps_divergence():
 def test_positive_examples_have_a_weight_of_their_own():
     scored, _ = select(config(), GROUPS, [*map(score, [1.0, 0.0, 0.4, 0.9])])
     settings = config("algorithm.objective={imitation_coefficient: 0.1, imitation_above: 0.4}")
-    [share] = share_out(settings, [item for group in scored for item in group], packing())
+    [share] = hand_out(settings, [item for group in scored for item in group], packing())
     assert [item.imitation_weight for item in share.samples] == [1 / 8, 0.0, 0.0, 1 / 8]
     training = share.samples[0].training_sample("the sample", {})
     assert training.imitation_weight == 1 / 8

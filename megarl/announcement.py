@@ -1,0 +1,18 @@
+"""What a run says before it starts: where it begins, on what, and which passes its algorithm leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.algorithms import passes
+from megarl.config.schema import Config
+from megarl.data.prompts import PromptSet
+from megarl.resume import Start
+
+
+def announce(config: Config, begin: Start, model_folder: Path, prompts: PromptSet, placement: str) -> None:
+    if begin.folder.moved is not None:
+        print(f"an earlier run of this name is now at {begin.folder.moved}")
+    print(f"run: {begin.folder.path}, {begin.describe()}")
+    print(f"model: {model_folder}\nprompts: {len(prompts)}\nprocesses: {placement}")
+    print("\n".join(passes.describe(config)), flush=True)

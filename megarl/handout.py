@@ -1,0 +1,71 @@
+"""What each data-parallel rank is given of the samples that a step learns from: which, and what each weighs in the
+loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megarl.algorithms.aggregation import imitation_weights, sample_weights
+from megarl.batch import SampleInfo
+from megarl.cluster.share import Assignment, Scores, Share
+from megarl.config.schema import Aggregation, Config, Role
+from megarl.data.packing import Lengths, Packing, schedule
+from megarl.selection import ScoredSample
+
+
+def updates_of(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> list[list[Sequence[ScoredSample]]]:
+    """The groups of each update. One whose samples all failed has nothing to learn from."""
+    size = config.batch.prompts_per_update
+    updates = [[group for group in groups[i : i + size] if group] for i in range(0, len(groups), size)]
+    return [update for update in updates if update]
+
+
+def samples_of(update: Sequence[Sequence[ScoredSample]]) -> list[ScoredSample]:
+    return [sample for group in update for sample in group]
+
+
+def hand_out(
+    config: Config,
+    samples: Sequence[ScoredSample],
+    packing: Packing,
+    role: Role = "actor",
+    scores: Mapping[str, Scores] | None = None,
+) -> list[Share]:
+    """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss.
+    scores: what other models say of its tokens, by the name that it has in TokenBatch. What tokens are rewarded with
+    one by one is not given to the sample again."""
+    infos = [item.sample.info for item in samples]
+    num_tokens = [_counted_tokens(config, role, info) for info in infos]
+    prompts = [info.prompt_id for info in infos]
+    weights = sample_weights(_aggregation(config, role), num_tokens, prompts, config.rollout.max_new_tokens)
+    rewards = [item.reward for item in samples]
+    imitation = imitation_weights(num_tokens, rewards, config.algorithm.objective.imitation_above)
+    scores = scores or {}
+    assignments = [
+        Assignment(
+            item.sample.ref,
+            item.reward - item.of_tokens.total if "process_reward" in scores else item.reward,
+            item.baseline,
+            weight,
+            {name: by_sample[item.sample.info.id] for name, by_sample in scores.items()},
+            imitation_weight,
+        )
+        for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
+    ]
+    microbatches = schedule([Lengths.of(info) for info in infos], packing)
+    return [Share.of(assignments, own) for own in microbatches]
+
+
+def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:
+    """Those that a sample has in the loss."""
+    skipped = role == "actor" and config.algorithm.objective.skip_truncated and info.finish_reason == "length"
+    return 0 if skipped else info.num_trained_tokens
+
+
+def _aggregation(config: Config, role: Role) -> Aggregation:
+    """An implicit reward model's loss is of whole samples: their mean."""
+    return {
+        "actor": config.algorithm.objective.aggregation,
+        "critic": config.algorithm.value.aggregation,
+        "implicit_reward": "sequence_mean_of_token_sums",
+    }[role]

@@ -1,0 +1,37 @@
+"""What a step says of itself as a whole, beside what its parts have measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from megarl.batch import SampleInfo
+from megarl.cluster.engine_group import RemoteSample
+from megarl.config.schema import Config
+from megarl.stopwatch import Stopwatch
+
+
+def step_metrics(
+    config: Config, groups: Sequence[Sequence[RemoteSample]], watch: Stopwatch, version: int
+) -> dict[str, float]:
+    """Of its samples, phases and weights. groups: of all samples, of which the last may be a greedy response, whose
+    length tells nothing of those that are trained on."""
+    infos = [sample.info for group in groups for sample in group]
+    sampled = [sample.info for group in groups for sample in group[: config.batch.samples_per_prompt]]
+    times = watch.metrics()
+    return {
+        **_response_metrics(sampled),
+        **times,
+        "throughput/tokens_per_second": sum(info.num_tokens for info in infos) / times["time/step"],
+        "weights/version": version,
+    }
+
+
+def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
+    lengths = [info.num_response_tokens for info in infos]
+    return {
+        "response/length_mean": fmean(lengths),
+        "response/length_min": min(lengths),
+        "response/length_max": max(lengths),
+        "response/truncated_share": fmean(info.finish_reason == "length" for info in infos),
+    }
