@@ -14,6 +14,7 @@ from megarl.announcement import announce
 from megarl.cluster.cast import Cast, assemble
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.machine import check_machine
+from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.memory import MemorySampler
 from megarl.cluster.model_folders import find_models
 from megarl.cluster.placement import place
@@ -48,6 +49,7 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     check_machine(config)
     models = find_models(config)
+    check_megatron_settings(config, models)
     prompts = load_prompts(config, models.actor)
     begin = start(config, prompts)
     folder, state = begin.folder, begin.state

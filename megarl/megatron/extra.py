@@ -28,8 +28,8 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
     for name, value in extra.items():
         if name not in defaults:
             near = difflib.get_close_matches(name, defaults, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{key}.{name}: Megatron's {target.__name__} has no such field{hint}")
+            remedy = f"did you mean {near[0]}?" if near else "leave it out"
+            raise ValueError(f"{key}.{name}={value}: Megatron's {target.__name__} has no such field; {remedy}")
         if name in ours:
             home = ours[name]
             why = (

@@ -20,6 +20,7 @@ from megarl.megatron.architecture import FORM
 from megarl.megatron.extra import build, checked
 from megarl.megatron.model import MODEL_DEFAULTS, PLACEMENT, data_parallel_config, transformer_config
 from megarl.megatron.optimizer import DEFAULTS, optimizer_config
+from megarl.megatron.preflight import refusals
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 LLAMA = dict(
@@ -59,9 +60,10 @@ def test_none_is_taken_where_it_is_the_default_of_a_field_that_says_otherwise():
         (
             TransformerConfig,
             {"moe_aux_loss_coef": 0.1},
-            "actor.megatron_extra.x.moe_aux_loss_coef: Megatron's TransformerConfig has no such field; did you mean "
-            "moe_aux_loss_coeff?",
+            "actor.megatron_extra.x.moe_aux_loss_coef=0.1: Megatron's TransformerConfig has no such field; did you "
+            "mean moe_aux_loss_coeff?",
         ),
+        (TransformerConfig, {"zzz": 1}, "x.zzz=1: Megatron's TransformerConfig has no such field; leave it out"),
         (
             TransformerConfig,
             {"num_layers": 3},
@@ -153,6 +155,14 @@ def test_the_other_dataclasses_have_fields_of_our_own_too():
     config = config_of_llama("actor", "ddp", overlap_grad_reduce=False)
     with pytest.raises(ValueError, match=r"overlap_grad_reduce=False: this follows from actor.overlap_communication"):
         data_parallel_config(config.actor)
+
+
+def test_preflight_asks_all_dataclasses_of_a_model_and_says_nothing_of_what_they_take():
+    good = config_of_llama("actor", "ddp", bucket_size=1000)
+    assert refusals(good, {"actor": LLAMA}) == []
+    for part in ("model", "optimizer", "ddp"):
+        [line] = refusals(config_of_llama("actor", part, nothing=1), {"actor": LLAMA})
+        assert line.startswith(f"actor.megatron_extra.{part}.nothing=1: ")
 
 
 def test_names_of_our_own_are_fields_of_megatrons():

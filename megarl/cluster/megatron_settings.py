@@ -1,0 +1,47 @@
+"""What Megatron says of a run's settings, asked before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.model_folders import ModelFolders
+from megarl.config.schema import Config, Trained
+from megarl.config.violations import raise_all
+from megarl.data.model_folder import read_config
+
+PROGRAM = "megarl.megatron.preflight"
+
+
+def check_megatron_settings(config: Config, models: ModelFolders) -> None:
+    """Raises ValueError with a line for each of Megatron's dataclasses that does not take the settings of a model, and
+    for a number format that this machine does not have.
+
+    Asked in a process that ends: Megatron's import takes seconds, and memory that the driver has no other use for.
+    Where nothing is asked for beyond keys that have rules of their own, there is no such process.
+    """
+    folders = {"actor": models.actor, "critic": models.critic, "implicit_reward": models.implicit_reward}
+    asked = {
+        trained.section: read_config(folders[trained.section]) for trained in config.all_trained if goes_beyond(trained)
+    }
+    if not asked:
+        return
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", PROGRAM],
+            input=json.dumps({"config": config.model_dump(), "models": asked}),
+            capture_output=True,
+            text=True,
+            timeout=config.cluster.start_timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunFailure(f"megatron_extra and fp8: no answer from {PROGRAM} in {error.timeout:g} s") from None
+    if child.returncode:
+        raise RunFailure(f"megatron_extra and fp8: {PROGRAM} ended with status {child.returncode}: {child.stderr}")
+    raise_all(json.loads(child.stdout.splitlines()[-1]))
+
+
+def goes_beyond(trained: Trained) -> bool:
+    return trained.fp8 is not None or any(trained.megatron_extra.model_dump().values())

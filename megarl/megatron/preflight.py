@@ -1,0 +1,39 @@
+"""What Megatron refuses of the settings of a run's models, as a program of its own: it reads config and models as JSON
+on stdin, and prints a JSON list of lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from megarl.config.schema import Config
+from megarl.megatron.model import data_parallel_config, transformer_config
+from megarl.megatron.optimizer import optimizer_config
+
+
+def refusals(config: Config, hf_configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """hf_configs: of the models to look at, by their section."""
+    dtype, found = getattr(torch, config.model.dtype), []
+    trained = {settings.section: settings for settings in config.all_trained}
+    for section, hf_config in hf_configs.items():
+        settings = trained[section]
+        for build in (
+            partial(transformer_config, settings, hf_config, dtype),
+            partial(optimizer_config, settings, dtype),
+            partial(data_parallel_config, settings),
+        ):
+            try:
+                build()
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    print(json.dumps(refusals(Config.model_validate(given["config"]), given["models"])))

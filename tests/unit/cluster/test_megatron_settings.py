@@ -1,0 +1,72 @@
+"""What Megatron or this machine refuses of a recipe is said before the run has a folder or a process of Ray."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import ray
+
+from megarl.cluster import megatron_settings
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.megatron_settings import check_megatron_settings
+from megarl.cluster.model_folders import ModelFolders, find_models
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.train import run
+from tests.tiny_model import write_tiny_llama
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    given = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=16"]
+    return load(BASE, [*given, "algorithm.advantage.estimator=gae", *overrides])
+
+
+def test_everything_refused_is_told_and_nothing_has_started(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    started = []
+    monkeypatch.setattr(ray, "init", lambda **_: started.append(True))
+    config = config_of(
+        folder,
+        f"run.folder={tmp_path}",
+        "model.dtype=bfloat16",
+        "actor.fp8=blockwise",
+        "actor.megatron_extra.optimizer={adam_bata1: 0.8}",
+        "actor.megatron_extra.ddp={overlap_grad_reduce: false}",
+        "critic.megatron_extra.model={moe_z_loss_coeff: high}",
+    )
+    with pytest.raises(ValueError) as error:
+        run(config, tmp_path)
+    fp8, optimizer, ddp, critic = str(error.value).splitlines()
+    assert fp8.startswith("actor.fp8=blockwise: fp8 is Transformer Engine's, which needs a CUDA device")
+    assert fp8.endswith("install it or set actor.fp8=null")
+    assert optimizer == (
+        "actor.megatron_extra.optimizer.adam_bata1=0.8: Megatron's OptimizerConfig has no such field; did you mean "
+        "adam_beta1?"
+    )
+    assert ddp.startswith("actor.megatron_extra.ddp.overlap_grad_reduce=False: this follows from")
+    assert critic == "critic.megatron_extra.model.moe_z_loss_coeff='high': expected Optional[float], found str"
+    assert not started
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_without_such_keys_costs_nothing(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    config = config_of(folder)
+    check_megatron_settings(config, ModelFolders(folder, folder, None, None))
+    unused = config_of(folder, "implicit_reward.megatron_extra.model={no_such_field: 1}")
+    check_megatron_settings(unused, find_models(unused))
+
+
+def test_a_program_that_fails_ends_the_run(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(megatron_settings, "PROGRAM", "megarl.no_such_module")
+    config = config_of(folder, "actor.megatron_extra.ddp={bucket_size: 1000}")
+    with pytest.raises(RunFailure, match=r"^megatron_extra and fp8: megarl.no_such_module ended with status 1"):
+        check_megatron_settings(config, find_models(config))
