@@ -34,6 +34,13 @@ _MIXTRAL = _MISTRAL | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+_PHI3 = {
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "rms_norm_eps": 1e-05,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
 _QWEN2 = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -116,6 +123,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 16384,
         "max_position_embeddings": 65536,
         "vocab_size": 32000,
+    },
+    "Phi-4": _PHI3
+    | {
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 10,
+        "intermediate_size": 17920,
+        "max_position_embeddings": 16384,
+        "vocab_size": 100352,
     },
     "Qwen2.5-0.5B": _QWEN2
     | {
@@ -220,6 +237,7 @@ PARAMETERS: dict[str, int] = {
     "Mistral-7B-v0.3": 7_248_023_552,
     "Mixtral-8x7B": 46_702_792_704,
     "Mixtral-8x22B": 140_620_634_112,
+    "Phi-4": 14_659_507_200,
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-72B": 72_706_203_648,

@@ -52,6 +52,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 1000000.0,
         "router_jitter_noise": 0.0,
     },
+    "phi3": _ANY | {"resid_pdrop": 0.0, "rms_norm_eps": 1e-5},
     "qwen2": _ANY | {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False},
     "qwen3": _ANY | {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "use_sliding_window": False},
     "qwen3_moe": _ANY
@@ -207,8 +208,9 @@ def _attention(model: Mapping[str, Any]) -> Iterator[str]:
     for key in ("attention_bias", "mlp_bias"):
         if model[key] and key not in known:
             yield f"{key} true"
-    if model["attention_dropout"]:
-        yield f"attention_dropout {model['attention_dropout']}"
+    for key in ("attention_dropout", "resid_pdrop"):
+        if model.get(key):
+            yield f"{key} {model[key]}"
 
 
 def _rope(model: Mapping[str, Any]) -> Iterator[str]:

@@ -70,6 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama, attention biases": ("llama", dict(attention_bias=True)),
     "Llama, MLP biases": ("llama", dict(mlp_bias=True)),
     "Mistral": ("mistral", dict(head_dim=16, sliding_window=64)),
+    "Phi-3": ("phi3", dict(sliding_window=64)),
     "Qwen2": ("qwen2", dict(tie_word_embeddings=True)),
     "Qwen3": ("qwen3", dict(head_dim=16, rms_norm_eps=1e-5)),
     "Qwen3, tied": ("qwen3", dict(tie_word_embeddings=True)),
@@ -145,6 +146,7 @@ def test_training_equals_that_of_transformers(folder):
 LAYOUTS = [
     ("Llama, all biases", "tp: 3"),
     ("Llama, all biases", "tp: 3, sequence_parallel: true"),
+    ("Phi-3", "tp: 3, sequence_parallel: true"),
     ("Qwen3", "tp: 3"),
     ("Qwen3, tied", "tp: 3, sequence_parallel: true"),
     ("DeepSeek-V3", "pp: 2, tp: 2, sequence_parallel: true, first_stage_layers: 2"),

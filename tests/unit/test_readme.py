@@ -10,6 +10,7 @@ import sys
 import pytest
 import yaml
 
+from megarl.config.huggingface import FAMILIES
 from tests.published_models import CONFIGS
 from tests.readme import ROOT, command_blocks, commands
 from tests.unit.megatron.test_conversion import assert_same, weights_of, write_model
@@ -93,6 +94,21 @@ def test_the_table_of_papers_has_every_recipe_of_one_and_keys_that_exist():
     known = "\n".join(flatten(yaml.safe_load((ROOT / "configs" / "base.yaml").read_text()))).splitlines()
     values = {"reinforce"}
     assert [name for name in named if name not in values and not any(f".{k}".endswith(f".{name}") for k in known)] == []
+
+
+def test_adding_a_family_touches_what_the_readme_names():
+    """A dense family's name is in no other file of the package, and every family is in every table of the tests. Llama
+    is what these have where they do not say."""
+    text = (ROOT / "README.md").read_text().split("## Adding a family")[1].split("\n## ")[0]
+    named = set(re.findall(r"`((?:megarl|tests)/[a-z_0-9/]+\.py)`", text))
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    tables = {name: (ROOT / name).read_text() for name in named if name.startswith("tests/")}
+    assert len(tables) == 5
+    added = FAMILIES.keys() - {"llama"}
+    assert [(name, family) for name, table in tables.items() for family in added if f'"{family}"' not in table] == []
+    dense = "|".join(family for family, defaults in FAMILIES.items() if "num_experts_per_tok" not in defaults)
+    knowing = [path for path in (ROOT / "megarl").rglob("*.py") if re.search(f'"({dense})"', path.read_text())]
+    assert {str(path.relative_to(ROOT)) for path in knowing} <= named
 
 
 def test_our_names_in_the_table_of_verl_are_keys_of_the_base_recipe():

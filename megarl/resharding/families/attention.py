@@ -1,13 +1,16 @@
-"""Attention with grouped queries: Llama, Mistral, Qwen2 and Qwen3."""
+"""Attention with grouped queries: Llama, Mistral, Phi-3, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.resharding.families.part import Part
 from megarl.resharding.families.shape import ModelShape
-from megarl.resharding.families.tiling import Grouped, Heads, Split, Whole
+from megarl.resharding.families.tiling import Fused, Grouped, Heads, Split, Whole
 
 _QKV = tuple(f"self_attn.{x}_proj.weight" for x in "qkv")
 _QKV_BIAS = tuple(f"self_attn.{x}_proj.bias" for x in "qkv")
+_FUSED, _QKV_ROWS = "self_attn.qkv_proj.weight", ("query", "key", "key")
 _NORM = Whole(("input_layernorm.weight",))
 
 NORM = Part(
@@ -31,6 +34,13 @@ WEIGHTS = Part(
         "self_attn.qkv_proj.weight": Heads(_QKV),
         "self_attn.o_proj.weight": Split(("self_attn.o_proj.weight",), axis=1),
     },
+)
+FUSED_WEIGHTS = replace(
+    WEIGHTS,
+    tensors={_FUSED: (_QKV_ROWS, "hidden"), "self_attn.o_proj.weight": ("hidden", "query")},
+    megatron=WEIGHTS.megatron
+    | {"self_attention.linear_qkv.weight": Fused(tensors=(_FUSED,), tiling=Grouped(()), parts=_QKV_ROWS)},
+    vllm=WEIGHTS.vllm | {_FUSED: Fused(tensors=(_FUSED,), tiling=Heads(()), parts=_QKV_ROWS)},
 )
 QKV_BIAS = Part(
     tensors=dict(zip(_QKV_BIAS, [("query",), ("key",), ("key",)], strict=True)),
@@ -57,4 +67,4 @@ QK_NORM = Part(
 
 def attention_parts(model: ModelShape) -> list[Part]:
     optional = ((model.qkv_bias, QKV_BIAS), (model.attention_out_bias, OUT_BIAS), (model.qk_norm, QK_NORM))
-    return [NORM, WEIGHTS, *(part for present, part in optional if present)]
+    return [NORM, FUSED_WEIGHTS if model.fused else WEIGHTS, *(part for present, part in optional if present)]

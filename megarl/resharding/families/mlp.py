@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.resharding.families.part import Part
 from megarl.resharding.families.shape import ModelShape
-from megarl.resharding.families.tiling import Split, Whole
+from megarl.resharding.families.tiling import Fused, Split, Whole
 
 _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _GATE_UP_BIAS = ("mlp.gate_proj.bias", "mlp.up_proj.bias")
+_FUSED, _ROWS = "mlp.gate_up_proj.weight", ("intermediate", "intermediate")
 _NORM = Whole(("post_attention_layernorm.weight",))
 
 NORM = Part(
@@ -31,6 +34,13 @@ WEIGHTS = Part(
         "mlp.down_proj.weight": Split(("mlp.down_proj.weight",), axis=1),
     },
 )
+_FUSED_GATE_UP = Fused(tensors=(_FUSED,), tiling=Split(()), parts=_ROWS)
+FUSED_WEIGHTS = replace(
+    WEIGHTS,
+    tensors={_FUSED: (_ROWS, "hidden"), "mlp.down_proj.weight": ("hidden", "intermediate")},
+    megatron=WEIGHTS.megatron | {"mlp.linear_fc1.weight": _FUSED_GATE_UP},
+    vllm=WEIGHTS.vllm | {_FUSED: _FUSED_GATE_UP},
+)
 BIAS = Part(
     tensors={
         "mlp.gate_proj.bias": ("intermediate",),
@@ -49,4 +59,4 @@ BIAS = Part(
 
 
 def mlp_parts(model: ModelShape) -> list[Part]:
-    return [NORM, WEIGHTS, *([BIAS] if model.mlp_bias else [])]
+    return [NORM, FUSED_WEIGHTS if model.fused else WEIGHTS, *([BIAS] if model.mlp_bias else [])]

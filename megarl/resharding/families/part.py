@@ -14,7 +14,7 @@ from megarl.resharding.families.tiling import Tiling
 class Part:
     """Names are relative to the layer's prefix, in Megatron, in vLLM and in the checkpoint.
 
-    tensors             canonical tensor -> its shape, as names of ModelShape's attributes
+    tensors             canonical tensor -> its shape, as names of ModelShape's attributes (several: their sum)
     megatron, vllm      local parameter -> its tiling
     transformer_engine  the same for Megatron's layers of Transformer Engine (None: as in `megatron`)
     float32             canonical tensors that are kept so, whatever the dtype of the model
@@ -22,7 +22,7 @@ class Part:
                         a parameter of vLLM has all of the worker's, one after the other
     """
 
-    tensors: Mapping[str, tuple[str, ...]]
+    tensors: Mapping[str, tuple[str | tuple[str, ...], ...]]
     megatron: Mapping[str, Tiling]
     vllm: Mapping[str, Tiling]
     transformer_engine: Mapping[str, Tiling] | None = None
@@ -30,7 +30,7 @@ class Part:
     per_expert: bool = False
 
     def shapes(self, model: ModelShape) -> dict[str, tuple[int, ...]]:
-        sizes = {name: tuple(attrgetter(dim)(model) for dim in dims) for name, dims in self.tensors.items()}
+        sizes = {name: tuple(_size(model, dim) for dim in dims) for name, dims in self.tensors.items()}
         return {name.format(expert): shape for expert in self._experts(model) for name, shape in sizes.items()}
 
     def megatron_tilings(self, transformer_engine: bool, experts: Sequence[int]) -> dict[str, Tiling]:
@@ -52,3 +52,7 @@ class Part:
 
     def _experts(self, model: ModelShape) -> range:
         return range(model.experts.count) if self.per_expert and model.experts else range(1)
+
+
+def _size(model: ModelShape, dim: str | tuple[str, ...]) -> int:
+    return attrgetter(dim)(model) if isinstance(dim, str) else sum(_size(model, part) for part in dim)

@@ -20,7 +20,8 @@ from megarl.config.huggingface import (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """heads, kv_heads: of queries, and of keys and values; tied: the head's weight is the embedding's."""
+    """heads, kv_heads: of queries, and of keys and values; tied: the head's weight is the embedding's; fused: the
+    checkpoint has query, key and value projections as one tensor, and so gate and up."""
 
     model_type: str
     num_layers: int
@@ -35,6 +36,7 @@ class ModelShape:
     attention_out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    fused: bool
     experts: Experts | None
     latent: LatentAttention | None
 
@@ -102,6 +104,7 @@ class ModelShape:
             attention_out_bias=family != "qwen2" and model["attention_bias"],
             mlp_bias=model["mlp_bias"],
             qk_norm=family in ("qwen3", "qwen3_moe"),
+            fused=family == "phi3",
             experts=experts(model),
             latent=latent,
         )

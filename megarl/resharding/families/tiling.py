@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
@@ -93,6 +94,23 @@ class Padded(Tiling):
         rows = Block(0, min(start, size), min(stop, size))
         padding = Block(None, max(start, size), max(stop, size))
         return [block for block in (rows, padding) if block.start < block.stop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused(Tiling):
+    """One tensor that has several parts, one after the other: what `tiling` makes of them, each as a tensor.
+
+    parts     rows of each, as names of ModelShape's attributes
+    """
+
+    tiling: Tiling
+    parts: tuple[str, ...]
+
+    def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
+        rows = [getattr(model, part) for part in self.parts]
+        starts = list(accumulate(rows, initial=0))
+        parts = self.tiling.blocks(rows, model, tp, rank)
+        return [Block(0, starts[part] + start, starts[part] + stop) for part, start, stop in parts]
 
 
 def _share(tensor: int, size: int, parts: int, part: int) -> Block:

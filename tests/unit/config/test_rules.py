@@ -313,6 +313,7 @@ def test_layout_that_does_not_fit_the_model(overrides: list[str], messages: list
             "attention_bias true and mlp_bias true is not supported",
         ),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true is not supported"),
+        ({"model_type": "phi3", "resid_pdrop": 0.1}, "resid_pdrop 0.1 is not supported"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method fp8 is not supp"),
     ],

@@ -54,6 +54,7 @@ GRID = {
         layout_of(tp=3),
     ),
     "Mistral: TP3 and PP2": (dict(model_type="mistral", vocab_size=257), layout_of(tp=3), layout_of(pp=2)),
+    "Phi-3: TP3 and PP2": (dict(model_type="phi3", vocab_size=130), layout_of(tp=3), layout_of(pp=2)),
     "Qwen2, tied: PP2 and TP3": (TIED | dict(model_type="qwen2"), layout_of(pp=2), layout_of(tp=3)),
     "Qwen3: TP3, PP2 and 1 process": (dict(model_type="qwen3"), layout_of(tp=3, pp=2), layout_of()),
     "Mixtral: EP2, ETP2 and EP4, ETP1": (

@@ -93,7 +93,37 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
                 tensors[f"{layer}{name}.weight"] = random(*shape)
                 if config.get("mlp_bias"):
                     tensors[f"{layer}{name}.bias"] = random(shape[0])
-    return tensors
+    return fused(tensors) if config["model_type"] == "phi3" else tensors
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As in Phi-3's checkpoints."""
+    found = {}
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            found[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+        elif "gate_proj" in name:
+            found[name.replace("gate_proj", "gate_up_proj")] = torch.cat([tensor, tensors[name.replace("gate", "up")]])
+        elif not any(part in name for part in ("k_proj", "v_proj", "up_proj")):
+            found[name] = tensor
+    return found
+
+
+def unfused(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if config["model_type"] != "phi3":
+        return tensors
+    key = config["num_key_value_heads"] * config["head_dim"]
+    found = {}
+    for name, tensor in tensors.items():
+        if "qkv_proj" in name:
+            parts = tensor.split([len(tensor) - 2 * key, key, key])
+            found |= {name.replace("qkv", x): part for x, part in zip("qkv", parts, strict=True)}
+        elif "gate_up" in name:
+            found |= {name.replace("gate_up", x): part for x, part in zip(("gate", "up"), tensor.chunk(2), strict=True)}
+        else:
+            found[name] = tensor
+    return found
 
 
 def latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -179,6 +209,7 @@ def megatron_shard(
 
     experts: the numbers of those that the rank has, the tensor-parallel size of each, and the rank's place in it.
     """
+    checkpoint = unfused(config, checkpoint)
     groups, head_dim = config["num_key_value_heads"], config["head_dim"]
 
     def qkv(layer: str, kind: str) -> torch.Tensor:
@@ -230,6 +261,7 @@ def megatron_shard(
 
 def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: int, rank: int):
     """What vLLM's weight loaders make of the checkpoint."""
+    checkpoint = unfused(config, checkpoint)
     kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
 
     def kv(tensor: torch.Tensor) -> torch.Tensor:
@@ -299,6 +331,7 @@ MODELS = [
     {"model_type": "llama", "attention_bias": True},
     {"model_type": "llama", "mlp_bias": True},
     {"model_type": "mistral"},
+    {"model_type": "phi3"},
     {"model_type": "qwen2"},
     {"model_type": "qwen3"},
     {"model_type": "mixtral", "num_local_experts": NUM_EXPERTS},

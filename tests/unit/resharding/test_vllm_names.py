@@ -36,6 +36,7 @@ TINY = {
     "Llama, all biases": ("Llama-3.1-8B", dict(attention_bias=True, mlp_bias=True)),
     "Mistral": ("Mistral-7B-v0.3", {}),
     "Mixtral": ("Mixtral-8x7B", dict(num_local_experts=18, intermediate_size=48)),
+    "Phi-3": ("Phi-4", {}),
     "Qwen2": ("Qwen2.5-7B", {}),
     "Qwen2, tied": ("Qwen2.5-0.5B", {}),
     "Qwen3": ("Qwen3-32B", {}),
