@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from megarl.resharding.selection import ONE_PROCESS
 
 if TYPE_CHECKING:
     from megarl.megatron.conversion import Options
@@ -133,10 +136,13 @@ def main() -> None:
     try:
         app()
     except ValueError as error:
-        # What checks layouts names keys; here they are options.
-        text = str(error).replace("layout.", "--")
-        print(f"convert: error: {text}", file=sys.stderr)
+        print(f"convert: error: {_with_options(str(error))}", file=sys.stderr)
         sys.exit(2)
+
+
+def _with_options(text: str) -> str:
+    """What checks layouts names keys; here they are options."""
+    return re.sub(rf"\b({'|'.join(ONE_PROCESS)})=", lambda found: f"--{found[1].replace('_', '-')}=", text)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def layout_of_files(
         first_stage_layers=first_stage_layers,
         last_stage_layers=last_stage_layers,
     )
-    check_layout("layout.", layout)
+    check_layout("", layout)
     return layout
 
 

@@ -104,9 +104,7 @@ def test_reshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert "4 -> 4" in capsys.readouterr().out
     assert run(monkeypatch, *arguments[:4], "tp=3", *arguments[5:]) == 2
     error = capsys.readouterr().err
-    assert error == (
-        "megarl: error: --from tp=3: layout.tp=3: num_attention_heads 4 does not divide by 3; choose a divisor\n"
-    )
+    assert error == ("megarl: error: --from tp=3: tp=3: num_attention_heads 4 does not divide by 3; choose a divisor\n")
 
 
 def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
     done = subprocess.run(command, cwd=TOOL.parents[1], capture_output=True, text=True, timeout=300)
     expected = "convert: error: --tp=2: num_key_value_heads 3 does not divide by 2; choose a divisor\n"
     assert (done.returncode, done.stderr) == (2, expected)
-    with pytest.raises(ValueError, match=r"^layout.vpp=2: virtual stages .* and layout.pp=1 is a single one"):
+    with pytest.raises(ValueError, match=r"^vpp=2: virtual stages .* and pp=1 is a single one"):
         convert("hf-to-megatron", *arguments[:4], "--vpp", 2)
     assert left_in(tmp_path) == set()
 

@@ -53,7 +53,8 @@ def megatron_holder(
     transformer_engine  its layer spec, in which norms are part of the linear layers after them
     vocab_multiple      the vocabulary is padded to a multiple of this times tp
 
-    Raises ValueError where the model does not divide by the layout.
+    Raises ValueError where the model does not divide by the layout. In a run the config's rules have refused that
+    layout before, with the role that it is of.
     """
     return _holders(hf_config, layout, [rank], dtype, transformer_engine, vocab_multiple)[0]
 
@@ -140,7 +141,7 @@ def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
         for stage, count in enumerate(stage_sizes(num_layers, layout)):
             if count % layout.vpp:
                 raise ValueError(
-                    f"layout.vpp={layout.vpp}: the {count} layers of pipeline stage {stage} do not divide into "
+                    f"vpp={layout.vpp}: the {count} layers of pipeline stage {stage} do not divide into "
                     f"{layout.vpp} virtual stages; choose a divisor of {count}"
                 )
             chunks[virtual].append(range(start, start + count // layout.vpp))
@@ -157,7 +158,7 @@ def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
     even = left == 0 if stages_left == 0 else left > 0 and left % stages_left == 0
     if not even:
         raise ValueError(
-            f"layout.pp={layout.pp}, first_stage_layers={first}, last_stage_layers={last}: "
+            f"pp={layout.pp}, first_stage_layers={first}, last_stage_layers={last}: "
             f"{left} of {num_layers} layers are left for {stages_left} stages; they must divide evenly"
         )
     return [left // stages_left if count is None else count for count in counts]
@@ -174,4 +175,4 @@ def _check_sizes(model: ModelShape, layout: Layout) -> None:
         sizes.append(("tp", tp, "the shared experts' intermediate size", experts.shared_intermediate))
     for key, ranks, name, size in sizes:
         if size % ranks:
-            raise ValueError(f"layout.{key}={ranks}: {name} {size} does not divide by {ranks}; choose a divisor")
+            raise ValueError(f"{key}={ranks}: {name} {size} does not divide by {ranks}; choose a divisor")

@@ -2,20 +2,26 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config.huggingface import FAMILIES
+from megarl.config.layout_rules import check_layout
+from megarl.config.load import load
+from megarl.config.model_rules import check_model
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
-from megarl.resharding.families.megatron import chunk_layers, stage_sizes
+from megarl.resharding.families.megatron import chunk_layers, megatron_holders, stage_sizes
 from megarl.resharding.families.shape import ModelShape
 from tests.published_models import CONFIGS, PARAMETERS
 from tests.unit.resharding.cases import config_of, layout_of
 
+CONFIG = load(Path(__file__).parents[3] / "configs" / "base.yaml", ["model.path=m", "data.source=arithmetic"])
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4)
 
 
@@ -119,19 +125,19 @@ def test_transformer_engine_fuses_norms_into_the_linears():
     [
         (
             lambda: megatron_holder(CONFIGS["SmolLM2-135M"], layout_of(tp=2), 0),
-            "^layout.tp=2: num_attention_heads 9 does not divide by 2",
+            "^tp=2: num_attention_heads 9 does not divide by 2",
         ),
         (
             lambda: megatron_holder(config_of(), layout_of(tp=6), 0),
-            "^layout.tp=6: num_key_value_heads 3 does not divide by 6",
+            "^tp=6: num_key_value_heads 3 does not divide by 6",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=3), 0),
-            "^layout.ep=3: the number of experts 4 does not divide by 3",
+            "^ep=3: the number of experts 4 does not divide by 3",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=4, etp=4), 0),
-            "^layout.etp=4: the experts' intermediate size 18 does not divide by 4",
+            "^etp=4: the experts' intermediate size 18 does not divide by 4",
         ),
         (
             lambda: vllm_holder(config_of(**MIXTRAL, num_attention_heads=12), 12, 0, 0),
@@ -157,3 +163,49 @@ def test_planning_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+MODELS = (
+    config_of(num_hidden_layers=6, num_attention_heads=12, num_key_value_heads=6, intermediate_size=24),
+    config_of(num_hidden_layers=5, **MIXTRAL),
+    config_of(
+        model_type="qwen3_moe",
+        num_hidden_layers=8,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=4,
+        mlp_only_layers=[0],
+        decoder_sparse_step=1,
+    ),
+)
+
+
+SIZES = dict(
+    tp=(1, 2, 3, 4, 6),
+    pp=(1, 2, 3, 4),
+    vpp=(1, 2),
+    dp=(1, 2, 3, 6),
+    ep=(1, 2, 3, 6),
+    etp=(None, 1, 2, 3),
+    first=(None, None, 1, 2, 3),
+    last=(None, None, 1, 2, 3),
+)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model["model_type"])
+def test_what_the_configs_rules_let_pass_every_rank_can_hold(model):
+    """So that in a run no message but theirs, which names the role's key, is ever seen."""
+    source, taken = random.Random(0), 0
+    for _ in range(1000):
+        layout = layout_of(**{name: source.choice(sizes) for name, sizes in SIZES.items()})
+        layout = layout.model_copy(update={"sequence_parallel": layout.tp > 1})
+        config = CONFIG.model_copy(update={"actor": CONFIG.actor.model_copy(update={"layout": layout})})
+        try:
+            check_layout("actor.layout.", layout)
+            check_model(config, {"max_position_embeddings": 10**6, "rope_theta": 10000.0} | model)
+        except ValueError as error:
+            assert all(line.startswith("actor.layout.") for line in str(error).splitlines())
+            continue
+        assert len(megatron_holders(model, layout)) == layout.world_size
+        taken += 1
+    assert taken > 5

@@ -41,7 +41,7 @@ def test_engines_and_folders():
 @pytest.mark.parametrize(
     ("text", "is_source", "message"),
     [
-        ("tp=2", True, r"--from tp=2: layout.tp=2: num_key_value_heads 3 does not divide by 2; choose a divisor"),
+        ("tp=2", True, r"--from tp=2: tp=2: num_key_value_heads 3 does not divide by 2; choose a divisor"),
         ("tp=3,tq=2", True, "--from tp=3,tq=2: tq is unknown; did you mean tp?"),
         ("x=1", True, "--from x=1: x is unknown; the known ones are tp, pp, vpp, cp, ep, etp, dp, first_stage_layers,"),
         ("tp=1,tp=1", True, "tp is given twice"),
