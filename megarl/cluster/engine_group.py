@@ -20,6 +20,7 @@ from megarl.cluster.vllm_group import VllmActor, VllmGroup
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.resharding.families import vllm_holders
+from megarl.resharding.parts import parts
 from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Plan
 from megarl.rollout.engine import SamplingRequest
@@ -140,7 +141,11 @@ class EngineGroup(VllmGroup):
 
     def connect(self, plan: Plan, channel: Channel) -> bool:
         """From now on a refit is this plan. Returns whether all engines know; those that do not are lost."""
-        calls = {name: actor.connect.remote(plan, channel, self._holders[name]) for name, actor in self._actors.items()}
+        own = parts(plan, [[holder.name for holder in self._holders[name]] for name in self._actors])
+        calls = {
+            name: actor.connect.remote(part, channel, self._holders[name])
+            for (name, actor), part in zip(self._actors.items(), own, strict=True)
+        }
         _, lost = self._session.gather(calls, "connecting for the refit", expendable=self.expendable)
         self.drop(lost, "refit")
         return not lost

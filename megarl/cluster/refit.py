@@ -13,6 +13,7 @@ from megarl.config.schema import Config
 from megarl.metrics import Metric
 from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
+from megarl.resharding.schedule import ordered
 from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel
@@ -78,7 +79,7 @@ class Refit:
         plan = make_plan(self._trainers.holders, self._engines.holders, bucket_bytes)
         channel: Channel
         if self.transport == "p2p":
-            channel = self._meeting()
+            channel, plan = self._meeting(), ordered(plan)
             self._trainers.connect(plan, channel)
         else:
             channel = SharedMemory(self._trainers.publish())

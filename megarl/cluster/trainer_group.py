@@ -17,6 +17,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.share import Scores, Share
 from megarl.config.schema import Config, Role
 from megarl.metrics import Metric, merge
+from megarl.resharding.parts import parts
 
 if TYPE_CHECKING:
     from megarl.megatron.actor_worker import Scorer
@@ -113,7 +114,9 @@ class TrainerGroup(RankGroup):
 
     def connect(self, plan: Plan, meeting: Meeting) -> None:
         """From now on `sending` is each rank's part of this plan."""
-        calls = {name: actor.connect.remote(plan, meeting) for name, actor in self._actors.items()}
+        own = parts(plan, [[holder.name] for holder in self.holders])
+        actors = zip(self._actors.items(), own, strict=True)
+        calls = {name: actor.connect.remote(part, meeting) for (name, actor), part in actors}
         self._session.wait(calls, "connecting for the refit")
 
     def sending(self) -> dict[str, ray.ObjectRef]:

@@ -11,7 +11,7 @@ from megarl.resharding.check import check_plan
 from megarl.resharding.holdings import divide, holdings
 from megarl.resharding.piece import ITEM_BYTES, Holder, num_elements
 from megarl.resharding.plan import Plan
-from megarl.resharding.schedule import Bandwidth, Schedule, schedule
+from megarl.resharding.schedule import Bandwidth, Schedule, ordered, schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Figures:
     written_once          proven: every element of every destination is written exactly once, with what belongs there
     source_balance        the busiest source: what it gives over the mean of its replicas. Where several sets of
                           replicas overlap, as those of experts and of other layers do, the mean is summed over them
-    predicted_seconds     of the simulated schedule
+    predicted_seconds     when everything travels in the order in which it is sent over a network
     floor_seconds         the busiest rank's bytes in or out, over the bandwidth of that link
     peak_staging_bytes    of buckets that a rank has in hand: the one on its way from or to another node, and the next
     ranks_source, ranks_destination    how many processes
@@ -50,7 +50,7 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
     check_plan(plan, sources, destinations)
     need = _need(sources, destinations)
     by_link = _bytes_by_link(plan)
-    simulated = schedule(plan, bandwidth)
+    simulated = schedule(ordered(plan), bandwidth)
     return Figures(
         bytes_total=plan.num_bytes,
         bytes_wasted=plan.num_bytes - need.kept + max(0, by_link["inter"] - need.entering),

@@ -59,6 +59,13 @@ class Padding(NamedTuple):
     places: tuple[Place, ...]
 
 
+class Hop(NamedTuple):
+    """A bucket, by its number in the plan, over one of its links."""
+
+    bucket: int
+    link: Link
+
+
 class Copy(NamedTuple):
     """A move over one link."""
 
@@ -100,10 +107,11 @@ class Plan:
     num_sources   how many of the holders are sources
     buckets       in the order in which they may be executed: what is handed on was received before
     padding       what becomes zero
+    order         of everything that travels, as schedule.ordered finds it (empty: nobody has asked)
 
-    To execute it, a process needs into(its name), or, where buffers travel, those buckets whose links it is on: it
-    sends and receives them in the plan's order, and packs and unpacks the moves in theirs. No other agreement is
-    needed, as every process has, or computes, the same plan.
+    To execute it, a process needs into(its name), or, where buffers travel, the hops that it is an end of: it sends and
+    receives in their order, and packs and unpacks the moves of a bucket in theirs. No other agreement is needed, as
+    every process has its part of the same plan.
     """
 
     holders: tuple[str, ...]
@@ -111,6 +119,7 @@ class Plan:
     num_sources: int
     buckets: tuple[Bucket, ...]
     padding: tuple[Padding, ...]
+    order: tuple[Hop, ...] = ()
 
     @cached_property
     def plan_hash(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.resharding.check import check_plan
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.parts import parts
 from megarl.resharding.piece import Holder
+from megarl.resharding.plan import Link
 from megarl.resharding.planner import make_plan
+from megarl.resharding.schedule import Bandwidth, Schedule, ordered, schedule
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.p2p import Meeting, PointToPoint
 from tests.forked import run_ranks
@@ -38,6 +42,22 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+class Recorder:
+    """A process group that notes what is sent and received, in order, as both ends of the hop and its number on it."""
+
+    def __init__(self, group: dist.Backend, rank: int):
+        self._group, self._rank = group, rank
+        self.hops: list[tuple[Link, int]] = []
+
+    def send(self, tensors, receiver, tag):
+        self.hops.append((Link(self._rank, receiver), tag))
+        return self._group.send(tensors, receiver, tag)
+
+    def recv(self, tensors, sender, tag):
+        self.hops.append((Link(sender, self._rank), tag))
+        return self._group.recv(tensors, sender, tag)
+
+
 class Case:
     """A model in random weights, as it should be at every member of a plan."""
 
@@ -49,7 +69,7 @@ class Case:
         self.sources = [in_dtypes(holder) for holder in megatron_holders(config, layout, vocab_multiple=4)]
         workers = [in_dtypes(holder) for holder in vllm_holders(config, vllm_tp, replicas)]
         self.destinations = [replace(w, node=n) for w, n in zip(workers, nodes or [0] * len(workers), strict=True)]
-        self.plan = make_plan(self.sources, self.destinations, bucket_bytes)
+        self.plan = ordered(make_plan(self.sources, self.destinations, bucket_bytes))
         check_plan(self.plan, self.sources, self.destinations)
         from_folder = make_plan([folder], [replace(holder, node=0) for holder in self.members])
         self.weights = {}
@@ -74,7 +94,8 @@ class Case:
         meeting = Meeting("127.0.0.1", int(store.get("port")), "refit", self.timeout_s)
         holder = self.members[rank]
         own = self.empty(holder) if holder in self.destinations else self.weights[holder.name]
-        return meeting.open(holder.name, own, self.plan), own
+        [part] = parts(self.plan, [[holder.name]])
+        return meeting.open(holder.name, own, part), own
 
 
 def in_dtypes(holder: Holder) -> Holder:
@@ -83,12 +104,14 @@ def in_dtypes(holder: Holder) -> Holder:
     return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
 
-def take_part(store: dist.Store, rank: int, case: Case) -> tuple[int, int]:
-    """Twice, as the weights of a source change in between. Returns bytes staged and bytes allocated."""
+def take_part(store: dist.Store, rank: int, case: Case) -> tuple[int, int, list[tuple[Link, int]]]:
+    """Twice, as the weights of a source change in between. Returns bytes staged, bytes allocated, and the hops."""
     holder = case.members[rank]
     receives = holder in case.destinations
     transport, parameters = case.open(store, rank)
+    group = transport._group
     for factor in (1, 2):
+        transport._group = recorder = Recorder(group, rank)
         if not receives:
             for tensor in parameters.values():
                 tensor.mul_(factor)
@@ -101,7 +124,7 @@ def take_part(store: dist.Store, rank: int, case: Case) -> tuple[int, int]:
     store.add("done", 1)
     while store.add("done", 0) < len(case.members):  # rank 0 has what others still meet at
         time.sleep(0.01)
-    return transport.staging_bytes, allocations.num_bytes
+    return transport.staging_bytes, allocations.num_bytes, recorder.hops
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1024, 2**20])
@@ -119,9 +142,28 @@ def test_arrives_bit_for_bit_through_two_buffers(layout, vllm_tp, replicas, node
     case = Case(layout, vllm_tp, replicas, bucket_bytes, nodes)
     assert any(bucket.onward for bucket in case.plan.buckets) == bool(nodes)
     largest = max(bucket.num_bytes for bucket in case.plan.buckets)
-    for staged, allocated in run_ranks(len(case.members), take_part, case):
+    simulated = hops_of_members(schedule(case.plan, Bandwidth(inter=50e9, intra=400e9)))
+    for rank, (staged, allocated, hops) in enumerate(run_ranks(len(case.members), take_part, case)):
         assert 0 < staged <= 2 * largest
         assert allocated == staged, "bytes beside the buffers"
+        assert hops == simulated[rank]
+
+
+def hops_of_members(simulated: Schedule) -> dict[int, list[tuple[Link, int]]]:
+    """What each sends and receives, and the how-many-eth of that link this is."""
+    hops, counts = defaultdict(list), Counter()
+    for _, link, *_ in simulated.transfers:
+        for member in link:
+            hops[member].append((link, counts[link]))
+        counts[link] += 1
+    return hops
+
+
+def test_the_order_of_the_schedule_is_another_than_that_of_the_plan():
+    """So that the tests before can see the difference."""
+    plan = Case(layout_of(), 2, 2, 64, (1, 1, 1, 2)).plan
+    of_source = [hop.bucket for hop in plan.order if hop.link.source == 0]
+    assert of_source != sorted(of_source)
 
 
 def fails_midway(store: dist.Store, rank: int, case: Case) -> str:

@@ -23,6 +23,7 @@ from megarl.resharding.families import huggingface_holder, vllm_holder
 from megarl.resharding.piece import num_elements
 from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
+from megarl.resharding.schedule import ordered
 from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.verification import NOTHING, Checksum, Region, regions
@@ -319,7 +320,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes("spawn", EngineSide, config, folder, False)
     targets = [vllm_holder(hf_config, tp, rank, replica=0) for rank in range(tp)]
-    plan, shared_memory = make_plan(trainers.holders, targets, BUCKET_BYTES), trainers.shared_memory()
+    plan, shared_memory = ordered(make_plan(trainers.holders, targets, BUCKET_BYTES)), trainers.shared_memory()
     assert engine.call("shapes") == [target.shapes for target in targets]
     with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
         engine.call("sample", prompts())

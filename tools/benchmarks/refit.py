@@ -29,6 +29,7 @@ from megarl.config.load import load
 from megarl.data.model_folder import read_config, resolve
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holder
 from megarl.resharding.planner import make_plan
+from megarl.resharding.schedule import ordered
 from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import SharedMemory
 
@@ -77,7 +78,7 @@ class Case:
         self.ranks = megatron_holders(self.hf_config, layout.model_copy(update={"tp": tp, "pp": pp}))
         self.stages = tuple(tuple(self.ranks[i * tp : (i + 1) * tp]) for i in range(pp))
         self.engine, self.folder = vllm_holder(self.hf_config, 1, 0, 0), huggingface_holder(self.hf_config)
-        self.plan = make_plan(self.ranks, [self.engine])
+        self.plan = ordered(make_plan(self.ranks, [self.engine]))
 
     @property
     def num_bytes(self) -> int:

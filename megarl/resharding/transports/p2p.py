@@ -2,27 +2,32 @@
 
 The members have a process group of their own, so that neither the trainer's nor the engine's is disturbed. The buckets
 of the plan are the messages, and every member has two buffers for them: one is filled or emptied while the other is on
-its way.
+its way. They travel in the plan's order; one that is to leave again when its buffer has been used for others is packed
+anew.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megarl import device
 from megarl.resharding.piece import shape_of
-from megarl.resharding.plan import Bucket, Copy, Link, Move, Plan
+from megarl.resharding.plan import Copy, Link, Move, Plan
 from megarl.resharding.transports.transport import view
 
 BUFFERS = 2
+
+Result = TypeVar("Result")
+_Deliveries = Generator[tuple[Copy, torch.Tensor], None, Result]
+"""Delivers what arrives meanwhile, and returns a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +49,45 @@ class Meeting:
         return PointToPoint(self, member, parameters, plan)
 
 
-class _Message(NamedTuple):
-    """A bucket that is on its way, by its number in the plan."""
+class _Hop(NamedTuple):
+    """tag: tells it from others of the same link."""
 
+    bucket: int
+    link: Link
     tag: int
-    bucket: Bucket
+
+
+@dataclass
+class _Message:
+    """A bucket in hand, by its number.
+
+    arriving    the receipt that has not been waited for
+    leaving     the sends that have not been waited for
+    """
+
+    bucket: int
     buffer: torch.Tensor
-    works: list[dist.Work]
+    arriving: dist.Work | None = None
+    sender: int | None = None
+    leaving: list[dist.Work] = field(default_factory=list)
 
 
 class PointToPoint:
     """One member's end. After an error it is closed, which ends the others' waiting for it: a new meeting is needed."""
 
     def __init__(self, meeting: Meeting, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan):
-        self._member, self._parameters, self._holders = member, parameters, plan.holders
+        self._member, self._parameters, self._plan = member, parameters, plan
         self._rank = plan.holders.index(member)
-        self._is_destination = self._rank >= plan.num_sources
-        self._buckets = [(tag, bucket) for tag, bucket in enumerate(plan.buckets) if self._has(bucket)]
+        self._hops = _own_hops(plan, self._rank)
         self._neighbours: set[int] = set()
         """Those that it has talked to."""
-        self._unused_tag = len(plan.buckets)
-        copies = plan.into(member).copies if self._is_destination else ()
+        is_destination = self._rank >= plan.num_sources
+        copies = plan.into(member).copies if is_destination else ()
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
         self._group: dist.Backend | None = _process_group(meeting, self._rank, len(plan.holders))
         # An engine's rank may have another device than the process's first.
         self._device = next(iter(parameters.values())).device
-        self._under_way: deque[_Message] = deque()
+        self._in_hand: deque[_Message] = deque()
         self.staging_bytes = 0
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
@@ -82,7 +100,7 @@ class PointToPoint:
         """What this member, a source only, has for the others. Returns the bytes sent."""
         for _ in self.deliver(()):
             raise AssertionError(f"{self._member} is a source only")
-        return sum(bucket.num_bytes * len(self._receivers(bucket.links)) for _, bucket in self._buckets)
+        return sum(self._plan.buckets[hop.bucket].num_bytes for hop in self._hops)
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Iterator[tuple[Copy, torch.Tensor]]:
@@ -98,81 +116,98 @@ class PointToPoint:
         """Ends the connections, and with them the waiting of others for this member."""
         group, self._group = self._group, None
         if group is not None:
-            _end_connections(group, self._neighbours, self._unused_tag)
-        self._under_way.clear()
+            _end_connections(group, self._neighbours, unused_tag=len(self._hops))
+        self._in_hand.clear()
 
     def _exchange(self) -> Iterator[tuple[Copy, torch.Tensor]]:
-        """In the order of the plan, of which every member follows its part: so nobody waits for one who waits for him,
-        directly or by way of others."""
+        """In the order of the plan, of which every member follows its part: see schedule.ordered."""
         if self._group is None:
             raise RuntimeError(f"{self._member}: its connections are closed since an exchange failed")
-        size = max((bucket.num_bytes for _, bucket in self._buckets), default=0)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self._buckets[:BUFFERS]]
-        self.staging_bytes = size * len(buffers)
-        for i, (tag, bucket) in enumerate(self._buckets):
-            receivers = self._receivers(bucket.links)
-            # What a destination sends under a plan's links is what it has received under earlier ones.
-            most_under_way = 0 if receivers and self._is_destination else BUFFERS - 1
-            while len(self._under_way) > most_under_way:
-                yield from self._finish_first()
-            buffer = buffers[i % BUFFERS][: bucket.num_bytes]
-            begin = self._send_packed if receivers else self._receive
-            self._under_way.append(_Message(tag, bucket, buffer, begin(tag, bucket, buffer)))
-        while self._under_way:
-            yield from self._finish_first()
+        free = self._buffers()
+        for hop in self._hops:
+            if hop.link.source == self._rank:
+                message = yield from self._filled(hop, free)
+                message.leaving.append(self._begin(self._group.send, hop.link.destination, message, hop.tag))
+            else:
+                message = yield from self._taken(hop.bucket, free)
+                message.sender = hop.link.source
+                message.arriving = self._begin(self._group.recv, hop.link.source, message, hop.tag)
+        while self._in_hand:
+            yield from self._settle_oldest(free)
 
-    def _send_packed(self, tag: int, bucket: Bucket, buffer: torch.Tensor) -> list[dist.Work]:
-        for move, part in _parts(bucket, buffer):
+    def _buffers(self) -> list[torch.Tensor]:
+        sizes = {hop.bucket: self._plan.buckets[hop.bucket].num_bytes for hop in self._hops}
+        size, count = max(sizes.values(), default=0), min(len(sizes), BUFFERS)
+        self.staging_bytes = size * count
+        return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
+
+    def _begin(self, operation: Callable[..., dist.Work], neighbour: int, message: _Message, tag: int) -> dist.Work:
+        self._neighbours.add(neighbour)
+        size = self._plan.buckets[message.bucket].num_bytes
+        return operation([message.buffer[:size]], neighbour, tag)
+
+    def _filled(self, hop: _Hop, free: list[torch.Tensor]) -> _Deliveries[_Message]:
+        """With what the hop takes along."""
+        for message in self._in_hand:
+            if message.bucket == hop.bucket:
+                yield from self._arrive(message)
+                return message
+        bucket = self._plan.buckets[hop.bucket]
+        handed_on = hop.link in bucket.onward
+        if self._rank >= self._plan.num_sources and not handed_on:  # it may be anything that has been received
+            for message in self._in_hand:
+                yield from self._arrive(message)
+        message = yield from self._taken(hop.bucket, free)
+        self._pack(bucket.onward_moves if handed_on else bucket.moves, message.buffer)
+        return message
+
+    def _pack(self, moves: Iterable[Move], buffer: torch.Tensor) -> None:
+        for move, part in _parts(moves, buffer):
             source = self._parameters[move.source.parameter]
             if source.dtype != getattr(torch, move.source_dtype):
                 raise ValueError(f"{self._member} has {move.source.parameter} as {source.dtype}, the plan as {move}")
             part.copy_(view(source, move.source.rectangle))
-        return self._send(tag, buffer, bucket.links)
 
-    def _send(self, tag: int, buffer: torch.Tensor, links: Iterable[Link]) -> list[dist.Work]:
-        receivers = self._receivers(links)
-        self._neighbours.update(receivers)
-        return [self._group.send([buffer], receiver, tag) for receiver in receivers]
+    def _taken(self, bucket: int, free: list[torch.Tensor]) -> _Deliveries[_Message]:
+        """A message of its own, with a buffer to be filled."""
+        if not free:
+            yield from self._settle_oldest(free)
+        self._in_hand.append(_Message(bucket, free.pop()))
+        return self._in_hand[-1]
 
-    def _receive(self, tag: int, bucket: Bucket, buffer: torch.Tensor) -> list[dist.Work]:
-        sender = self._sender(bucket)
-        self._neighbours.add(sender)
-        return [self._group.recv([buffer], sender, tag)]
+    def _settle_oldest(self, free: list[torch.Tensor]) -> Iterator[tuple[Copy, torch.Tensor]]:
+        message = self._in_hand[0]
+        yield from self._arrive(message)
+        while message.leaving:
+            message.leaving[0].wait()
+            message.leaving.pop(0)
+        free.append(self._in_hand.popleft().buffer)
 
-    def _finish_first(self) -> Iterator[tuple[Copy, torch.Tensor]]:
-        """Waits for the oldest message. One that has come in is handed on, and delivered."""
-        self._wait_for_first()
-        tag, bucket, buffer, works = self._under_way[0]
-        if not self._receivers(bucket.links):
-            works += self._send(tag, buffer, bucket.onward)
-            sender = self._holders[self._sender(bucket)]
-            yield from ((Copy(sender, self._member, move), part) for move, part in _parts(bucket, buffer))
-            self._wait_for_first()
-        self._under_way.popleft()
-
-    def _wait_for_first(self) -> None:
-        works = self._under_way[0].works
-        while works:
-            works[0].wait()
-            works.pop(0)
-
-    def _has(self, bucket: Bucket) -> bool:
-        return any(self._rank in link for link in (*bucket.links, *bucket.onward))
-
-    def _receivers(self, links: Iterable[Link]) -> list[int]:
-        """Of what this member sends."""
-        return [link.destination for link in links if link.source == self._rank]
-
-    def _sender(self, bucket: Bucket) -> int:
-        """Of what this member receives."""
-        [sender] = [link.source for link in (*bucket.links, *bucket.onward) if link.destination == self._rank]
-        return sender
+    def _arrive(self, message: _Message) -> Iterator[tuple[Copy, torch.Tensor]]:
+        """Waits for what is received, and delivers it."""
+        if message.arriving is not None:
+            message.arriving.wait()
+            message.arriving = None
+            sender, moves = self._plan.holders[message.sender], self._plan.buckets[message.bucket].moves
+            yield from ((Copy(sender, self._member, move), part) for move, part in _parts(moves, message.buffer))
 
 
-def _parts(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
+def _own_hops(plan: Plan, rank: int) -> list[_Hop]:
+    """In their order. Both ends of a link count its hops alike."""
+    assert plan.order or not plan.buckets, "a plan without an order; see schedule.ordered"
+    counts: Counter[Link] = Counter()
+    hops = []
+    for bucket, link in plan.order:
+        if rank in link:
+            hops.append(_Hop(bucket, link, counts[link]))
+            counts[link] += 1
+    return hops
+
+
+def _parts(moves: Iterable[Move], buffer: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
     """The moves and their elements in the buffer: larger dtypes first, so that all are aligned."""
     offset = 0
-    for move in sorted(bucket.moves, key=lambda move: -getattr(torch, move.destination_dtype).itemsize):
+    for move in sorted(moves, key=lambda move: -getattr(torch, move.destination_dtype).itemsize):
         dtype, shape = getattr(torch, move.destination_dtype), torch.Size(shape_of(move.destination.rectangle))
         end = offset + shape.numel() * dtype.itemsize
         yield move, buffer[offset:end].view(dtype).view(shape)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.plan import Bucket, Link, Plan
 from megarl.resharding.planner import make_plan
-from megarl.resharding.schedule import Bandwidth, Schedule, schedule
+from megarl.resharding.schedule import Bandwidth, Schedule, ordered, schedule
 from megarl.resharding.side import on_nodes
 from tests.unit.resharding.cases import configs, layout_of
 from tests.unit.resharding.test_planner import LLAMA_70B
@@ -22,7 +22,7 @@ SPEEDS = Bandwidth(inter=10, intra=100)
 
 def plan_of(nodes: list[int], num_sources: int, *buckets: tuple[list, list, int]) -> Plan:
     """buckets: links, onward and bytes; what they contain does not matter here."""
-    return Plan(
+    plan = Plan(
         holders=tuple(f"holder{i}" for i in range(len(nodes))),
         nodes=tuple(nodes),
         num_sources=num_sources,
@@ -32,6 +32,7 @@ def plan_of(nodes: list[int], num_sources: int, *buckets: tuple[list, list, int]
         ),
         padding=(),
     )
+    return ordered(plan)
 
 
 def times(result: Schedule) -> list[tuple[int, int, float, float]]:
@@ -71,7 +72,7 @@ def test_ports_carry_one_bucket_at_a_time_and_nothing_is_lost(case, ranks_per_no
     config, layout, vllm_tp = case
     sources = on_nodes(megatron_holders(config, layout, vocab_multiple=4), ranks_per_node)
     destinations = on_nodes(vllm_holders(config, vllm_tp, replicas), ranks_per_node, first=sources[-1].node + 1)
-    plan = make_plan(sources, destinations, bucket_bytes=100)
+    plan = ordered(make_plan(sources, destinations, bucket_bytes=100))
     result = schedule(plan, SPEEDS)
     planned = [(i, link) for i, bucket in enumerate(plan.buckets) for link in (*bucket.links, *bucket.onward)]
     assert sorted((t.bucket, t.link) for t in result.transfers) == sorted(planned)
@@ -95,6 +96,6 @@ def test_ports_carry_one_bucket_at_a_time_and_nothing_is_lost(case, ranks_per_no
 @pytest.mark.parametrize(("tp", "replicas"), [(8, 8), (2, 16), (16, 2)])
 def test_a_large_refit_comes_close_to_the_bound(tp, replicas):
     ranks = on_nodes(megatron_holders(LLAMA_70B, layout_of(tp=8, pp=4, dp=2)), 8)
-    plan = make_plan(ranks, on_nodes(vllm_holders(LLAMA_70B, tp, replicas), 8, first=8))
+    plan = ordered(make_plan(ranks, on_nodes(vllm_holders(LLAMA_70B, tp, replicas), 8, first=8)))
     result = schedule(plan, Bandwidth(inter=50e9, intra=400e9))
     assert result.seconds <= 1.15 * result.floor_seconds
