@@ -87,6 +87,7 @@ class SampleInfo:
     num_trained_tokens: int
     finish_reason: FinishReason
     version_oldest: int
+    version_newest: int
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +104,7 @@ class SampleInfo:
             num_trained_tokens=sum(sample.response_mask),
             finish_reason=sample.finish_reason,
             version_oldest=min((run.version for run in sample.versions), default=0),
+            version_newest=max((run.version for run in sample.versions), default=0),
         )
 
 

@@ -24,6 +24,15 @@ def step_metrics(
         **times,
         "throughput/tokens_per_second": sum(info.num_tokens for info in infos) / times["time/step"],
         "weights/version": version,
+        **_version_metrics(infos, version - 1),
+    }
+
+
+def _version_metrics(infos: Sequence[SampleInfo], trained: int) -> dict[str, float]:
+    """trained: the version that the step's updates start from. Zero where all tokens are its own."""
+    return {
+        "weights/staleness_max": trained - min(info.version_oldest for info in infos),
+        "weights/mixed_share": fmean(info.version_oldest != info.version_newest for info in infos),
     }
 
 

@@ -45,19 +45,14 @@ class EngineActor(VllmActor):
     def _load(self) -> VllmEngine:
         from megarl.rollout.vllm_engine import VllmEngine
 
-        return VllmEngine(
-            self._config.rollout,
-            self._model_folder,
-            self._config.model.dtype,
-            self._process.index,
-            self._config.run.seed,
-        )
+        config = self._config
+        return VllmEngine(config.rollout, self._model_folder, config.model.dtype, config.run.seed)
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> list[list[SampleInfo] | Sample]:
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[list[SampleInfo] | Sample]:
         """First what is to be known of the samples, then the samples: return values of their own, which, unlike objects
-        that this process puts, stay when it dies."""
+        that this process puts, stay when it dies. Because it is async, Ray runs all methods in one event loop."""
         with self._whole():
-            samples = self._engine.generate(requests)
+            samples = await self._engine.generate(requests)
         segments.note(self._scratch)  # vLLM makes some only when it generates
         return [[SampleInfo.of(sample) for sample in samples], *samples]
 
@@ -156,6 +151,7 @@ class EngineGroup(VllmGroup):
 
     def drop(self, lost: Collection[str], phase: str) -> None:
         """Goes on without these. Raises RunFailure where none is left."""
+        lost = [name for name in lost if name in self._actors]  # a refit during a rollout may have noticed first
         for name in lost:
             del self._actors[name]
             print(

@@ -40,8 +40,12 @@ class Engine(Protocol):
     version: int | None
     """Weight version that the engine holds; None before the first refit and after a failed one."""
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
-        """Samples in the order of the requests. Raises RuntimeError while version is None."""
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
+        """Samples in the order of the requests. Raises RuntimeError if version is None.
+
+        Other calls are done while it waits for its samples. After a refit these keep the keys and values of the older
+        weights and go on with the new ones, after a failed one when another has succeeded: their versions tell.
+        """
 
     @property
     def has_lost_a_rank(self) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
 
 from megarl import device
 from megarl.batch import Sample, VersionRun
@@ -20,14 +25,32 @@ from megarl.rollout.engine import Refitted, SamplingRequest
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.worker_extension import Failed
 
+PAUSE_S = 0.05
+"""How often samples under way look whether a failed refit has been made good."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A request that vLLM works on, under the id that vLLM gave it; in the end, with what came of it."""
+
+    request: SamplingRequest
+    vllm_id: str
+    completion: CompletionOutput | None = None
+
 
 class VllmEngine:
-    """Starts without weights (`version` None) and gets them by `refit`, as after every later update."""
+    """Starts without weights (`version` None) and gets them by `refit`, as after every later update.
 
-    def __init__(self, config: Rollout, model_folder: Path, dtype: str, replica: int, seed: int):
+    All calls are made in one thread, by one event loop: what comes while `generate` waits for its samples is done
+    between two steps of vLLM, for any number of `generate` at once.
+    """
+
+    def __init__(self, config: Rollout, model_folder: Path, dtype: str, seed: int):
         self.version: int | None = None
         self._config = config
-        self._replica = replica
+        self._under_way: dict[str, _UnderWay] = {}
+        self._numbers = count()
+        self._num_refits = 0
         arguments = engine_arguments(model_folder, dtype, config.tp, config.context_length, config.kv_cache_gib) | dict(
             load_format="dummy",
             # Log-probs of the distribution that is sampled from: after the temperature.
@@ -39,29 +62,38 @@ class VllmEngine:
         )
         self._llm = LLM(**{**arguments, **config.vllm_extra})
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
         if self.version is None:
             raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(request.prompt.token_ids)} for request in requests],
-            [self._sampling(request) for request in requests],
-            use_tqdm=False,
-        )
-        return [
-            _sample(request, output.outputs[0], self.version) for request, output in zip(requests, outputs, strict=True)
-        ]
+        own = {str(next(self._numbers)): request for request in requests}
+        self._under_way |= {name: _UnderWay(request, self._submit(name, request)) for name, request in own.items()}
+        try:
+            while any(self._under_way[name].completion is None for name in own):
+                if self.version is not None:
+                    self._step()
+                await asyncio.sleep(PAUSE_S if self.version is None else 0)
+            return [_sample(request, self._under_way[name].completion) for name, request in own.items()]
+        finally:
+            self._withdraw([name for name in own if self._under_way[name].completion is None])
+            for name in own:
+                del self._under_way[name]
 
     def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> None:
         self._ask_workers("connect", plan, channel, holders)
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
         self.version = None
+        self._pause()
         refitted = self._ask_workers("refit", expected)
-        # Cached keys and values are those of the old weights.
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM refused to drop its prefix cache: requests are still running")
-        self.version = version
+        self._num_refits += 1
+        self._begin_again()
+        self.hold(version)
         return refitted
+
+    def hold(self, version: int) -> None:
+        """Says that the weights are of this version, and so the tokens from now on."""
+        self._llm.llm_engine.set_weight_version(str(version))
+        self.version = version
 
     @property
     def has_lost_a_rank(self) -> bool:
@@ -83,6 +115,38 @@ class VllmEngine:
                 raise answer.error
         return answers
 
+    def _submit(self, name: str, request: SamplingRequest) -> str:
+        """Returns vLLM's own id of the request.
+
+        The salt keeps requests apart in the prefix cache: those of one refit's weights reuse no keys and values of
+        another's, which samples that it interrupted still need and go on adding to.
+        """
+        prompt = tokens_input(list(request.prompt.token_ids), cache_salt=str(self._num_refits))
+        return self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
+
+    def _withdraw(self, names: Sequence[str]) -> None:
+        self._llm.llm_engine.abort_request([self._under_way[name].vllm_id for name in names], internal=True)
+
+    def _step(self) -> None:
+        for output in self._llm.llm_engine.step():
+            self._under_way[output.request_id].completion = output.outputs[0]
+
+    def _pause(self) -> None:
+        """Waits for the steps that vLLM has begun before it has the results of earlier ones, as it does on GPU."""
+        self._llm.sleep(level=0, mode="keep")
+        for _ in range(self._llm.llm_engine.vllm_config.max_concurrent_batches):
+            self._step()
+        self._llm.wake_up(tags=["scheduling"])
+
+    def _begin_again(self) -> None:
+        """With what has no token yet, so that no key or value of a sample of the new weights alone is of older ones."""
+        states = self._llm.llm_engine.output_processor.request_states
+        unfinished = {name: item for name, item in self._under_way.items() if item.completion is None}
+        again = [name for name, item in unfinished.items() if not states[item.vllm_id].detokenizer.num_output_tokens()]
+        self._withdraw(again)
+        for name in again:
+            unfinished[name].vllm_id = self._submit(name, unfinished[name].request)
+
     def _sampling(self, request: SamplingRequest) -> SamplingParams:
         return SamplingParams(
             temperature=0.0 if request.greedy else self._config.temperature,
@@ -90,10 +154,11 @@ class VllmEngine:
             max_tokens=self._config.max_new_tokens,
             logprobs=0,
             seed=request.seed,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
 
-def _sample(request: SamplingRequest, completion: CompletionOutput, version: int) -> Sample:
+def _sample(request: SamplingRequest, completion: CompletionOutput) -> Sample:
     ids = tuple(completion.token_ids)
     assert completion.finish_reason in ("stop", "length"), f"{request.sample_id}: {completion.finish_reason}"
     return Sample(
@@ -104,7 +169,7 @@ def _sample(request: SamplingRequest, completion: CompletionOutput, version: int
             position[token].logprob for position, token in zip(completion.logprobs, ids, strict=True)
         ),
         response_mask=(True,) * len(ids),
-        versions=(VersionRun(version, len(ids)),),
+        versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in completion.weight_versions),
         finish_reason=completion.finish_reason,
         text=completion.text,
     )

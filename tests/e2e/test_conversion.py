@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import random
@@ -39,11 +40,12 @@ def sampled(folder: Path) -> list[Sample]:
     os.environ.update(environment(config.rollout.tp, threads=1))
     from megarl.rollout.vllm_engine import VllmEngine
 
-    started = VllmEngine(config.rollout, folder, "float32", replica=0, seed=0)
-    started.version = 0
+    started = VllmEngine(config.rollout, folder, "float32", seed=0)
+    started.hold(0)
     source = random.Random(0)
     prompts = [Prompt(f"{i}", "", tuple(source.randrange(6, 131) for _ in range(n))) for i, n in enumerate((1, 9, 33))]
-    return started.generate([SamplingRequest(prompt.id, prompt, seed=i) for i, prompt in enumerate(prompts)])
+    requests = [SamplingRequest(prompt.id, prompt, seed=i) for i, prompt in enumerate(prompts)]
+    return asyncio.run(started.generate(requests))
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import random
 import tempfile
+from collections.abc import Sequence
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
-from megarl.batch import NO_BASELINE, Baseline, Prompt, TrainingSample
+from megarl.batch import NO_BASELINE, Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
@@ -37,6 +41,7 @@ BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 DEADLINE_S = 180
 BUCKET_BYTES = 2**16
 """Smaller than some tensors."""
+STEPS_BEFORE_REFIT = 5
 
 
 class Remote:
@@ -96,8 +101,9 @@ class EngineSide:
 
         extra = dict(config.rollout.vllm_extra) | ({"load_format": "auto"} if start_with_weights else {})
         rollout = config.rollout.model_copy(update={"vllm_extra": extra})
-        self.engine = VllmEngine(rollout, folder, "float32", replica=0, seed=0)
-        self.engine.version = 0 if start_with_weights else None
+        self.engine = VllmEngine(rollout, folder, "float32", seed=0)
+        if start_with_weights:
+            self.engine.hold(0)
 
     def connect(self, plan, channel, holders):
         self.engine.connect(plan, channel, holders)
@@ -109,27 +115,37 @@ class EngineSide:
         self.engine._llm.collective_rpc(wipe)
 
     def sample(self, prompts):
-        return self.engine.generate([SamplingRequest(f"{i}", prompt, seed=i) for i, prompt in enumerate(prompts)])
+        return asyncio.run(self.engine.generate(requests(prompts)))
 
     def greedy(self, prompts):
-        from vllm import SamplingParams
+        asked = [SamplingRequest(f"{i}", prompt, seed=0, greedy=True) for i, prompt in enumerate(prompts)]
+        return [(s.response_ids, s.response_logprobs) for s in asyncio.run(self.engine.generate(asked))]
 
-        outputs = self.engine._llm.generate(
-            [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
-            SamplingParams(temperature=0.0, max_tokens=12, logprobs=0),
-            use_tqdm=False,
-        )
-        completions = [output.outputs[0] for output in outputs]
-        return [
-            (tuple(c.token_ids), [position[t].logprob for position, t in zip(c.logprobs, c.token_ids, strict=True)])
-            for c in completions
-        ]
+    def sample_through_a_refit(self, prompts, version):
+        """Samples of which some have been begun before the refit, and samples that are asked for after it while those
+        are still under way."""
+
+        async def sample():
+            begun = asyncio.create_task(self.engine.generate(requests(prompts)))
+            for _ in range(STEPS_BEFORE_REFIT):
+                await asyncio.sleep(0)
+            self.engine.refit(version)
+            asked_later = asyncio.create_task(self.engine.generate(requests(prompts)))
+            await asyncio.sleep(0)
+            assert not begun.done()
+            return await begun, await asked_later
+
+        return asyncio.run(sample())
 
     def shapes(self):
         return self.engine.parameter_shapes()
 
     def checksums(self):
         return self.engine.checksums()
+
+
+def requests(prompts: Sequence[Prompt]) -> list[SamplingRequest]:
+    return [SamplingRequest(f"{i}", prompt, seed=i) for i, prompt in enumerate(prompts)]
 
 
 def wipe(worker) -> None:
@@ -174,6 +190,28 @@ class TrainerSide:
         self.worker.export(plan, transport, out)
 
 
+class TwoModels:
+    """Log-probs of what two models have sampled in turn, each in one pass over its tokens, by transformers."""
+
+    def __init__(self, first: Path, second: Path):
+        torch.set_num_threads(1)
+        self._models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (first, second)]
+
+    @torch.no_grad()
+    def log_probs(self, sample: Sample, keep: bool = True) -> list[float]:
+        """keep: the second model takes over the first one's keys and values of the tokens that this has read."""
+        first, second = self._models
+        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        # The last token that the first model has sampled is read by the second.
+        read = len(sample.prompt.token_ids) + sample.versions[0].count - 1
+        before = first(ids[:, :read], use_cache=True)
+        cache = before.past_key_values if keep else second(ids[:, :read], use_cache=True).past_key_values
+        after = second(ids[:, read:-1], past_key_values=cache, use_cache=True)
+        log_probs = torch.cat((before.logits, after.logits), 1).log_softmax(-1)
+        of_tokens = log_probs.gather(2, ids[:, 1:, None])[0, :, 0]
+        return of_tokens[len(sample.prompt.token_ids) - 1 :].tolist()
+
+
 @pytest.fixture
 def remotes():
     """Starts processes and ends them with the test."""
@@ -202,7 +240,9 @@ def config_of(folder: Path, tp: int) -> Config:
             "rollout.max_new_tokens=12",
             "rollout.context_length=128",
             "rollout.kv_cache_gib=0.05",
-            "rollout.vllm_extra={block_size: 32}",
+            "rollout.temperature=1",
+            # So that of eight samples some wait for others to end.
+            "rollout.vllm_extra={block_size: 32, max_num_seqs: 4}",
         ],
     )
 
@@ -267,6 +307,7 @@ MODELS = {
 }
 
 OVER_TWO_WORKERS = ("Llama, tied", "Llama, all biases", "Qwen3, experts")
+IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
 
 
 class Trainers:
@@ -334,16 +375,30 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         assert all(run.version == version - 1 for sample in samples for run in sample.versions)
         trained = trainers.log_probs(samples)
         for sample in samples:
-            assert max(abs(a - b) for a, b in zip(sample.response_logprobs, trained[sample.id], strict=True)) <= 1e-4
+            assert difference(sample.response_logprobs, trained[sample.id]) <= 1e-4
         trainers.call("update", samples)
         engine.call("refit", version)
+    exported = trainers.export(hf_config, shared_memory, tmp_path / "exported")
+    of_new_weights: list[Sample] = []
+    if (name, tp) in IN_FLIGHT:
+        uninterrupted = engine.call("sample", prompts())
+        trainers.call("update", uninterrupted)
+        through, of_new_weights = engine.call("sample_through_a_refit", prompts(), 3)
+        old, exported = exported, trainers.export(hf_config, shared_memory, tmp_path / "newer")
+        check_samples_through_a_refit(through[:4], uninterrupted, remotes("fork", TwoModels, old, exported))
+        of_new_weights += through[4:]  # four at a time: these had to wait
     after = engine.call("greedy", prompts())
     assert after != before, "the updates did not change what the model says"
 
-    fresh = remotes("spawn", EngineSide, config, trainers.export(hf_config, shared_memory, tmp_path / "exported"), True)
+    fresh = remotes("spawn", EngineSide, config, exported, True)
     expected = fresh.call("checksums")
     assert engine.call("checksums") == expected
     assert fresh.call("greedy", prompts()) == after
+    from_fresh = {sample.id: sample for sample in fresh.call("sample", prompts())}
+    for sample in of_new_weights:
+        assert sample.versions == (VersionRun(3, len(sample.response_ids)),)
+        assert sample.response_ids == from_fresh[sample.id].response_ids
+        assert difference(sample.response_logprobs, from_fresh[sample.id].response_logprobs) <= 1e-5
 
     meeting = trainers.meeting()
     trainers.call("connect", plan, meeting)
@@ -353,8 +408,8 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     region = next(region for region in right if region.tensor == spoiled)
     trainers.begin("send")
     # With two workers, both fail, and the next call must not get the second one's answer.
-    difference = rf"not the trainer's: {spoiled}\[.* in megatron:1 "
-    with pytest.raises(RuntimeError, match=difference):
+    wrong = rf"not the trainer's: {spoiled}\[.* in megatron:1 "
+    with pytest.raises(RuntimeError, match=wrong):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
     trainers.end()
     with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
@@ -367,6 +422,24 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         assert all(0 < worker.staging_bytes <= 2 * BUCKET_BYTES for worker in workers)
         assert engine.call("checksums") == expected
     assert engine.call("greedy", prompts()) == after
+
+
+def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sample], reference: Remote) -> None:
+    through = [sample for sample in samples if len(sample.response_ids) > STEPS_BEFORE_REFIT]
+    assert len(through) >= 3
+    for sample in through:
+        old, new = sample.versions
+        assert (old.version, old.count, new.version) == (2, STEPS_BEFORE_REFIT, 3)
+        whole = next(other for other in uninterrupted if other.id == sample.id)
+        assert sample.response_ids[: old.count] == whole.response_ids[: old.count]
+        assert sample.response_logprobs[: old.count] == whole.response_logprobs[: old.count]
+        assert difference(sample.response_logprobs, reference.call("log_probs", sample)) <= 1e-4
+        recomputed = reference.call("log_probs", sample, False)
+        assert difference(sample.response_logprobs, recomputed) > 1e-3, "of old and new keys and values alike"
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
 def bytes_of_padding(plan: Plan) -> int:

@@ -74,6 +74,7 @@ def test_every_step_has_its_metrics(learned):
         assert set(step) >= METRICS
         assert step["step"] == step["weights/version"] == number
         assert step["mismatch/logprob_abs_max"] <= 1e-4
+        assert step["weights/staleness_max"] == step["weights/mixed_share"] == 0
         assert 0 < step["time/rollout"] + step["time/train"] + step["time/refit"] <= step["time/step"]
 
 

@@ -31,7 +31,7 @@ def config(*overrides: str):
 def sample(prompt: int, k: int, num_response_tokens: int = 4) -> RemoteSample:
     n = num_response_tokens
     return RemoteSample(
-        SampleInfo(f"1.{prompt}.{k}", f"p{prompt}", "default", 10, n, n, "stop", 0), ref=f"{prompt}.{k}"
+        SampleInfo(f"1.{prompt}.{k}", f"p{prompt}", "default", 10, n, n, "stop", 0, 0), ref=f"{prompt}.{k}"
     )
 
 

@@ -162,7 +162,7 @@ class Engine:
         os.environ.update(environment(1, threads))
         from megarl.rollout.vllm_engine import VllmEngine
 
-        self._engine = VllmEngine(rollout, folder, "float32", replica=0, seed=0)
+        self._engine = VllmEngine(rollout, folder, "float32", seed=0)
         self._version = 0
 
     def open(self, plan: Plan, channel: Any, holder: Holder) -> None:
