@@ -59,6 +59,7 @@ class LogProbHead(ColumnParallelLinear):
             self.temperature,
             self.vocab_size,
             self.tp_group,
+            self.bias,
         )
         if self.value_head is not None:
             scored = torch.cat((scored, self.value_head(input_, request.rows)), -1)

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import layers
 
 from megarl import device
 from megarl.megatron.layer_spec import uses_transformer_engine
+from megarl.ops.products import add_product
 
 TORCH_ADAM = "torch's fused AdamW"
 
@@ -40,10 +41,7 @@ class TorchWeightGradient:
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
         """Adds gradientᵀ · inputs, of [T, out] and [T, in], to main_grad, float32 [out, in]."""
-        if inputs.dtype is main_grad.dtype:
-            main_grad.addmm_(gradient.t(), inputs)
-        else:  # torch has no product of bfloat16 that adds to float32
-            main_grad.add_(gradient.t() @ inputs)
+        add_product(main_grad, gradient.t(), inputs)
 
 
 def describe() -> str:

@@ -5,25 +5,48 @@ log-sum-exp, the backward pass forms the tile again. With z the logits, L = log 
 
     log-prob  = z[y] − L                  ∂ log-prob / ∂z = 1[y] − p
     H         = L − Σ p·z                 ∂ H / ∂z        = −p · (log p + H)
+
+Where the policy that sampled was truncated to some tokens of the vocabulary (top-k, top-p), both are those of the
+truncated policy: the sums run over these tokens, and the logits of the others have no gradient. The target counts as
+one of them, whatever the list says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from types import ModuleType
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from megarl import device
+from megarl.ops import head_tile
+from megarl.ops.head_tile import NEVER
+from megarl.ops.products import add_product
 from megarl.planning.memory import TILE
 
 TOKENS_PER_TILE, VOCABULARY_PER_TILE = TILE
 
 
 def plain_log_prob_and_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, vocab_size: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float | torch.Tensor,
+    vocab_size: int,
+    bias: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The twin: the same from full logits [N, V] of the unsharded weight, by torch's own log-softmax."""
-    logits = (hidden @ weight[:vocab_size].t()).float() / temperature
+    logits = F.linear(hidden, weight, bias)[:, :vocab_size].float()
+    logits = logits / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature)
+    if kept is not None:
+        listed = F.one_hot(torch.cat((kept, targets[:, None]), 1) + 1, vocab_size + 1).sum(1)[:, 1:] > 0
+        logits = logits.where(listed | (kept < 0).all(1, keepdim=True), -torch.inf)
     log_probs = torch.log_softmax(logits, dim=-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    entropy = -(log_probs.exp() * log_probs.where(log_probs > -torch.inf, 0)).sum(-1)
     return log_probs.gather(1, targets[:, None])[:, 0], entropy
 
 
@@ -31,9 +54,11 @@ def log_prob_and_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    temperature: float,
+    temperature: float | torch.Tensor,
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
+    bias: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Log-prob of `targets` and entropy of the distribution that they come from, at a temperature.
 
@@ -41,8 +66,12 @@ def log_prob_and_entropy(
     weight       [V / tp, h]: this rank's rows of the output weight. Where it has a `main_grad` buffer (Megatron's
                  gradient accumulation), the gradient is added there and marked by `grad_added_to_main_grad`.
     targets      int64 [N], in the whole vocabulary
+    temperature  that logits are divided by; of each token: float32 [N]
     vocab_size   rows of the unsharded weight that are tokens; those above are padding, with probability 0
     group        the tensor-parallel ranks that hold the other shards, in order
+    bias         [V / tp]: this rank's part of the output bias (None: there is none)
+    kept         int64 [N, K]: the only tokens with a probability, in the whole vocabulary; −1 stands for none, and a
+                 row of nothing else for all of them (None: every row is)
     returns      float32 [N, 2]: log-prob, entropy
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or weight.shape[1] != hidden.shape[1]:
@@ -50,43 +79,120 @@ def log_prob_and_entropy(
             f"expected hidden [N, h], weight [V, h], targets [N]; got {tuple(hidden.shape)}, "
             f"{tuple(weight.shape)}, {tuple(targets.shape)}"
         )
-    return _LinearHead.apply(hidden, weight, targets, temperature, vocab_size, group)
+    if kept is not None and (kept.dim() != 2 or kept.shape[0] != len(targets)):
+        raise ValueError(f"expected kept [{len(targets)}, K]; got {tuple(kept.shape)}")
+    scale = None
+    if isinstance(temperature, torch.Tensor) or temperature != 1:
+        scale = 1 / torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(len(targets))
+    return _LinearHead.apply(hidden, weight, bias, targets, scale, kept, vocab_size, group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What is known of some tokens beforehand. Vocabulary is counted from this rank's first row: what is not its own is
+    below 0 or above its last.
+
+    hidden    [n, h]
+    targets   int64 [n]
+    scale     float32 [n]: 1 / temperature (None: 1)
+    kept      int64 [n, K + 1] (None: of no token is anything left out)
+    all_kept  bool [n]: whether everything is
+    """
+
+    hidden: torch.Tensor
+    targets: torch.Tensor
+    scale: torch.Tensor | None
+    kept: torch.Tensor | None
+    all_kept: torch.Tensor | None
+
+    @classmethod
+    def of(cls, hidden, targets, scale, kept, first_row: int) -> _Tokens:
+        targets = targets - first_row
+        if kept is None:
+            return cls(hidden, targets, scale, None, None)
+        return cls(hidden, targets, scale, torch.cat((kept - first_row, targets[:, None]), 1), (kept < 0).all(1))
+
+    def split(self) -> Iterator[_Tokens]:
+        """By tiles."""
+        for start in range(0, len(self.targets), TOKENS_PER_TILE):
+            values = [getattr(self, field.name) for field in fields(self)]
+            yield _Tokens(*(None if value is None else value[start : start + TOKENS_PER_TILE] for value in values))
+
+    def keeps(self, start: int, width: int) -> torch.Tensor | None:
+        """bool [n, width]: for the tile that starts there."""
+        if self.kept is None:
+            return None
+        columns = self.kept - start
+        columns = columns.where((columns >= 0) & (columns < width), width)  # a column that is cut off again
+        mask = columns.new_zeros(len(columns), width + 1, dtype=torch.bool)
+        return mask.scatter_(1, columns, True)[:, :width] | self.all_kept[:, None]
 
 
 class _LinearHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, vocab_size, group):
+    def forward(ctx, hidden, weight, bias, targets, scale, kept, vocab_size, group):
         first_row = dist.get_rank(group) * weight.shape[0] if _sharded(group) else 0
         num_rows = max(0, min(weight.shape[0], vocab_size - first_row))
-        local_targets = targets - first_row
-        parts = [
-            _forward_tokens(h, weight[:num_rows], y, temperature, group)
-            for h, y in zip(hidden.split(TOKENS_PER_TILE), local_targets.split(TOKENS_PER_TILE), strict=True)
-        ]
-        log_prob, entropy, log_sum_exp = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, local_targets, log_sum_exp, entropy)
-        ctx.temperature, ctx.num_rows = temperature, num_rows
-        return torch.stack((log_prob, entropy), dim=-1)
+        tokens = _Tokens.of(hidden, targets, scale, kept, first_row)
+        sums = hidden.new_zeros(4, len(targets), dtype=torch.float32)
+        sums[0] = NEVER
+        for part, own in zip(tokens.split(), sums.split(TOKENS_PER_TILE, 1), strict=False):
+            _fold(part, weight[:num_rows], bias, own)
+        if _sharded(group):
+            _reduce(sums, group)
+        maximum, total, total_d, target_z = sums
+        log_sum_exp = maximum + total.log()
+        entropy = total.log() - total_d / total
+        of_tokens = (getattr(tokens, field.name) for field in fields(tokens))
+        ctx.save_for_backward(*of_tokens, weight, bias, log_sum_exp, entropy)
+        ctx.num_rows = num_rows
+        return torch.stack((target_z - log_sum_exp, entropy), dim=-1)
 
     @staticmethod
     def backward(ctx, gradient):
-        hidden, weight, local_targets, log_sum_exp, entropy = ctx.saved_tensors
-        trained, into_main_grad = ctx.needs_input_grad[1], getattr(weight, "main_grad", None) is not None
-        weight_grad = None
-        if trained:
+        *of_tokens, weight, bias, log_sum_exp, entropy = ctx.saved_tensors
+        tokens = _Tokens(*of_tokens)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        hidden_grad = torch.zeros_like(tokens.hidden, dtype=torch.float32) if needs_hidden else None
+        into_main_grad = getattr(weight, "main_grad", None) is not None
+        weight_grad = bias_grad = None
+        if needs_weight:
             weight_grad = weight.main_grad if into_main_grad else torch.zeros_like(weight, dtype=torch.float32)
-        hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
-        columns = (hidden, local_targets, log_sum_exp, entropy, gradient[:, 0], gradient[:, 1], hidden_grad)
-        for tile in zip(*(column.split(TOKENS_PER_TILE) for column in columns), strict=True):
-            _backward_tokens(*tile, weight[: ctx.num_rows], weight_grad, ctx.temperature)
-        returned = None
-        if trained:
-            returned = _autograd_dummy(weight) if into_main_grad else weight_grad.to(weight.dtype)
-        return hidden_grad.to(hidden.dtype), returned, None, None, None, None
+        if needs_bias:
+            bias_grad = torch.zeros_like(bias, dtype=torch.float32)
+        coefficients = _coefficients(gradient, tokens.scale, entropy)
+        for number, part in enumerate(tokens.split()):
+            own = slice(number * TOKENS_PER_TILE, (number + 1) * TOKENS_PER_TILE)
+            _add_gradients(
+                part,
+                weight[: ctx.num_rows],
+                bias,
+                log_sum_exp[own],
+                coefficients[:, own],
+                None if hidden_grad is None else hidden_grad[own],
+                weight_grad,
+                bias_grad,
+            )
+        if needs_weight:
+            weight_grad = _autograd_dummy(weight) if into_main_grad else weight_grad.to(weight.dtype)
+        return (
+            None if hidden_grad is None else hidden_grad.to(tokens.hidden.dtype),
+            weight_grad,
+            None if bias_grad is None else bias_grad.to(bias.dtype),
+            *(None,) * 5,
+        )
 
 
 def _sharded(group: dist.ProcessGroup | None) -> bool:
     return group is not None and dist.get_world_size(group) > 1
+
+
+def _tile_functions() -> ModuleType:
+    if device.on_cuda():
+        from megarl.ops import head_tile_triton
+
+        return head_tile_triton
+    return head_tile
 
 
 def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
@@ -98,69 +204,59 @@ def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
     return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
-def _forward_tokens(hidden, weight, targets, temperature, group):
-    """hidden [n, h], targets [n] relative to this shard. Returns log-prob, entropy, log-sum-exp, each float32 [n]."""
-    n = hidden.shape[0]
-    maximum = hidden.new_full((n,), -torch.inf, dtype=torch.float32)
-    total, total_z, target_z = (hidden.new_zeros(n, dtype=torch.float32) for _ in range(3))
-    for start in range(0, weight.shape[0], VOCABULARY_PER_TILE):
-        z = _logits(hidden, weight[start : start + VOCABULARY_PER_TILE], temperature)
-        raised = torch.maximum(maximum, z.amax(1))
-        scale = (maximum - raised).exp()
-        exponent = (z - raised[:, None]).exp_()
-        total = total * scale + exponent.sum(1)
-        total_z = total_z * scale + exponent.mul_(z).sum(1)
-        target_z += _pick(z, targets - start)
-        maximum = raised
-    if _sharded(group):
-        maximum, total, total_z, target_z = _reduce(maximum, total, total_z, target_z, group)
-    log_sum_exp = maximum + total.log()
-    return target_z - log_sum_exp, log_sum_exp - total_z / total, log_sum_exp
+def _fold(tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, sums: torch.Tensor) -> None:
+    """Fills the tokens' sums, float32 [4, n], with those of this rank's vocabulary."""
+    fold = _tile_functions().fold
+    for start, rows, logits in _tiles(tokens, weight, bias):
+        fold(logits, tokens.targets - start, tokens.scale, tokens.keeps(start, len(rows)), sums)
 
 
-def _reduce(maximum, total, total_z, target_z, group):
-    """Combines the running sums of the shards: first the maximum, then the sums relative to it."""
+def _reduce(sums: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Combines the sums of the shards, in place: first the maximum, then the sums relative to it."""
+    maximum, total, total_d, _ = sums
     raised = maximum.clone()
     dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
-    scale = (maximum - raised).exp()
-    sums = torch.stack((total * scale, total_z * scale, target_z))
-    dist.all_reduce(sums, group=group)
-    return raised, *sums
+    shrunk, rise = (maximum - raised).exp(), raised - maximum
+    total_d.sub_(rise * total).mul_(shrunk)
+    total.mul_(shrunk)
+    maximum.copy_(raised)
+    dist.all_reduce(sums[1:], group=group)
 
 
-def _backward_tokens(
-    hidden, targets, log_sum_exp, entropy, grad_log_prob, grad_entropy, hidden_grad, weight, weight_grad, temperature
-):
-    """Adds the tile row's part to hidden_grad [n, h] and weight_grad [≥ v, h] (None: not trained), in place."""
-    for start in range(0, weight.shape[0], VOCABULARY_PER_TILE):
-        rows = weight[start : start + VOCABULARY_PER_TILE]
-        log_p = _logits(hidden, rows, temperature).sub_(log_sum_exp[:, None])
-        grad_z = log_p.exp()
-        grad_z *= log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_log_prob[:, None])
-        _add_at(grad_z, targets - start, grad_log_prob)
-        grad_z = grad_z.div_(temperature).to(hidden.dtype)
-        hidden_grad += grad_z @ rows
+def _coefficients(gradient: torch.Tensor, scale: torch.Tensor | None, entropy: torch.Tensor) -> torch.Tensor:
+    """float32 [3, N] a, b, c of the logits' gradient p · (a + b · log p) + c · 1[target], from that of [N, 2]."""
+    grad_log_prob, grad_entropy = gradient.float().unbind(-1)
+    coefficients = torch.stack((-grad_entropy * entropy - grad_log_prob, -grad_entropy, grad_log_prob))
+    return coefficients if scale is None else coefficients * scale
+
+
+def _add_gradients(tokens, weight, bias, log_sum_exp, coefficients, hidden_grad, weight_grad, bias_grad) -> None:
+    """Adds the tokens' part, in place, to each gradient that is wanted: hidden_grad float32 [n, h], weight_grad float32
+    [≥ v, h], bias_grad float32 [≥ v]."""
+    to_gradient = _tile_functions().to_gradient
+    for start, rows, logits in _tiles(tokens, weight, bias):
+        of_tile = slice(start, start + len(rows))
+        kept = tokens.keeps(start, len(rows))
+        to_gradient(logits, tokens.targets - start, tokens.scale, kept, log_sum_exp, coefficients)
+        if hidden_grad is not None:
+            add_product(hidden_grad, logits, rows)
         if weight_grad is not None:
-            weight_grad[start : start + len(rows)] += grad_z.t() @ hidden
+            add_product(weight_grad[of_tile], logits.t(), tokens.hidden)
+        if bias_grad is not None:
+            bias_grad[of_tile] += logits.sum(0, dtype=torch.float32)
 
 
-def _logits(hidden, weight, temperature):
-    logits = (hidden @ weight.t()).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _inside(columns, width):
-    return (columns >= 0) & (columns < width)
-
-
-def _pick(z, columns):
-    """z[i, columns[i]] where that column is in this tile, else 0."""
-    inside = _inside(columns, z.shape[1])
-    picked = z.gather(1, columns.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-    return torch.where(inside, picked, torch.zeros_like(picked))
-
-
-def _add_at(grad_z, columns, values):
-    """grad_z[i, columns[i]] += values[i] where that column is in this tile."""
-    inside = _inside(columns, grad_z.shape[1])
-    grad_z.scatter_add_(1, columns.clamp(0, grad_z.shape[1] - 1)[:, None], (values * inside)[:, None])
+def _tiles(
+    tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """First row, rows of the weight and logits [n, v], without the temperature, of each tile. All of them use the same
+    memory."""
+    buffer = tokens.hidden.new_empty(len(tokens.targets) * min(VOCABULARY_PER_TILE, len(weight)))
+    for start in range(0, len(weight), VOCABULARY_PER_TILE):
+        rows = weight[start : start + VOCABULARY_PER_TILE]
+        logits = buffer[: len(tokens.targets) * len(rows)].view(-1, len(rows))
+        if bias is None:
+            torch.mm(tokens.hidden, rows.t(), out=logits)
+        else:
+            torch.addmm(bias[start : start + len(rows)], tokens.hidden, rows.t(), out=logits)
+        yield start, rows, logits

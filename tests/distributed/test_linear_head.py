@@ -6,40 +6,66 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.ops import head_tile, linear_head
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import relative_error
 from tests.forked import run_ranks
 
-TOKENS, HIDDEN, VOCAB = 37, 16, 100
+TOKENS, HIDDEN = 37, 16
+SIZES = [(100, 102), (100, 180), (7, 12), (101, 150)]
+"""Vocabulary, and with its padding. In the second, a rank holds nothing but padding."""
 
 
-def inputs(padded: int):
-    generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_(),
-        torch.randn(padded, HIDDEN, generator=generator).requires_grad_(),
-        torch.randint(VOCAB, (TOKENS,), generator=generator),
-        torch.randn(TOKENS, 2, generator=generator),
-    )
+def inputs(vocab: int, padded: int):
+    generator = torch.Generator().manual_seed(vocab + padded)
+    hidden, weight = (torch.randn(n, HIDDEN, generator=generator) / 4 for n in (TOKENS, padded))
+    # At most five tokens of all: some ranks have none of them, and none the target. Every third row keeps everything.
+    kept = torch.randint(-vocab, vocab, (TOKENS, 5), generator=generator).clamp(min=-1)
+    kept[::3] = -1
+    return {
+        "hidden": hidden.requires_grad_(),
+        "weight": weight.requires_grad_(),
+        "bias": torch.randn(padded, generator=generator).requires_grad_(),
+        "targets": torch.randint(vocab, (TOKENS,), generator=generator),
+        "temperature": torch.rand(TOKENS, generator=generator) + 0.5,
+        "kept": kept,
+    }, torch.randn(TOKENS, 2, generator=generator)
 
 
-def sharded(store, rank: int, world_size: int, padded: int):
-    """On one rank: value, this shard's part of the hidden gradient, and its weight gradient."""
+def variant(of_all: dict, truncated: bool) -> dict:
+    return of_all if truncated else of_all | {"bias": None, "temperature": 0.9, "kept": None}
+
+
+def sharded(store, rank: int, world_size: int) -> list[tuple]:
+    """On one rank, by size and variant: value, this shard's part of the hidden gradient, and its own gradients."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    hidden, weight, targets, gradient = inputs(padded)
-    shard = weight.detach().chunk(world_size)[rank].clone().requires_grad_()
-    scored = log_prob_and_entropy(hidden, shard, targets, 0.9, VOCAB, dist.group.WORLD)
-    return scored.detach(), *torch.autograd.grad((scored * gradient).sum(), (hidden, shard))
+    linear_head.TOKENS_PER_TILE, linear_head.VOCABULARY_PER_TILE, head_tile.BLOCK = 16, 24, 100
+    results = []
+    for vocab, padded in SIZES:
+        for truncated in (False, True):
+            of_all, gradient = inputs(vocab, padded)
+            for name in ("weight", "bias"):
+                of_all[name] = of_all[name].detach().chunk(world_size)[rank].clone().requires_grad_()
+            own = variant(of_all, truncated)
+            scored = log_prob_and_entropy(**own, vocab_size=vocab, group=dist.group.WORLD)
+            (scored * gradient).sum().backward()
+            bias_grad = own["bias"].grad if truncated else torch.zeros(0)
+            results.append((scored.detach(), own["hidden"].grad, own["weight"].grad, bias_grad))
+    return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("padded", [102, 180])  # in the second, a rank holds nothing but padding
-def test_shards_together_equal_the_whole(world_size, padded):
-    ranks = run_ranks(world_size, sharded, world_size, padded)
-    hidden, weight, targets, gradient = inputs(padded)
-    expected = torch.stack(plain_log_prob_and_entropy(hidden, weight, targets, 0.9, VOCAB), -1)
-    grad_hidden, grad_weight = torch.autograd.grad((expected * gradient).sum(), (hidden, weight))
-    for scored, *_ in ranks:
-        assert relative_error(scored, expected.detach()) <= 1e-5
-    assert relative_error(sum(part for _, part, _ in ranks), grad_hidden) <= 1e-5
-    assert relative_error(torch.cat([part for *_, part in ranks]), grad_weight) <= 1e-5
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shards_together_equal_the_whole(world_size):
+    ranks = run_ranks(world_size, sharded, world_size)
+    variants = [(size, truncated) for size in SIZES for truncated in (False, True)]
+    for (size, truncated), *own in zip(variants, *ranks, strict=True):
+        of_all, gradient = inputs(*size)
+        whole = variant(of_all, truncated)
+        expected = torch.stack(plain_log_prob_and_entropy(**whole, vocab_size=size[0]), -1)
+        (expected * gradient).sum().backward()
+        for scored, *_ in own:
+            assert relative_error(scored, expected.detach()) <= 1e-5
+        assert relative_error(sum(part for _, part, _, _ in own), whole["hidden"].grad) <= 1e-5
+        assert relative_error(torch.cat([part for _, _, part, _ in own]), whole["weight"].grad) <= 1e-5
+        if truncated:
+            assert relative_error(torch.cat([part for *_, part in own]), whole["bias"].grad) <= 1e-5

@@ -16,7 +16,7 @@ def output_of(*command: str) -> str:
     return subprocess.run([sys.executable, *command], cwd=FOLDER, check=True, capture_output=True, text=True).stdout
 
 
-SCRIPTS = ("convert.py", "mfu.py", "refit.py", "reshard.py", "step_vs_trl.py", "training_step.py")
+SCRIPTS = ("convert.py", "linear_head.py", "mfu.py", "refit.py", "reshard.py", "step_vs_trl.py", "training_step.py")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -31,6 +31,16 @@ def test_operations_of_an_update_are_six_for_each_weight_and_token_and_those_of_
     pairs = 32 * 1024 * 1025 // 2
     attention = 12 * 28 * 1536 * pairs
     assert plan["flops_per_update"] == 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
+
+
+def test_head_is_measured_against_full_logits(tmp_path):
+    sizes = ["--vocabulary", "3000", "--hidden", "32", "--tokens", "50", "--repeats", "2"]
+    output_of("linear_head.py", *sizes, "--out", str(tmp_path / "head.json"))
+    result = json.loads((tmp_path / "head.json").read_text())
+    assert result["logits_bytes"] == 50 * 3000 * 4
+    for side in ("plain", "tiled"):
+        assert len(result[side]["seconds"]) == 2
+        assert result["share_of_logits"][side] == result[side]["extra_bytes"] / (50 * 3000 * 4)
 
 
 def test_mixed_lengths_have_the_median_and_the_longest_that_are_asked_for():

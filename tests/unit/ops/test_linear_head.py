@@ -1,18 +1,25 @@
 """The tiled head against full logits, in value and gradient, at sizes that cross tile borders."""
 
+import math
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.ops import linear_head
+from megarl.ops import head_tile, linear_head
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import relative_error
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(linear_head, "TOKENS_PER_TILE", 8)
-    monkeypatch.setattr(linear_head, "VOCABULARY_PER_TILE", 16)
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(linear_head, "TOKENS_PER_TILE", 8)
+        monkeypatch.setattr(linear_head, "VOCABULARY_PER_TILE", 16)
+        monkeypatch.setattr(head_tile, "BLOCK", 48)
+        yield
 
 
 def inputs(num_tokens: int, hidden: int, padded: int, vocab: int, seed: int = 0):
@@ -24,18 +31,59 @@ def inputs(num_tokens: int, hidden: int, padded: int, vocab: int, seed: int = 0)
     return h, w, y, gradients
 
 
-@pytest.mark.parametrize(("num_tokens", "vocab", "padded"), [(1, 5, 5), (8, 16, 16), (21, 50, 64), (9, 33, 48)])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_equals_full_logits(num_tokens, vocab, padded, temperature):
-    h, w, y, gradients = inputs(num_tokens, 12, padded, vocab)
-    expected = torch.stack(plain_log_prob_and_entropy(h, w, y, temperature, vocab), -1)
-    grad_h, grad_w = torch.autograd.grad((expected * gradients).sum(), (h, w))
-    scored = log_prob_and_entropy(h, w, y, temperature, vocab)
-    ours_h, ours_w = torch.autograd.grad((scored * gradients).sum(), (h, w))
-    assert relative_error(scored.detach(), expected.detach()) <= 1e-5
-    assert relative_error(ours_h, grad_h) <= 1e-5
-    assert relative_error(ours_w, grad_w) <= 1e-5
-    assert ours_w[vocab:].abs().max() == 0 if padded > vocab else True
+def random_kept(num_tokens: int, vocab: int, seed: int = 1) -> torch.Tensor:
+    """int64 [N, 7]: from none to seven tokens, at any of the places; every third row keeps everything."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.randint(-vocab // 2, vocab, (num_tokens, 7), generator=generator).clamp(min=-1)
+    kept[::3] = -1
+    return kept
+
+
+def check_equal(ours, theirs, gradients, leaves, tolerance=1e-5):
+    """Value and gradients, of leaves by name."""
+    assert relative_error(ours.detach(), theirs.detach()) <= tolerance
+    own, expected = (torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (ours, theirs))
+    for name, a, b in zip(leaves, own, expected, strict=True):
+        assert relative_error(a, b) <= tolerance, name
+    return dict(zip(leaves, own, strict=True))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    num_tokens=st.integers(1, 30),
+    vocab=st.integers(3, 60),
+    padding=st.sampled_from([0, 1, 20]),
+    temperature=st.sampled_from(["1", "0.7", "of tokens"]),
+    has_bias=st.booleans(),
+    truncated=st.booleans(),
+)
+def test_equals_full_logits(num_tokens, vocab, padding, temperature, has_bias, truncated):
+    h, w, y, gradients = inputs(num_tokens, 12, vocab + padding, vocab)
+    h = (h.detach() / 12).requires_grad_()  # nearly certain tokens have gradients of nothing but rounding
+    bias = torch.linspace(-1, 1, vocab + padding).requires_grad_() if has_bias else None
+    kept = random_kept(num_tokens, vocab) if truncated else None
+    at = torch.linspace(0.5, 2, num_tokens) if temperature == "of tokens" else float(temperature)
+    theirs = torch.stack(plain_log_prob_and_entropy(h, w, y, at, vocab, bias, kept), -1)
+    ours = log_prob_and_entropy(h, w, y, at, vocab, bias=bias, kept=kept)
+    leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
+    own = check_equal(ours, theirs, gradients, leaves)
+    assert own["weight"][vocab:].abs().sum() == 0
+
+
+def test_truncated_to_some_tokens_by_hand():
+    """Logits log 1 … log 5. Rows: all kept; {2, 4}; {0}, and the target 1 beside it; the target alone."""
+    w = torch.log(torch.arange(1.0, 6.0))[:, None].requires_grad_()
+    h = torch.ones(4, 1)
+    y = torch.tensor([3, 4, 1, 2])
+    kept = torch.tensor([[-1, -1], [4, 2], [-1, 0], [2, -1]])
+    scored = log_prob_and_entropy(h, w, y, 1.0, 5, kept=kept)
+    shares = [[1 / 15, 2 / 15, 3 / 15, 4 / 15, 5 / 15], [3 / 8, 5 / 8], [1 / 3, 2 / 3], [1.0]]
+    chosen = torch.tensor([4 / 15, 5 / 8, 2 / 3, 1.0]).log()
+    entropy = torch.tensor([-sum(p * math.log(p) for p in row) for row in shares])
+    torch.testing.assert_close(scored.detach(), torch.stack((chosen, entropy), -1), rtol=1e-6, atol=1e-6)
+    gradient = torch.autograd.grad(scored[1:, 0].sum(), w)[0][:, 0]
+    expected = torch.tensor([-1 / 3, 1 - 2 / 3, 1 - 1 - 3 / 8, 0.0, 1 - 5 / 8])
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_large_logits_stay_finite():
@@ -46,13 +94,20 @@ def test_large_logits_stay_finite():
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad((scored * gradients).sum(), (h, w)))
 
 
-def test_weight_gradient_goes_into_main_grad():
-    h, w, y, gradients = inputs(9, 12, 40, 40)
+def test_entropy_far_from_zero_logits_keeps_its_digits():
+    """Logits near 1e4, where a unit in the last place is 1e-3: log V of equal logits is exact all the same."""
+    scored = log_prob_and_entropy(torch.full((3, 1), 1e4), torch.ones(40, 1), torch.arange(3), 1.0, 40)
+    torch.testing.assert_close(scored[:, 1], torch.full((3,), math.log(40)), rtol=1e-6, atol=0)
+
+
+def test_weight_gradients_of_microbatches_add_up_in_main_grad():
+    h, w, y, gradients = inputs(19, 12, 40, 40)
     expected = torch.autograd.grad((log_prob_and_entropy(h, w, y, 1.0, 40) * gradients).sum(), w)[0]
     w.main_grad = torch.ones_like(w)
-    (log_prob_and_entropy(h, w, y, 1.0, 40) * gradients).sum().backward()
-    torch.testing.assert_close(w.main_grad, expected + 1)
-    assert w.grad_added_to_main_grad
+    for part in (slice(0, 11), slice(11, 19)):
+        (log_prob_and_entropy(h[part], w, y[part], 1.0, 40) * gradients[part]).sum().backward()
+        assert w.grad_added_to_main_grad
+    assert relative_error(w.main_grad, expected + 1) <= 1e-6
 
 
 def test_a_frozen_weight_gets_no_gradient_and_costs_none():
@@ -65,6 +120,14 @@ def test_a_frozen_weight_gets_no_gradient_and_costs_none():
     assert counter.get_total_flops() == 2 * 2 * 9 * 12 * 40  # the logits again, and the gradient of the hidden states
 
 
+def test_what_is_kept_for_the_backward_pass_are_the_inputs_and_two_numbers_a_token():
+    h, w, y, _ = inputs(21, 12, 64, 50)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        log_prob_and_entropy(h, w, y, 1.0, 50)
+    assert sorted(tuple(x.shape) for x in kept) == [(21,), (21,), (21,), (21, 12), (64, 12)]
+
+
 def test_no_rows_is_an_empty_batch():
     h, w, y, _ = inputs(0, 12, 40, 40)
     scored = log_prob_and_entropy(h, w, y, 1.0, 40)
@@ -73,15 +136,32 @@ def test_no_rows_is_an_empty_batch():
 
 
 def test_bfloat16_within_its_precision():
-    h, w, y, _ = inputs(32, 64, 64, 64)
-    with torch.no_grad():
-        h, w = h.bfloat16(), w.bfloat16()
-        scored = log_prob_and_entropy(h, w, y, 1.0, 64)
-        expected = torch.stack(plain_log_prob_and_entropy(h.float(), w.float(), y, 1.0, 64), -1)
+    """Logits, and the gradients of logits, are rounded to 8 bits; sums over tokens and vocabulary are not."""
+    h, w, y, gradients = inputs(32, 64, 64, 64)
+    whole = torch.stack(plain_log_prob_and_entropy(h.bfloat16().float(), w.bfloat16().float(), y, 1.0, 64), -1)
+    expected = torch.autograd.grad((whole * gradients).sum(), (h, w))
+    narrow_h, narrow_w = (x.detach().bfloat16().requires_grad_() for x in (h, w))
+    narrow_w.main_grad = torch.zeros_like(w)
+    scored = log_prob_and_entropy(narrow_h, narrow_w, y, 1.0, 64)
+    (scored * gradients).sum().backward()
     assert scored.dtype == torch.float32
-    assert relative_error(scored, expected) <= 1e-2  # logits are rounded to 8 bits before the sum
+    assert relative_error(scored.detach(), whole.detach()) <= 1e-2
+    assert relative_error(narrow_h.grad.float(), expected[0]) <= 2e-2
+    assert relative_error(narrow_w.main_grad, expected[1]) <= 2e-2
+
+
+def test_in_bfloat16_gradients_of_many_tokens_add_up_in_float32():
+    """In bfloat16, a sum of equal numbers stops growing at 256 of them."""
+    count = 1024
+    h, w = torch.ones(count, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16).requires_grad_()
+    w.main_grad = torch.zeros(2, 1)
+    log_prob_and_entropy(h, w, torch.zeros(count, dtype=torch.long), 1.0, 2)[:, 0].sum().backward()
+    assert w.main_grad.flatten().tolist() == [count / 2, -count / 2]
 
 
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="expected hidden"):
         log_prob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.long), 1.0, 5)
+    with pytest.raises(ValueError, match="expected kept"):
+        y, kept = torch.zeros(3, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long)
+        log_prob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4), y, 1.0, 5, kept=kept)

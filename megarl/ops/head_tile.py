@@ -1,0 +1,99 @@
+"""What the head does with a tile of logits, by torch's operators: a few rows at a time, which stay in a core's cache.
+
+`megarl/ops/head_tile_triton.py` has the same functions as kernels for CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+NEVER = -1e30
+"""A logit with probability 0. Finite, so that 0 times it is 0."""
+
+BLOCK = 2**18
+"""Elements of the tile that are worked on at a time: 1 MiB in float32."""
+
+
+def fold(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    sums: torch.Tensor,
+) -> None:
+    """Adds the tile's part to the sums of its rows, in place. The logits are lost.
+
+    logits    [n, v]
+    targets   int64 [n]: columns; one outside of the tile is in another tile
+    scale     float32 [n]: logits are multiplied by it (None: 1)
+    kept      bool [n, v]: columns with another probability than 0 (None: all)
+    sums      float32 [4, n]: the largest logit m so far; Σ exp(z − m); Σ (z − m) · exp(z − m); the target's logit, once
+              its tile has come
+    """
+    for rows in _blocks(logits):
+        z = _prepared(logits[rows], scale, kept, rows)
+        maximum, total, total_d, target_z = sums[:, rows]
+        target_z += _pick(z, targets[rows])
+        raised = torch.maximum(maximum, z.amax(1))
+        rise = raised - maximum
+        d = z.sub_(raised[:, None])
+        p = d.exp()
+        shrunk = torch.exp(-rise)
+        total_d.sub_(rise * total).mul_(shrunk).add_(d.mul_(p).sum(1))
+        total.mul_(shrunk).add_(p.sum(1))
+        maximum.copy_(raised)
+
+
+def to_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    log_sum_exp: torch.Tensor,
+    coefficients: torch.Tensor,
+) -> None:
+    """Replaces the logits by p · (a + b · log p) + c · 1[target], p being exp(z − log_sum_exp). As of `fold`, and:
+
+    log_sum_exp    float32 [n]
+    coefficients   float32 [3, n]: a, b, c
+    """
+    for rows in _blocks(logits):
+        a, b, c = coefficients[:, rows]
+        log_p = _prepared(logits[rows], scale, kept, rows).sub_(log_sum_exp[rows, None])
+        p = log_p.exp()
+        gradient = torch.addcmul(a[:, None], b[:, None], log_p, out=log_p).mul_(p)
+        _add_at(gradient, targets[rows], c)
+        logits[rows] = gradient
+
+
+def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+    num_rows = max(BLOCK // logits.shape[1], 1)
+    return (slice(start, start + num_rows) for start in range(0, logits.shape[0], num_rows))
+
+
+def _prepared(logits: torch.Tensor, scale: torch.Tensor | None, kept: torch.Tensor | None, rows: slice) -> torch.Tensor:
+    z = logits.float()
+    if scale is not None:
+        z *= scale[rows, None]
+    if kept is not None:
+        z.masked_fill_(~kept[rows], NEVER)
+    return z
+
+
+def _inside(columns: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the columns are in the tile, and the columns moved into it."""
+    return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)[:, None]
+
+
+def _pick(z: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """z[i, columns[i]] where that column is in this tile, else 0."""
+    inside, columns = _inside(columns, z.shape[1])
+    return z.gather(1, columns)[:, 0].where(inside, 0)
+
+
+def _add_at(gradient: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
+    """gradient[i, columns[i]] += values[i] where that column is in this tile."""
+    inside, columns = _inside(columns, gradient.shape[1])
+    gradient.scatter_add_(1, columns, (values * inside)[:, None])
