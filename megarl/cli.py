@@ -81,6 +81,9 @@ def reshard(
     bandwidth: Annotated[
         str, typer.Option(metavar="SPEEDS", help="Of one rank, between nodes and inside one, each direction.")
     ] = "inter=50GB/s,intra=400GB/s",
+    colocated: Annotated[
+        bool, typer.Option("--colocated", help="Both share devices, rank by rank; else they are on different nodes.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Plan how weights move from one layout to another, prove it, and predict its cost. Nothing is moved."""
@@ -88,7 +91,7 @@ def reshard(
 
     from megarl.resharding.preview import reshard, table
 
-    found = reshard(model, source, destination, nodes_of, bandwidth)
+    found = reshard(model, source, destination, nodes_of, bandwidth, colocated)
     typer.echo(json.dumps(found.as_dict()) if as_json else table(found))
 
 

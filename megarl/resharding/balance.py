@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from math import gcd
 from typing import NamedTuple
 
@@ -18,16 +19,17 @@ class Way(NamedTuple):
 
 
 class Balance:
-    """A destination takes from a source on its own node, where there is one. Otherwise one destination of the node
-    takes from a source elsewhere, and hands on to the others: a byte enters a node once.
+    """A destination takes from a source on its own device, or else on its own node, where there is one. Otherwise one
+    destination of the node takes from a source elsewhere, and hands on to the others: a byte enters a node once.
 
     Replicas share the load: next to give is who is least ahead of its fair share, which is the same part for all who
-    could have given. Those who bring bytes into their node take turns in the same way.
+    could have given; what stays on a device is no load. Those who bring bytes into their node take turns in the same
+    way.
     """
 
-    def __init__(self, nodes: Sequence[int]):
-        """nodes: of each holder, by its number."""
-        self._nodes = nodes
+    def __init__(self, nodes: Sequence[int], devices: Sequence[int | None]):
+        """Of each holder, by its number."""
+        self._nodes, self._devices = nodes, devices
         self._ahead = [0.0] * len(nodes)
         """Bytes that a holder has given, less its fair share."""
         self._entered: dict[tuple[int, ...], list[int]] = {}
@@ -52,9 +54,10 @@ class Balance:
             self._ways[key] = self._make_way(*key)
         way = self._ways[key]
         if len(having) > 1:
+            givers = [link.source for link in way.links if not self._is_local(*link)]
             for holder in having:
-                self._ahead[holder] -= num_bytes * len(way.links) / len(having)
-            for holder, times in Counter(link.source for link in way.links).items():
+                self._ahead[holder] -= num_bytes * len(givers) / len(having)
+            for holder, times in Counter(givers).items():
                 self._ahead[holder] += num_bytes * times
         return way
 
@@ -84,10 +87,20 @@ class Balance:
         for group in self.by_node(wanting):
             near = [holder for holder in order if self._nodes[holder] == self._nodes[group[0]]]
             if near:
-                links += [Link(near[i % len(near)], taker) for i, taker in enumerate(group)]
+                links += self._inside(near, group)
                 continue
             entry = group[turn % len(group)]
             links.append(Link(order[far % len(order)], entry))
             onward += [Link(entry, other) for other in group if other != entry]
             far += 1
         return Way(tuple(links), tuple(onward))
+
+    def _inside(self, near: Sequence[int], takers: Sequence[int]) -> Iterator[Link]:
+        """From those on a node that have it, the next to give first, to those on it that want it."""
+        taking = cycle(near)
+        for taker in takers:
+            beside = next((holder for holder in near if self._is_local(holder, taker)), None)
+            yield Link(next(taking) if beside is None else beside, taker)
+
+    def _is_local(self, one: int, other: int) -> bool:
+        return self._devices[one] == self._devices[other] is not None

@@ -43,9 +43,10 @@ def check_plan(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Hol
 class _Check:
     def __init__(self, plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder]):
         holders = (*sources, *destinations)
-        described = tuple((holder.name, holder.node) for holder in holders), len(sources)
-        if described != (tuple(zip(plan.holders, plan.nodes, strict=True)), plan.num_sources):
-            raise PlanError("the plan is for other holders, or for the same on other nodes")
+        described = tuple((holder.name, holder.node, holder.device) for holder in holders), len(sources)
+        devices = plan.devices or [None] * len(plan.holders)
+        if described != (tuple(zip(plan.holders, plan.nodes, devices, strict=True)), plan.num_sources):
+            raise PlanError("the plan is for other holders, or for the same on other nodes or devices")
         for names in (plan.holders[: plan.num_sources], plan.destinations):
             if len(set(names)) < len(names):
                 raise PlanError("two sources, or two destinations, have the same name")

@@ -16,12 +16,13 @@ from megarl.resharding.schedule import Bandwidth, Schedule, ordered, schedule
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """bytes_total           that travel, over all links
+    """bytes_total           that travel, over all links, or are copied on a device
     bytes_wasted          of them, what its destination does not keep, or what enters a node that has it already
-    bytes_by_link         "inter": between nodes, "intra": inside them
+    bytes_by_link         "inter": between nodes, "intra": inside them, "local": on a device that both sides share
     written_once          proven: every element of every destination is written exactly once, with what belongs there
     source_balance        the busiest source: what it gives over the mean of its replicas. Where several sets of
-                          replicas overlap, as those of experts and of other layers do, the mean is summed over them
+                          replicas overlap, as those of experts and of other layers do, the mean is summed over them.
+                          What stays on a device does not count
     predicted_seconds     when everything travels in the order in which it is sent over a network
     floor_seconds         the busiest rank's bytes in or out, over the bandwidth of that link
     peak_staging_bytes    of buckets that a rank has in hand: the one on its way from or to another node, and the next
@@ -71,7 +72,7 @@ class Need(NamedTuple):
 
     kept      bytes that the destinations keep, without padding
     entering  bytes that enter nodes, each once, where they are not there already
-    fair      bytes that each source gives if all who have something give equal parts of it
+    fair      bytes that each source gives others if all who have something give equal parts of it
     """
 
     kept: int
@@ -80,7 +81,7 @@ class Need(NamedTuple):
 
 
 def _need(sources: Sequence[Holder], destinations: Sequence[Holder]) -> Need:
-    nodes = [holder.node for holder in (*sources, *destinations)]
+    places = [(holder.node, holder.device) for holder in (*sources, *destinations)]
     held = holdings(sources)
     kept = entering = 0
     fair = [0.0] * len(sources)
@@ -93,7 +94,7 @@ def _need(sources: Sequence[Holder], destinations: Sequence[Holder]) -> Need:
                 num_bytes = num_elements(part) * ITEM_BYTES[wanting[0].dtype]
                 having = tuple(holder for number in numbers for keep in owners[number] for holder in keep.holders)
                 if (having, takers) not in givers:
-                    givers[having, takers] = _shares(having, takers, nodes)
+                    givers[having, takers] = _shares(having, takers, places)
                 far, shares = givers[having, takers]
                 kept += num_bytes * len(takers)
                 entering += num_bytes * far
@@ -102,35 +103,40 @@ def _need(sources: Sequence[Holder], destinations: Sequence[Holder]) -> Need:
     return Need(kept, entering, fair)
 
 
-def _shares(having: tuple[int, ...], takers: tuple[int, ...], nodes: Sequence[int]) -> tuple[int, dict[int, float]]:
-    """How many nodes something must enter, and how many times each of those who have it gives it."""
+def _shares(
+    having: tuple[int, ...], takers: tuple[int, ...], places: Sequence[tuple[int, int | None]]
+) -> tuple[int, dict[int, float]]:
+    """How many nodes something must enter, and how many times each of those who have it gives it to others. places:
+    node and device of each."""
     near: dict[int, list[int]] = defaultdict(list)
     for holder in having:
-        near[nodes[holder]].append(holder)
+        near[places[holder][0]].append(holder)
+    devices = {places[holder][1] for holder in having} - {None}
     shares: dict[int, float] = defaultdict(float)
-    far = {nodes[taker] for taker in takers} - near.keys()
+    far = {places[taker][0] for taker in takers} - near.keys()
     for holder in having:
         shares[holder] += len(far) / len(having)
-    for taker in takers:
-        for holder in near.get(nodes[taker], ()):
-            shares[holder] += 1 / len(near[nodes[taker]])
+    for node, device in (places[taker] for taker in takers):
+        for holder in near.get(node, ()) if device not in devices else ():
+            shares[holder] += 1 / len(near[node])
     return len(far), shares
 
 
 def _bytes_by_link(plan: Plan) -> dict[str, int]:
-    moved = {"inter": 0, "intra": 0}
+    moved = {"inter": 0, "intra": 0, "local": 0}
     for bucket in plan.buckets:
-        for source, destination in (*bucket.links, *bucket.onward):
-            moved["intra" if plan.nodes[source] == plan.nodes[destination] else "inter"] += bucket.num_bytes
+        for link in (*bucket.links, *bucket.onward):
+            inside = "local" if plan.is_local(link) else "intra"
+            moved[inside if plan.nodes[link.source] == plan.nodes[link.destination] else "inter"] += bucket.num_bytes
     return moved
 
 
 def _source_balance(plan: Plan, fair: Sequence[float]) -> float:
     given = [0] * len(fair)
     for bucket in plan.buckets:
-        for source, _ in bucket.links:
-            if source < plan.num_sources:
-                given[source] += bucket.num_bytes
+        for link in bucket.links:
+            if link.source < plan.num_sources and not plan.is_local(link):
+                given[link.source] += bucket.num_bytes
     return max((bytes_given / share for bytes_given, share in zip(given, fair, strict=True) if share), default=1.0)
 
 

@@ -137,11 +137,14 @@ class Holder:
 
     name      unique among the sources, or the destinations, of a plan, e.g. "megatron:3", "vllm:0.1", "huggingface"
     node      the machine that it is on; machines are numbered over sources and destinations together
+    device    what it shares with a holder of the same number, where a source and a destination are colocated (None: it
+              has one of its own)
     """
 
     name: str
     shard: Shard
     node: int = 0
+    device: int | None = None
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

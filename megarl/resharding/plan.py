@@ -107,6 +107,7 @@ class Plan:
     num_sources   how many of the holders are sources
     buckets       in the order in which they may be executed: what is handed on was received before
     padding       what becomes zero
+    devices       of each holder, where some share one; empty where none do
     order         of everything that travels, as schedule.ordered finds it (empty: nobody has asked)
 
     To execute it, a process needs into(its name), or, where buffers travel, the hops that it is an end of: it sends and
@@ -119,12 +120,14 @@ class Plan:
     num_sources: int
     buckets: tuple[Bucket, ...]
     padding: tuple[Padding, ...]
+    devices: tuple[int | None, ...] = ()
     order: tuple[Hop, ...] = ()
 
     @cached_property
     def plan_hash(self) -> str:
         """SHA-256 of the contents: equal on processes that have the same plan."""
-        digest = hashlib.sha256(json.dumps([self.holders, self.nodes, self.num_sources, self.padding]).encode())
+        head = [self.holders, self.nodes, self.num_sources, self.padding, *([self.devices] if self.devices else [])]
+        digest = hashlib.sha256(json.dumps(head).encode())
         for bucket in self.buckets:
             digest.update(json.dumps([bucket.links, bucket.onward, bucket.moves]).encode())
         return digest.hexdigest()
@@ -144,6 +147,10 @@ class Plan:
         )
         fills = (Fill(name, place) for padding in self.padding if holder in padding.holders for place in padding.places)
         return Writes(copies, tuple(fills))
+
+    def is_local(self, link: Link) -> bool:
+        """Both ends are on one device."""
+        return bool(self.devices) and self.devices[link.source] == self.devices[link.destination] is not None
 
     @property
     def destinations(self) -> tuple[str, ...]:

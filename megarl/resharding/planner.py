@@ -38,7 +38,9 @@ def bucket_size(destinations: Sequence[Holder]) -> int:
 class _Planner:
     def __init__(self, sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int):
         self._sources, self._destinations, self._bucket_bytes = sources, destinations, bucket_bytes
-        self._balance = Balance([holder.node for holder in (*sources, *destinations)])
+        self._holders = (*sources, *destinations)
+        self._devices = tuple(holder.device for holder in self._holders)
+        self._balance = Balance([holder.node for holder in self._holders], self._devices)
         self._first, self._later = _Buckets(bucket_bytes), _Buckets(bucket_bytes)
 
     def plan(self) -> Plan:
@@ -52,13 +54,13 @@ class _Planner:
                     raise ValueError(f"{tensor}: no source holds the elements {_range(division.missing)}")
                 for part, numbers in division.parts:
                     self._send(part, [keep for number in numbers for keep in keeps[number]], wanting)
-        holders = (*self._sources, *self._destinations)
         return Plan(
-            holders=tuple(holder.name for holder in holders),
-            nodes=tuple(holder.node for holder in holders),
+            holders=tuple(holder.name for holder in self._holders),
+            nodes=tuple(holder.node for holder in self._holders),
             num_sources=len(self._sources),
             buckets=(*self._first.closed(), *self._later.closed()),
             padding=tuple(self._padding()),
+            devices=self._devices if any(device is not None for device in self._devices) else (),
         )
 
     def _send(self, part: Rectangle, having: list[Kept], wanting: list[Kept]) -> None:

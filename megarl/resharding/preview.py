@@ -6,20 +6,26 @@ import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megarl.data.model_folder import default_cache
 from megarl.resharding.figures import Figures, figures
 from megarl.resharding.planner import make_plan
+from megarl.resharding.results import kept
 from megarl.resharding.schedule import Bandwidth
-from megarl.resharding.side import bytes_per_second, on_nodes, side_holders
+from megarl.resharding.side import bytes_per_second, colocate, on_nodes, side_holders
 
 
-def reshard(model: Path, source: str, destination: str, ranks_per_node: int, bandwidth: str) -> Figures:
-    """Sources and destinations are on different nodes, filled in the order of their ranks.
+def reshard(
+    model: Path, source: str, destination: str, ranks_per_node: int, bandwidth: str, colocated: bool = False
+) -> Figures:
+    """Nodes are filled in the order of ranks. What has been asked before is not computed again.
 
     model                 a config.json, or the folder that has it
     source, destination   see side_holders
+    colocated             they share devices: rank i of both is on the same one. Else they are on different nodes
 
     Raises ValueError for what cannot be read, or does not fit the model.
     """
@@ -27,26 +33,31 @@ def reshard(model: Path, source: str, destination: str, ranks_per_node: int, ban
     speeds = Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")))
     if ranks_per_node < 1:
         raise ValueError(f"--nodes-of {ranks_per_node}: expected at least one rank on a node")
-    with _without_collector():
-        sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
-        wanting = side_holders("--to", destination, hf_config, is_source=False)
-        destinations = on_nodes(wanting, ranks_per_node, first=sources[-1].node + 1)
-        return figures(make_plan(sources, destinations), sources, destinations, speeds)
+
+    def compute() -> dict[str, Any]:
+        with _without_collector():
+            sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
+            wanting = side_holders("--to", destination, hf_config, is_source=False)
+            destinations = on_nodes(wanting, ranks_per_node, first=0 if colocated else sources[-1].node + 1)
+            if colocated:
+                sources, destinations = colocate(source, sources, destination, destinations)
+            return figures(make_plan(sources, destinations), sources, destinations, speeds).as_dict()
+
+    inputs = [hf_config, source, destination, ranks_per_node, asdict(speeds), colocated]
+    return Figures(**kept(default_cache() / "plans", inputs, compute))
 
 
 def table(found: Figures) -> str:
     """For people."""
-    inter, intra = found.bytes_by_link["inter"], found.bytes_by_link["intra"]
+    inter, intra, local = (_size(found.bytes_by_link[link]) for link in ("inter", "intra", "local"))
+    beside = f", {local} on a device" if found.bytes_by_link["local"] else ""
     rows = {
         "ranks": f"{found.ranks_source:,} -> {found.ranks_destination:,}",
-        "bytes": f"{_size(found.bytes_total)}: {_size(inter)} between nodes, {_size(intra)} inside them",
+        "bytes": f"{_size(found.bytes_total)}: {inter} between nodes, {intra} inside them{beside}",
         "wasted": _size(found.bytes_wasted),
         "proof": "every element is written exactly once" if found.written_once else "FAILED",
         "busiest": f"source gives {found.source_balance:.3f} of the mean of its replicas",
-        "time": (
-            f"{found.predicted_seconds:.3g} s predicted, {found.floor_seconds:.3g} s at least: "
-            f"{found.predicted_seconds / found.floor_seconds:.3f} of it"
-        ),
+        "time": _time(found.predicted_seconds, found.floor_seconds),
         "staging": f"{_size(found.peak_staging_bytes)} per process at most",
         "plan": found.plan_hash[:16],
     }
@@ -61,6 +72,12 @@ def _without_collector() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def _time(predicted: float, floor: float) -> str:
+    if not floor:
+        return "nothing travels"
+    return f"{predicted:.3g} s predicted, {floor:.3g} s at least: {predicted / floor:.3f} of it"
 
 
 def _size(num_bytes: int) -> str:

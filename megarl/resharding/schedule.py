@@ -58,8 +58,8 @@ def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
     """When each hop of an ordered plan begins and ends.
 
     Every process has a port for each direction, to other nodes and inside its own; each carries one bucket at a time,
-    in the plan's order. What is handed on starts when its bucket has arrived. Casting, packing and latency take no time
-    here.
+    in the plan's order. What is handed on starts when its bucket has arrived. Casting, packing, latency and copies on a
+    device take no time here.
     """
     assert plan.order or not plan.buckets, "a plan without an order; see ordered"
     speeds = bandwidth.inter, bandwidth.intra
@@ -70,6 +70,9 @@ def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
         out, into, seconds = _ports(plan, number, link, speeds)
         # What begins at a destination is of the bucket that it has received, or of anything that it has.
         before = (number, link.source) if link in bucket.onward else link.source
+        if plan.is_local(link):
+            transfers.append(Transfer(number, link, arrived[before], arrived[before]))
+            continue
         start = max(free["out", out], free["in", into], arrived[before])
         stop = start + seconds
         free["out", out] = free["in", into] = arrived[number, link.destination] = stop
@@ -155,16 +158,22 @@ class _Simulation:
     def _load(self) -> None:
         for number, bucket in enumerate(self._plan.buckets):
             for link in (*bucket.links, *bucket.onward):
-                out, into, seconds = _ports(self._plan, number, link, self._speeds)
-                self._out.left[out] += seconds
-                self._in.left[into] += seconds
+                if not self._plan.is_local(link):
+                    out, into, seconds = _ports(self._plan, number, link, self._speeds)
+                    self._out.left[out] += seconds
+                    self._in.left[into] += seconds
                 if link.source < self._plan.num_sources or link in bucket.onward:
                     self._missing[link.destination] += 1
             for link in bucket.links:
-                if link.source < self._plan.num_sources:
-                    self._offer(number, link)
-                else:
+                if link.source >= self._plan.num_sources:
                     self._later[link.source].append((number, link))
+                elif not self._plan.is_local(link):
+                    self._offer(number, link)
+        for number, bucket in enumerate(self._plan.buckets if self._plan.devices else ()):
+            for link in bucket.links:
+                if self._plan.is_local(link):
+                    self._order.append(Hop(number, link))
+                    self._arrived(number, link)
 
     def _offer(self, bucket: int, link: Link) -> None:
         """From now on this transfer can start."""
@@ -205,13 +214,17 @@ class _Simulation:
         self._in.release(into)
         self._touched[0].add(out)
         self._touched[1].add(into)
-        here = done.link.destination
-        for link in self._onward[done.bucket].pop(here, ()):
-            self._offer(done.bucket, link)
+        self._arrived(done.bucket, done.link)
+
+    def _arrived(self, bucket: int, link: Link) -> None:
+        """What waited for it can start."""
+        here = link.destination
+        for onward in self._onward[bucket].pop(here, ()):
+            self._offer(bucket, onward)
         self._missing[here] -= 1
         if self._missing[here] == 0:
-            for bucket, link in self._later.pop(here, ()):
-                self._offer(bucket, link)
+            for later in self._later.pop(here, ()):
+                self._offer(*later)
 
 
 def _ports(plan: Plan, bucket: int, link: Link, speeds: tuple[float, float]) -> tuple[Port, Port, float]:

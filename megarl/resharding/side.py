@@ -45,6 +45,36 @@ def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list
     return [replace(holder, node=first + i // ranks_per_node) for i, holder in enumerate(holders)]
 
 
+def colocate(
+    source: str, sources: Sequence[Holder], destination: str, destinations: Sequence[Holder]
+) -> tuple[list[Holder], list[Holder]]:
+    """Rank i of both on device i. source, destination: as they were given.
+
+    Raises ValueError where not every device has one of each.
+    """
+    for option, text in (("--from", source), ("--to", destination)):
+        if text == "hf":
+            raise ValueError(f"--colocated: {option} hf is a folder, which is on no device; leave one of them away")
+    if len(sources) != len(destinations):
+        raise ValueError(
+            f"--colocated: {source} has {len(sources):,} ranks, {destination} has {len(destinations):,}, and each "
+            f"device has one of both; {_remedy(len(sources), destinations)}"
+        )
+    on_devices = [[replace(holder, device=i) for i, holder in enumerate(side)] for side in (sources, destinations)]
+    return on_devices[0], on_devices[1]
+
+
+def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
+    """How the destinations become as many as the sources."""
+    workers = sum(holder.name.startswith("vllm:0.") for holder in destinations)
+    if workers and num_sources % workers == 0:
+        replicas = num_sources // workers
+        return f"give --to replicas={replicas}, which makes {workers} x {replicas} = {num_sources:,}"
+    if workers:
+        return f"give --to a tp that divides {num_sources:,} ({num_sources:,} = {workers} x {num_sources / workers:g})"
+    return "change dp of one of them"
+
+
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
     """E.g. "inter=50GB/s,intra=400GB/s"; a small b stands for bits. Raises ValueError for what cannot be read."""
     given = dict(item.partition("=")[::2] for item in text.split(","))

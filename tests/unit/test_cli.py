@@ -27,6 +27,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`train` runs in this process, so that it can be watched."""
     monkeypatch.setattr(supervisor, "supervised", lambda: nullcontext(tmp_path))
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_commands_that_plan(tmp_path):
     config = CONFIGS["DeepSeek-V3"] | {"n_routed_experts": 32, "moe_intermediate_size": 256}
     (folder / "config.json").write_text(json.dumps(config))
     [command] = RESHARDING
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MEGARL_CACHE": str(tmp_path / "cache")}
     command = [*MEGARL, *shlex.split(command)[1:]]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ class Case(NamedTuple):
     model: str
     source: str
     destination: str
+    colocated: bool = False
 
 
 QWEN = "Qwen3-235B-A22B"
@@ -55,6 +56,9 @@ CASES = {
     "qwen3-235b-slime": Case(QWEN, "tp=4,pp=4,cp=2,ep=16,etp=1,dp=2,last_stage_layers=22", "vllm:tp=32,replicas=2"),
     "qwen3-235b-verl": Case(
         QWEN, "tp=4,pp=8,ep=4,etp=1,first_stage_layers=11,last_stage_layers=11", "vllm:tp=8,replicas=4"
+    ),
+    "qwen3-235b-verl-colocated": Case(
+        QWEN, "tp=4,pp=8,ep=4,etp=1,first_stage_layers=11,last_stage_layers=11", "vllm:tp=8,replicas=4", colocated=True
     ),
 }
 """The layouts of Qwen3-235B are those that these trainers publish for it."""
@@ -84,9 +88,11 @@ def run(case: Case) -> dict[str, Any]:
         config = Path(name) / "config.json"
         config.write_text(json.dumps(CONFIGS[case.model] | {"dtype": "bfloat16"}), encoding="utf-8")
         options = ["--model", str(config), "--from", case.source, "--to", case.destination, "--json"]
+        options += ["--colocated"] if case.colocated else []
         command = [sys.executable, "-m", "megarl.cli", "reshard", *options]
+        nothing_kept = {**os.environ, "MEGARL_CACHE": name}
         start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, cwd=ROOT, env=nothing_kept, stdout=subprocess.PIPE, text=True)
         said = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.resharding.figures import figures
@@ -19,7 +21,7 @@ def test_a_plan_that_can_be_counted():
     found = figures(make_plan(sources, destinations), sources, destinations, SPEEDS)
     assert found.bytes_total == 300
     assert found.bytes_wasted == 0
-    assert found.bytes_by_link == {"inter": 100, "intra": 200}
+    assert found.bytes_by_link == {"inter": 100, "intra": 200, "local": 0}
     assert found.written_once
     assert found.source_balance == pytest.approx(60 / 50)
     assert found.floor_seconds == pytest.approx(6)  # 60 bytes out of s0
@@ -52,3 +54,16 @@ def test_replicas_that_overlap_in_part_have_a_mean_of_their_own():
     destinations = [holder("d", ((0, 2**19),), ((2**19, 2**20),), node=1)]
     found = figures(make_plan(sources, destinations), sources, destinations, SPEEDS)
     assert found.source_balance == 1
+
+
+def test_what_stays_on_a_device_takes_no_link_and_no_time():
+    """Two replicas on a node; a destination beside the first, and one on a device of its own, which takes from both."""
+    rectangles = [((start, start + 10),) for start in (0, 10, 20, 30)]
+    sources = [replace(holder(f"s{i}", *rectangles), device=i) for i in range(2)]
+    destinations = [replace(holder(f"d{i}", *rectangles), device=i) for i in (0, 2)]
+    plan = make_plan(sources, destinations)
+    found = figures(plan, sources, destinations, SPEEDS)
+    assert found.bytes_by_link == {"inter": 0, "intra": 160, "local": 160}
+    assert (found.bytes_total, found.bytes_wasted, found.source_balance) == (320, 0, 1)
+    assert found.predicted_seconds == found.floor_seconds == pytest.approx(160 / 100)
+    assert plan.plan_hash != make_plan([replace(s, device=None) for s in sources], destinations).plan_hash

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -164,8 +165,10 @@ def test_the_hash_is_the_same_in_every_process_and_tells_plans_apart():
         "from tests.unit.resharding.test_planner import *\n"
         "print(make_plan(megatron_holders(config_of(), layout_of(tp=3)), [huggingface_holder(config_of())]).plan_hash)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == plan.plan_hash
+    for seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == plan.plan_hash
     assert make_plan(ranks[::-1], [huggingface_holder(config_of())]).plan_hash != plan.plan_hash
     assert make_plan(on_nodes(ranks, 1), [huggingface_holder(config_of())]).plan_hash != plan.plan_hash
 

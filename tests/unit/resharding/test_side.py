@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.piece import intersect, num_elements
 from megarl.resharding.preview import reshard, table
 from megarl.resharding.side import bytes_per_second, on_nodes, side_holders
 from tests.unit.resharding.cases import config_of, layout_of
@@ -83,7 +86,8 @@ def test_bandwidths():
             bytes_per_second("--bandwidth", text, names)
 
 
-def test_a_preview_for_people(tmp_path: Path):
+def test_a_preview_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
     model = MIXED | {"num_key_value_heads": 6}
     (tmp_path / "config.json").write_text(json.dumps(model | {"quantization_config": {"quant_method": "fp8"}}))
     arguments = "tp=3,dp=2", "vllm:tp=2,replicas=3", 3, "inter=50GB/s,intra=400GB/s"
@@ -102,3 +106,79 @@ def test_models_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=f"--model {tmp_path}: not JSON"):
         reshard(tmp_path, "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s")
+
+
+SPEEDS = "inter=50GB/s,intra=400GB/s"
+
+
+def test_a_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What the engine's worker keeps of what its trainer rank has stays on their device; all else stays in the node."""
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
+    model = config_of(vocab_size=64, num_key_value_heads=6)
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    same = reshard(tmp_path, "tp=2,dp=2", "tp=2,dp=2", 2, SPEEDS, colocated=True)
+    assert same.bytes_by_link == {"inter": 0, "intra": 0, "local": same.bytes_total}
+    assert (same.predicted_seconds, same.floor_seconds, same.bytes_wasted) == (0, 0, 0)
+    assert "nothing travels" in table(same) and "on a device" in table(same)
+
+    stages = reshard(tmp_path, "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS, colocated=True)
+    apart = reshard(tmp_path, "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS)
+    assert stages.bytes_total == apart.bytes_total and stages.bytes_wasted == apart.bytes_wasted == 0
+    pairs = zip(megatron_holders(model, layout_of(tp=2, pp=2, dp=2)), vllm_holders(model, 2, 4), strict=True)
+    common = [
+        intersect(ours.canonical_rectangle, theirs.canonical_rectangle)
+        for trainer, worker in pairs
+        for ours in trainer.pieces
+        for theirs in worker.pieces
+        if ours.canonical == theirs.canonical
+    ]
+    stay = sum(4 * num_elements(part) for part in common if part is not None)
+    assert 0 < stay < stages.bytes_total
+    assert stages.bytes_by_link == {"inter": 0, "intra": stages.bytes_total - stay, "local": stay}
+    assert apart.bytes_by_link["inter"] > 0 == apart.bytes_by_link["local"]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "message"),
+    [
+        (
+            "tp=3,dp=4",
+            "vllm:tp=2,replicas=5",
+            "--colocated: tp=3,dp=4 has 12 ranks, vllm:tp=2,replicas=5 has 10, and each device has one of both; give "
+            "--to replicas=6, which makes 2 x 6 = 12",
+        ),
+        ("tp=3", "vllm:tp=2", "has 3 ranks, .* has 2, .* give --to a tp that divides 3 \\(3 = 2 x 1.5\\)"),
+        ("tp=3", "tp=1", "tp=3 has 3 ranks, tp=1 has 1, and each device has one of both; change dp of one of them"),
+        ("tp=3", "hf", "--colocated: --to hf is a folder, which is on no device; leave one of them away"),
+        ("hf", "tp=3", "--colocated: --from hf is a folder"),
+    ],
+)
+def test_sides_that_cannot_share_devices(tmp_path: Path, source: str, destination: str, message: str):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(num_key_value_heads=6)))
+    with pytest.raises(ValueError, match=message):
+        reshard(tmp_path, source, destination, 8, SPEEDS, colocated=True)
+
+
+def test_another_process_does_not_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second one has no planner."""
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps(config_of()))
+    arguments = ["reshard", "--model", str(tmp_path), "--from", "tp=3", "--to", "vllm:tp=1,replicas=2", "--json"]
+
+    def run(change: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            f"import sys; from megarl import cli; from megarl.resharding import preview; {change}\n"
+            f"sys.argv = ['megarl', *{arguments}]; cli.main()"
+        )
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    without = "preview.make_plan = None"
+    assert run(without).returncode != 0
+    first = run("")
+    assert json.loads(first.stdout)["written_once"]
+    assert run(without).stdout == first.stdout
+    [entry] = (tmp_path / "cache" / "plans").iterdir()
+    entry.write_text(entry.read_text().replace("true", "false"))
+    mended = run("")
+    assert mended.stdout == first.stdout and mended.stderr == f"{entry} is damaged: its content is computed again\n"
+    assert run(without).stdout == first.stdout
