@@ -6,13 +6,15 @@ from pathlib import Path
 
 from megarl.algorithms import passes
 from megarl.config.schema import Config
+from megarl.data.given import GivenData
 from megarl.data.prompts import PromptSet
 from megarl.resume import Start
 
 
-def announce(config: Config, begin: Start, model_folder: Path, prompts: PromptSet, placement: str) -> None:
+def announce(config: Config, begin: Start, model_folder: Path, data: PromptSet | GivenData, placement: str) -> None:
     if begin.folder.moved is not None:
         print(f"an earlier run of this name is now at {begin.folder.moved}")
     print(f"run: {begin.folder.path}, {begin.describe()}")
-    print(f"model: {model_folder}\nprompts: {len(prompts)}\nprocesses: {placement}")
+    dropped = f" ({data.num_dropped} too long ones are dropped)" if data.num_dropped else ""
+    print(f"model: {model_folder}\n{config.data.rows}: {len(data)}{dropped}\nprocesses: {placement}")
     print("\n".join(passes.describe(config)), flush=True)

@@ -67,9 +67,12 @@ def train(file: Recipe, overrides: Overrides = None) -> None:
     from megarl.cluster.supervisor import supervised
 
     with supervised() as scratch:
-        import megarl.train
+        if config.on_given_data:
+            from megarl.finetune import main
+        else:
+            from megarl.train import main
 
-        raise typer.Exit(megarl.train.main(config, scratch))
+        raise typer.Exit(main(config, scratch))
 
 
 @app.command()

@@ -31,7 +31,8 @@ def hand_out(
     role: Role = "actor",
     scores: Mapping[str, Scores] | None = None,
 ) -> list[Share]:
-    """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss.
+    """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss. Those
+    that an objective compares in pairs stand two by two, the better one first, and stay together.
     scores: what other models say of its tokens, by the name that it has in TokenBatch. What tokens are rewarded with
     one by one is not given to the sample again."""
     infos = [item.sample.info for item in samples]
@@ -52,7 +53,7 @@ def hand_out(
         )
         for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
     ]
-    microbatches = schedule([Lengths.of(info) for info in infos], packing)
+    microbatches = schedule([Lengths.of(info) for info in infos], packing, _units(config, role, len(samples)))
     return [Share.of(assignments, own) for own in microbatches]
 
 
@@ -63,9 +64,17 @@ def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:
 
 
 def _aggregation(config: Config, role: Role) -> Aggregation:
-    """An implicit reward model's loss is of whole samples: their mean."""
+    """A loss of whole samples, or of pairs of them, is their mean."""
+    of_samples: Aggregation = "sequence_mean_of_token_sums"
+    objective = config.algorithm.objective
     return {
-        "actor": config.algorithm.objective.aggregation,
+        "actor": of_samples if objective.kind.of_pairs else objective.aggregation,
         "critic": config.algorithm.value.aggregation,
-        "implicit_reward": "sequence_mean_of_token_sums",
+        "implicit_reward": of_samples,
     }[role]
+
+
+def _units(config: Config, role: Role, num_samples: int) -> list[tuple[int, int]] | None:
+    if role != "actor" or not config.algorithm.objective.kind.of_pairs:
+        return None
+    return [(index, index + 1) for index in range(0, num_samples, 2)]

@@ -12,6 +12,7 @@ from megarl.checkpoints import Checkpoint, Checkpoints
 from megarl.config.continuation import check_continues
 from megarl.config.schema import Config
 from megarl.data.cursor import PromptCursor
+from megarl.data.given import GivenData
 from megarl.data.prompts import PromptSet
 from megarl.run_folder import RunFolder
 
@@ -51,19 +52,19 @@ class Start:
         return f"goes on after step {self.state.step}, from {self.checkpoint.path}"
 
 
-def start(config: Config, prompts: PromptSet) -> Start:
+def start(config: Config, data: PromptSet | GivenData) -> Start:
     """Opens the run's folder as the key `resume` says. Raises ValueError, with the folder untouched, for a checkpoint
     that is missing, damaged, or of another run."""
     path = _checkpoint_path(config)
     if path is None:
-        folder = RunFolder.create(config, prompts.data_hash)
-        return Start(folder, RunState(0, PromptCursor(len(prompts), config.run.seed, config.data.shuffle)), None)
+        folder = RunFolder.create(config, data.data_hash)
+        return Start(folder, RunState(0, PromptCursor(len(data), config.run.seed, config.data.shuffle)), None)
     checkpoint = Checkpoint.open(path)
     check_continues(config, checkpoint.state["config"], checkpoint.step, str(path))
-    if (saved := checkpoint.state["data_hash"]) != prompts.data_hash:
+    if (saved := checkpoint.state["data_hash"]) != data.data_hash:
         raise ValueError(
-            f"data.source={config.data.source}: its prompts have changed since {path} was saved (hash "
-            f"{prompts.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with resume=never"
+            f"data.source={config.data.source}: its {config.data.rows} have changed since {path} was saved (hash "
+            f"{data.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with resume=never"
         )
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     if path.parent.resolve() == checkpoints.path.resolve():
@@ -72,9 +73,9 @@ def start(config: Config, prompts: PromptSet) -> Start:
             checkpoint.verify(checkpoint.files)  # those after it are removed, which may be the only good ones
         # In this order: killed in between, the run is one that was killed before it went on.
         checkpoints.go_back_to(checkpoint.step)
-        folder = RunFolder.reopen(config, checkpoint.step, prompts.data_hash)
+        folder = RunFolder.reopen(config, checkpoint.step, data.data_hash)
     else:
-        folder = RunFolder.create(config, prompts.data_hash)
+        folder = RunFolder.create(config, data.data_hash)
     return Start(folder, RunState.restore(checkpoint.state["run"]), checkpoint)
 
 

@@ -9,6 +9,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -54,6 +55,20 @@ COLUMNS = (  # title, least width, what is shown
     ("refit", 6, "{time/refit:.1f}s"),
     ("memory", 7, "{memory:.2f}GB"),
 )
+COLUMNS_OF_GIVEN = (
+    ("ETA", 6, "{eta}"),
+    ("loss", 8, "{loss:.4f}"),
+    ("accuracy", 8, "{preference/accuracy:.0%}"),
+    ("margin", 8, "{preference/margin:.3f}"),
+    ("entropy", 7, "{policy/entropy:.3f}"),
+    ("|grad|", 7, "{grad_norm:.3g}"),
+    ("tokens", 9, "{data/trained_tokens:,.0f}"),
+    ("tok/s", 6, "{throughput/tokens_per_second:.0f}"),
+    ("train", 7, "{time/train:.1f}s"),
+    ("memory", 7, "{memory:.2f}GB"),
+)
+"""Of runs on given data; tokens are those that are trained on."""
+
 HEADER_EVERY = 20  # lines
 ETA_STEPS = 10  # the estimate follows the latest steps, as their length drifts with the responses'
 
@@ -64,7 +79,9 @@ class ConsoleSink:
     cut is the share of truncated responses, Δlogp the mean |trainer log-prob − rollout log-prob|.
     """
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+    def __init__(self, total_steps: int, stream: TextIO | None = None, given: bool = False) -> None:
+        """given: whether the run is on given data."""
+        self._columns = COLUMNS_OF_GIVEN if given else COLUMNS
         self._total = total_steps
         self._stream = stream  # None: sys.stdout
         self._num_lines = 0
@@ -72,22 +89,25 @@ class ConsoleSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._num_lines % HEADER_EVERY == 0:
-            self._print("step", [title for title, _, _ in COLUMNS])
+            self._print("step", [title for title, _, _ in self._columns])
         self._num_lines += 1
         cells: dict[str, Any] = dict(metrics)
         if "time/step" in metrics:
             self._step_times.append(metrics["time/step"])
             cells["eta"] = duration((self._total - step) * sum(self._step_times) / len(self._step_times))
+        for model, name in product(("policy", "reward_model"), ("loss", "grad_norm")):
+            if f"{model}/{name}" in metrics:
+                cells[name] = metrics[f"{model}/{name}"]
         for name in ("memory/peak_rss_gb", "memory/peak_pss_gb"):  # the second counts shared pages once
             if name in metrics:
                 cells["memory"] = metrics[name]
-        self._print(f"{step}/{self._total}", [_cell(template, cells) for _, _, template in COLUMNS])
+        self._print(f"{step}/{self._total}", [_cell(template, cells) for _, _, template in self._columns])
 
     def close(self) -> None:
         pass
 
     def _print(self, first: str, cells: list[str]) -> None:
-        widths = [width for _, width, _ in COLUMNS]
+        widths = [width for _, width, _ in self._columns]
         line = [first.rjust(2 * len(str(self._total)) + 1)]
         line += [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
         print(" ".join(line), file=self._stream, flush=True)

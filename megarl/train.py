@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,15 +9,11 @@ from megarl import report
 from megarl.algorithms import passes
 from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.kl import metric_name
-from megarl.announcement import announce
 from megarl.cluster.cast import Cast, assemble
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.machine import check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
-from megarl.cluster.memory import MemorySampler
 from megarl.cluster.model_folders import find_models
-from megarl.cluster.placement import place
-from megarl.cluster.saver import Saver, checkpoint_bytes
+from megarl.cluster.saver import Saver
 from megarl.cluster.session import Session
 from megarl.cluster.share import Scores, Share
 from megarl.cluster.trainer_group import TrainerGroup
@@ -26,53 +21,34 @@ from megarl.comparison import Totals, compared, take_up
 from megarl.config.schema import Config, Role
 from megarl.data.prompts import load_prompts
 from megarl.handout import hand_out, samples_of, updates_of
-from megarl.metrics import merge, values
-from megarl.resume import RunState, start
+from megarl.loop import Loop, exit_status
+from megarl.metrics import Metric, merge, values
+from megarl.preferences import best_and_worst
+from megarl.resume import RunState
 from megarl.sampling import requests
 from megarl.selection import Metrics, ScoredSample, select
-from megarl.sinks import ConsoleSink, JsonlSink
 from megarl.step_metrics import step_metrics
 from megarl.stopwatch import Stopwatch
 
 
 def main(config: Config, scratch: Path) -> int:
-    """Runs the training, with temporary files in scratch. Returns the exit status: 0 only if the last step was reached
-    and the model written."""
-    try:
-        run(config, scratch)
-    except RunFailure as failure:
-        print(f"megarl: error: {failure}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(run, config, scratch)
 
 
 def run(config: Config, scratch: Path) -> None:
     check_machine(config)
     models = find_models(config)
     check_megatron_settings(config, models)
-    prompts = load_prompts(config, models.actor)
-    begin = start(config, prompts)
-    folder, state = begin.folder, begin.state
-    num_bytes = checkpoint_bytes(config, models.trained)
-    saver = Saver(folder.checkpoints, config, num_bytes, prompts.data_hash)
-    placement = place(config)
-    announce(config, begin, models.actor, prompts, placement.describe())
-    sinks = (JsonlSink(folder.metrics), ConsoleSink(config.run.steps))
-    memory = MemorySampler()
+    loop = Loop.prepare(config, models, load_prompts(config, models.actor))
+    folder, state = loop.begin.folder, loop.begin.state
     with Session(config.cluster, folder.logs, scratch) as session:
-        cast = assemble(session, config, models, placement, begin.checkpoint)
+        cast = assemble(session, config, models, loop.placement, loop.begin.checkpoint)
         cast.refit.run(version=state.step)
         print(f"kernels: {cast.trainers.kernels}", flush=True)
-        while state.step < config.run.steps:
-            chosen = [prompts[i] for i in state.cursor.take(config.batch.prompts_per_step)]
-            state.step += 1
-            metrics = step(config, cast, state, chosen, folder.rollouts(state.step), saver)
-            metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
-            metrics |= saver.save(cast.trained, state.step, state.dump())
-            for sink in sinks:
-                sink.write(state.step, metrics)
-            saver.commit()  # after the step's metrics: a run that goes on from here has them
-        saver.finish()
+        loop.run(
+            cast.trained,
+            lambda prompts: step(config, cast, state, prompts, folder.rollouts(state.step), loop.saver),
+        )
         if config.run.export:
             cast.export(folder.model)
         cast.close()
@@ -108,6 +84,8 @@ def train(
     tokens for others. process: where the rewards of single tokens are that a reward model gave, if it did. average: of
     the rewards of earlier steps; it takes up this one's."""
     updates = updates_of(config, groups)
+    if config.algorithm.objective.kind.of_pairs:
+        return train_on_pairs(config, cast.trainers, updates, number)
     metrics: Metrics = {}
     scores: dict[str, Scores] = {"process_reward": process} if process else {}
     of_tokens: Totals = {}
@@ -133,6 +111,17 @@ def train(
     metrics |= train_actor(config, cast.trainers, learned_from, scores)
     follow_policy(config, cast.trainers, number, metrics, sum(map(len, groups)))
     return metrics
+
+
+def train_on_pairs(
+    config: Config, actor: TrainerGroup, updates: Sequence[Sequence[Sequence[ScoredSample]]], number: int
+) -> Metrics:
+    """Of the best and the worst sample of each group; an update in which all are equal is left out."""
+    pairs = [best_and_worst(update) for update in updates]
+    metrics = train_actor(config, actor, [own for own in pairs if own], {})
+    num_groups, num_pairs = sum(map(len, updates)), sum(map(len, pairs)) // 2
+    follow_policy(config, actor, number, metrics, num_pairs)
+    return metrics | {"preference/tied_share": Metric(1 - num_pairs / num_groups)}
 
 
 def train_scorer(

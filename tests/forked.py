@@ -17,6 +17,7 @@ import torch.distributed as dist
 import megarl.megatron.actor_worker
 import megarl.megatron.critic_worker
 import megarl.megatron.implicit_reward_worker
+import megarl.megatron.preference_worker
 import megarl.megatron.reward_model_worker  # noqa: F401  imported here, so that no rank imports it again
 
 DEADLINE_S = 240

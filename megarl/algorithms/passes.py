@@ -17,16 +17,9 @@ class Pass:
 
 
 def passes(config: Config) -> tuple[Pass, ...]:
-    coefficient, advantage = config.algorithm.kl.coefficient, config.algorithm.advantage
     return (
         _old_log_probs(config),
-        Pass(
-            "reference log-probs",
-            coefficient > 0,
-            f"algorithm.kl.coefficient = {coefficient:g}; {_reference(config.algorithm.kl)}"
-            if coefficient > 0
-            else "algorithm.kl.coefficient = 0: no term reads them",
-        ),
+        _reference_log_probs(config),
         Pass(
             "implicit rewards",
             config.has_implicit_reward,
@@ -34,14 +27,31 @@ def passes(config: Config) -> tuple[Pass, ...]:
             if config.has_implicit_reward
             else "implicit_reward.coefficient = 0: no token rewards",
         ),
-        Pass(
-            "critic values",
-            config.has_critic,
-            "critic.trunk=actor: they come with the old log-probs"
-            if config.actor_has_values
-            else f"{advantage.estimator} takes {BASELINES[advantage.kind.baseline]}",
-        ),
+        _critic_values(config),
     )
+
+
+def _reference_log_probs(config: Config) -> Pass:
+    coefficient, objective = config.algorithm.kl.coefficient, config.algorithm.objective
+    if not config.has_reference:
+        reason = "algorithm.kl.coefficient = 0" if objective.kind.of_policy else _chosen(config)
+        return Pass("reference log-probs", False, f"{reason}: no term reads them")
+    reader = f"algorithm.kl.coefficient = {coefficient:g}" if coefficient > 0 else _chosen(config)
+    return Pass("reference log-probs", True, f"{reader}; {_reference(config.algorithm.kl)}")
+
+
+def _critic_values(config: Config) -> Pass:
+    advantage = config.algorithm.advantage
+    if not config.algorithm.objective.kind.of_policy:
+        return Pass("critic values", False, f"{_chosen(config)}: it has no advantages")
+    reason = f"{advantage.estimator} takes {BASELINES[advantage.kind.baseline]}"
+    if config.actor_has_values:
+        reason = "critic.trunk=actor: they come with the old log-probs"
+    return Pass("critic values", config.has_critic, reason)
+
+
+def _chosen(config: Config) -> str:
+    return f"algorithm.objective.name={config.algorithm.objective.name}"
 
 
 def _reference(kl: KL) -> str:
@@ -54,13 +64,15 @@ def _reference(kl: KL) -> str:
 def _old_log_probs(config: Config) -> Pass:
     updates = config.batch.prompts_per_step // config.batch.prompts_per_update
     from_rollout = config.algorithm.correction.old == "rollout"
+    if not config.algorithm.objective.kind.of_policy:
+        return Pass("old log-probs", False, f"{_chosen(config)}: it has no ratio to an old policy")
     if updates > 1 and not from_rollout:
         return Pass("old log-probs", True, f"{updates} updates per step: the policy moves between them")
     if config.kl_in_reward:
         return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards hold their KL")
     if selects_tokens(config.algorithm.objective) and not from_rollout:
         reason = "chooses tokens by their covariance over a whole update"
-        return Pass("old log-probs", True, f"algorithm.objective.name={config.algorithm.objective.name} {reason}")
+        return Pass("old log-probs", True, f"{_chosen(config)} {reason}")
     if config.actor_has_values:
         return Pass("old log-probs", True, "critic.trunk=actor: the critic's values come with them")
     if from_rollout:

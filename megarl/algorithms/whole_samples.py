@@ -28,8 +28,13 @@ class WholeSamples:
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Σ over the trained tokens of each sample, without gradient. values: float32 [N]; returns float32 [S]."""
         require_one_shape(values=values, mask=self.mask)
-        own = torch.where(self.mask, values.detach(), 0.0)
-        return self.reduce(own.new_zeros(self.num_samples).index_add(0, self.row_sample, own))
+        return self.reduce(self._own(values.detach()))
+
+    def of_each(self, values: torch.Tensor) -> torch.Tensor:
+        """`total` with a gradient: float32 [S], differentiable in this rank's values only. A loss that every rank
+        computes of it has its whole gradient as the sum of the ranks'."""
+        own = self._own(values)
+        return self.total(values) + (own - own.detach())
 
     @cached_property
     def count(self) -> torch.Tensor:
@@ -56,3 +61,8 @@ class WholeSamples:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Each row's sum over its sample, n·mean: the mean over rows of f(sum) has the gradient f'(Σx) in each x_t."""
         return self.count[self.row_sample] * self.mean(values)
+
+    def _own(self, values: torch.Tensor) -> torch.Tensor:
+        """float32 [S]: the sums over this rank's rows."""
+        trained = torch.where(self.mask, values, 0.0)
+        return trained.new_zeros(self.num_samples).index_add(0, self.row_sample, trained)

@@ -39,6 +39,11 @@ class RemoteSample:
     info: SampleInfo
     ref: ray.ObjectRef
 
+    @classmethod
+    def put(cls, sample: Sample) -> RemoteSample:
+        """Into Ray's object store, for as long as somebody refers to it."""
+        return cls(SampleInfo.of(sample), ray.put(sample))
+
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class EngineActor(VllmActor):

@@ -41,7 +41,7 @@ def find_models(config: Config) -> ModelFolders:
     actor = resolve(config.model.path)
     hf_config = read_config(actor)
     check_model(config, hf_config)
-    check_selections(config.actor, hf_config)
+    check_selections(config.actor, trained_hf_config(config, actor))
     folders = ModelFolders(
         actor=actor,
         critic=_critic(config, actor, hf_config),
@@ -50,6 +50,12 @@ def find_models(config: Config) -> ModelFolders:
     )
     _announce_left_out(folders)
     return folders
+
+
+def trained_hf_config(config: Config, actor: Path) -> dict[str, Any]:
+    """The actor's config.json once it is trained: that of a classifier if it becomes a reward model."""
+    hf_config = read_config(actor)
+    return as_classifier(hf_config) if config.trains_reward_model else hf_config
 
 
 def _announce_left_out(folders: ModelFolders) -> None:

@@ -23,19 +23,20 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Models and engines share this machine and take turns: each may use all of its cores."""
+    """Models and engines share this machine and take turns: each may use all of its cores. Without engines there is
+    nobody to reward."""
 
     trainers: tuple[Process, ...]
     critics: tuple[Process, ...]
     reward_models: tuple[Process, ...]
     implicit_rewards: tuple[Process, ...]
     engines: tuple[Process, ...]
-    rewards: Process
+    rewards: Process | None
 
     def describe(self) -> str:
         groups = (
             *(self.trainers, self.critics, self.reward_models, self.implicit_rewards, self.engines),
-            (self.rewards,),
+            (self.rewards,) if self.rewards is not None else (),
         )
         return ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads" for g in groups if g)
 
@@ -44,6 +45,7 @@ def place(config: Config, cores: int | None = None) -> Placement:
     """cores: of this machine (None: those that this process may run on)."""
     cores = cores or len(os.sched_getaffinity(0))
     engine_threads = config.rollout.threads or max(1, cores // (config.rollout.replicas * config.rollout.tp))
+    num_engines = 0 if config.on_given_data else config.rollout.replicas
     return Placement(
         trainers=_ranks("trainer", config.actor, cores),
         critics=_ranks("critic", config.critic, cores) if config.has_critic else (),
@@ -51,8 +53,8 @@ def place(config: Config, cores: int | None = None) -> Placement:
         implicit_rewards=(
             _ranks("implicit-reward", config.implicit_reward, cores) if config.has_implicit_reward else ()
         ),
-        engines=tuple(Process("engine", replica, engine_threads) for replica in range(config.rollout.replicas)),
-        rewards=Process("rewards", 0, 1),
+        engines=tuple(Process("engine", replica, engine_threads) for replica in range(num_engines)),
+        rewards=None if config.on_given_data else Process("rewards", 0, 1),
     )
 
 

@@ -58,7 +58,7 @@ class RankActor:
             if rank == 0
             else parallel.join_store(host, port, world_size, self._config.cluster.start_timeout_s)
         )
-        role_worker = worker_class(self._role)
+        role_worker = worker_class(self._config, self._role)
         worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
         self._worker: Any = worker
         return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
@@ -72,12 +72,15 @@ class RankActor:
         self._worker.close()
 
 
-def worker_class(role: MegatronRole) -> type[ModelWorker]:
+def worker_class(config: Config, role: MegatronRole) -> type[ModelWorker]:
     from megarl.megatron.actor_worker import ActorWorker
     from megarl.megatron.critic_worker import CriticWorker
     from megarl.megatron.implicit_reward_worker import ImplicitRewardWorker
+    from megarl.megatron.preference_worker import PreferenceWorker
     from megarl.megatron.reward_model_worker import RewardModelWorker
 
+    if role == "actor" and config.trains_reward_model:
+        return PreferenceWorker
     workers = (ActorWorker, CriticWorker, ImplicitRewardWorker, RewardModelWorker)
     return next(worker for worker in workers if worker.role == role)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from megarl.batch import Sample, SampleInfo, Score
+from megarl.batch import Sample, Score
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.logs import log_to
 from megarl.cluster.model_folders import ModelFolders
@@ -50,7 +50,7 @@ class RewardActor:
         """The samples in the reward model's own tokens; those that it cannot read are missing."""
         self._readings = {sample.id: self._read(sample) for sample in ray.get(list(refs))}
         read = [reading.sample for reading in self._readings.values() if isinstance(reading, Reading)]
-        return [RemoteSample(SampleInfo.of(sample), ray.put(sample)) for sample in read]
+        return [RemoteSample.put(sample) for sample in read]
 
     def _read(self, sample: Sample) -> Reading | Unreadable:
         try:

@@ -41,7 +41,7 @@ def _lines() -> Iterator[str]:
     yield "algorithm.objective.name, and its options in algorithm.objective"
     for name, objective in OBJECTIVES.items():
         yield f"  {name}: {objective.paper}"
-        yield f"    {_given(objective.options)}"
+        yield f"    data.rows={' | '.join(objective.rows)}; {_given(objective.options)}"
     yield "algorithm.objective.aggregation (and of algorithm.value): the weight of a token in the loss of an update"
     yield from (f"  {name}: {weight}" for name, weight in AGGREGATIONS.items())
     yield "algorithm.kl.estimator, with d = log π − log π_ref, for any of algorithm.kl"

@@ -9,30 +9,38 @@ from megarl.config.schema import Config
 def explain(config: Config) -> str:
     """Samples and updates of a step, each rank's share, token counts and processes."""
     batch, rollout, layout = config.batch, config.rollout, config.actor.layout
-    samples = batch.prompts_per_step * batch.samples_per_prompt
+    unit, trained = "rows" if config.on_given_data else "prompts", config.trained_per_prompt
+    per_prompt = trained if config.on_given_data else batch.samples_per_prompt
+    samples = batch.prompts_per_step * per_prompt
     updates = batch.prompts_per_step // batch.prompts_per_update
-    per_update = batch.prompts_per_update * batch.samples_per_prompt
-    tokens, budget = samples * rollout.context_length, config.actor.tokens_per_microbatch
+    per_update = batch.prompts_per_update * trained
     rows = {
         "run": f"{config.run.steps:,} steps",
-        "step": f"{batch.prompts_per_step:,} prompts x {batch.samples_per_prompt:,} samples = {samples:,} samples",
-        "updates": f"{batch.prompts_per_step:,} / {batch.prompts_per_update:,} prompts = {updates:,} per step",
+        "step": f"{batch.prompts_per_step:,} {unit} x {per_prompt:,} samples = {samples:,} samples",
+        "updates": f"{batch.prompts_per_step:,} / {batch.prompts_per_update:,} {unit} = {updates:,} per step",
         "update": (
-            f"{batch.prompts_per_update:,} prompts x {batch.samples_per_prompt:,} samples = {per_update:,} samples, "
+            f"{batch.prompts_per_update:,} {unit} x {trained:,} samples = {per_update:,} samples, "
             f"{per_update:,} / dp {layout.dp} = {_share(per_update, layout.dp)} per data-parallel rank"
         ),
         "rate": _rates(config),
-        "microbatch": f"samples packed up to {budget:,} tokens per rank, never split",
-        "tokens": (
-            f"at most {samples:,} samples x {rollout.context_length:,} = {tokens:,} per step, of which "
-            f"{samples:,} x {rollout.max_new_tokens:,} = {samples * rollout.max_new_tokens:,} sampled"
-        ),
+        "microbatch": f"samples packed up to {config.actor.tokens_per_microbatch:,} tokens per rank, never split",
+        "tokens": _tokens(config, samples),
         "trainer": (
             f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} = world size {layout.world_size}"
         ),
-        "rollout": f"replicas {rollout.replicas} x tp {rollout.tp} = world size {rollout.replicas * rollout.tp}",
     }
+    if not config.on_given_data:
+        rows["rollout"] = f"replicas {rollout.replicas} x tp {rollout.tp} = world size {rollout.replicas * rollout.tp}"
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def _tokens(config: Config, samples: int) -> str:
+    rollout = config.rollout
+    most = f"at most {samples:,} samples x {rollout.context_length:,} = {samples * rollout.context_length:,} per step"
+    if config.on_given_data:
+        return most
+    sampled = f"{samples:,} x {rollout.max_new_tokens:,} = {samples * rollout.max_new_tokens:,} sampled"
+    return f"{most}, of which {sampled}"
 
 
 def _rates(config: Config) -> str:

@@ -20,6 +20,11 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Checks the keys against the content of the model's config.json. Raises ValueError with a line per broken rule."""
     model = _completed(config, config.actor, hf_config)
     of_actor = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
+    head = score_head_of(model)
+    if config.on_given_data:
+        labels = has_one_label(config, config.actor, head.num_labels) if config.trains_reward_model and head else None
+        raise_all([*of_actor, labels])
+        return
     raise_all(of_actor + _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, config.actor), model))
 
 

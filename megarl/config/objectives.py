@@ -1,4 +1,4 @@
-"""Which options each policy objective reads, and what its paper gives them."""
+"""What each objective learns from, which options it reads, and what its paper gives them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,27 @@ Option = float | str | None
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """paper     where the objective comes from
-    options   keys of algorithm.objective that it reads -> the value that null stands for (None: nothing is bounded)
+    """paper             where the objective comes from
+    options           keys of algorithm.objective that it reads -> the value that null stands for (None: nothing is
+                      bounded)
+    rows              the values of data.rows that it learns from; prompts: from sampled responses
+    reads_reference   whether its loss is of log-probs against those of the reference
     """
 
     paper: str
     options: Mapping[str, Option]
+    rows: tuple[str, ...] = ("prompts",)
+    reads_reference: bool = False
+
+    @property
+    def of_policy(self) -> bool:
+        """Whether it learns from advantages of sampled tokens."""
+        return self.rows == ("prompts",)
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether it learns from pairs of responses to one prompt, the better one and the worse one."""
+        return "preferences" in self.rows
 
 
 OBJECTIVES: Mapping[str, Reads] = {
@@ -38,6 +53,24 @@ OBJECTIVES: Mapping[str, Reads] = {
     ),
     "kl_cov": Reads("KL-Cov, arXiv 2505.22617", {"penalty": 1.0, "covariance_share": 2e-3}),
     "dro": Reads("DRO, arXiv 2405.19107", {"tau": 1.0, "level": "sequence"}),
+    "sft": Reads("supervised fine-tuning: −log-prob of the assistant's tokens", {}, ("messages",)),
+    "reward_model": Reads(
+        "a reward model of Bradley and Terry's; InstructGPT, arXiv 2203.02155, eq. 1",
+        {"label_smoothing": 0.0},
+        ("preferences",),
+    ),
+    "dpo": Reads(
+        "DPO, arXiv 2305.18290; from sampled responses: online DPO, arXiv 2402.04792",
+        {"beta": 0.1, "label_smoothing": 0.0, "length_normalised": False},
+        ("preferences", "prompts"),
+        reads_reference=True,
+    ),
+    "ipo": Reads(
+        "IPO, arXiv 2310.12036",
+        {"beta": 0.1, "length_normalised": False},
+        ("preferences", "prompts"),
+        reads_reference=True,
+    ),
 }
 
 OPTIONS = tuple(dict.fromkeys(option for reads in OBJECTIVES.values() for option in reads.options))
@@ -59,3 +92,8 @@ def selects_tokens(objective: Objective) -> bool:
 def readers(option: str) -> list[str]:
     """The objectives that read an option."""
     return [name for name, reads in OBJECTIVES.items() if option in reads.options]
+
+
+def learners(rows: str) -> list[str]:
+    """The objectives that learn from this value of data.rows."""
+    return [name for name, reads in OBJECTIVES.items() if rows in reads.rows]

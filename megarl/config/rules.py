@@ -1,5 +1,5 @@
-"""The rules across keys: one function each, named as the rule. Those of a layout alone are in `layout_rules`, those
-between keys and model in `model_rules`.
+"""The rules across keys: one function each, named as the rule. Those of a layout alone are in `layout_rules`, those of
+the objective and its data in `objective_rules`, those between keys and model in `model_rules`.
 
 A rule returns None where it is kept, otherwise one line with the keys, the arithmetic and the remedy.
 """
@@ -12,7 +12,8 @@ from megarl.config.divisors import divisors, does_not_divide
 from megarl.config.document import show
 from megarl.config.layout_rules import LAYOUT_RULES
 from megarl.config.learning_rate import num_updates
-from megarl.config.objectives import OBJECTIVES, OPTIONS, options, readers
+from megarl.config.objective_rules import OBJECTIVE_RULES
+from megarl.config.objectives import options
 from megarl.config.schema import Config, Placed, Trained
 from megarl.config.violations import raise_all
 
@@ -24,7 +25,7 @@ def check(config: Config) -> None:
         rule(f"{placed.section}.layout.", placed.layout) for placed in config.all_placed for rule in LAYOUT_RULES
     ]
     of_trained = [rule(config, trained) for trained in config.all_trained for rule in _TRAINED_RULES]
-    raise_all([rule(config) for rule in _RULES] + of_layouts + of_placed + of_trained)
+    raise_all([rule(config) for rule in (*_RULES, *OBJECTIVE_RULES)] + of_layouts + of_placed + of_trained)
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
@@ -47,7 +48,9 @@ def estimator_reads_its_options(config: Config) -> str | None:
 
 def compared_samples_are_of_one_prompt(config: Config) -> str | None:
     samples, advantage = config.batch.samples_per_prompt, config.algorithm.advantage
-    if not advantage.kind.compares_samples or samples >= 2 or advantage.option("group_of_one") == "reward":
+    if not config.algorithm.objective.kind.of_policy or not advantage.kind.compares_samples or samples >= 2:
+        return None
+    if advantage.option("group_of_one") == "reward":
         return None
     return (
         f"batch.samples_per_prompt={samples}: {advantage.estimator} compares the samples of a prompt with each other "
@@ -77,7 +80,7 @@ def top_p_is_one(config: Config) -> str | None:
 
 def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
     new, context = config.rollout.max_new_tokens, config.rollout.context_length
-    if new < context:
+    if config.on_given_data or new < context:
         return None
     return (
         f"rollout.max_new_tokens={new}: {context - new} of rollout.context_length={context} tokens are left for the "
@@ -87,28 +90,34 @@ def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
 
 def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str | None:
     """The budget is of one rank, and a sample's tokens are shared out over the context-parallel ranks, in two chunks
-    of equal size for each."""
+    of equal size for each. The two samples of a pair are in one microbatch."""
     role = placed.section
     budget, cp, (key, context) = placed.tokens_per_microbatch, placed.layout.cp, config.context_of(placed)
-    needed = -(-context // (2 * cp)) * 2 if cp > 1 else context
+    together = 2 if placed is config.actor and config.algorithm.objective.kind.of_pairs else 1
+    needed = together * (-(-context // (2 * cp)) * 2 if cp > 1 else context)
     if budget >= needed:
         return None
     ranks = f" on {role}.layout.cp={cp} ranks" if cp > 1 else ""
+    unit, tokens = ("a sample", f"{key}={context}") if together == 1 else ("a pair", f"2 x {key}={context}")
     return (
-        f"{role}.tokens_per_microbatch={budget}: a sample may have {key}={context} tokens{ranks} and "
+        f"{role}.tokens_per_microbatch={budget}: {unit} may have {tokens} tokens{ranks} and "
         f"is never split over microbatches ({budget} < {needed}); set {role}.tokens_per_microbatch to at least {needed}"
     )
 
 
 def every_data_parallel_rank_has_a_sample(config: Config, placed: Placed) -> str | None:
     role = placed.section
-    prompts, per_prompt = config.batch.prompts_per_update, config.batch.samples_per_prompt
-    dp, samples = placed.layout.dp, prompts * per_prompt
-    if dp <= samples:
+    dp, prompts, per_prompt = placed.layout.dp, config.batch.prompts_per_update, config.batch.samples_per_prompt
+    units, what = prompts * per_prompt, f"samples ({prompts} prompts x {per_prompt} samples)"
+    if placed is config.actor and config.algorithm.objective.kind.of_pairs:
+        units, what = prompts, "pairs, which are never split"
+    elif config.on_given_data:
+        units, what = prompts, "rows"
+    if dp <= units:
         return None
     return (
-        f"{role}.layout.dp={dp}: an update has {samples} samples ({prompts} prompts x {per_prompt} samples), fewer "
-        f"than data-parallel ranks; set dp to at most {samples} or raise batch.prompts_per_update"
+        f"{role}.layout.dp={dp}: an update has {units} {what}, fewer than data-parallel ranks; set dp to at most "
+        f"{units} or raise batch.prompts_per_update"
     )
 
 
@@ -160,25 +169,11 @@ def reward_engines_keep_their_parameters(config: Config) -> str | None:
 
 
 def something_gives_rewards(config: Config) -> str | None:
-    if config.rewards.functions or config.has_reward_model:
+    if config.on_given_data or config.rewards.functions or config.has_reward_model:
         return None
     return (
         "rewards.functions=[]: nothing would reward the samples; list a function such as exact_match, or set "
         "reward_model.path"
-    )
-
-
-def objective_reads_its_options(config: Config) -> str | None:
-    objective = config.algorithm.objective
-    reads = OBJECTIVES[objective.name].options
-    unread = [name for name in OPTIONS if name not in reads and getattr(objective, name) is not None]
-    if not unread:
-        return None
-    option, given = unread[0], getattr(objective, unread[0])
-    return (
-        f"algorithm.objective.{option}={given}: algorithm.objective.name={objective.name} reads "
-        f"{' and '.join(reads) or 'no option'}, and {option} belongs to {', '.join(readers(option))}; set "
-        f"algorithm.objective.{option}=null"
     )
 
 
@@ -258,7 +253,7 @@ def adaptive_coefficient_starts_somewhere(config: Config) -> str | None:
 
 def renewal_is_of_a_reference(config: Config) -> str | None:
     kl = config.algorithm.kl
-    if kl.renew_steps is not None and not kl.coefficient:
+    if kl.renew_steps is not None and not config.has_reference:
         return (
             f"algorithm.kl.renew_steps={kl.renew_steps}: with algorithm.kl.coefficient=0 there is no reference to "
             "renew; set renew_steps=null or a coefficient above 0"
@@ -358,7 +353,6 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     reward_engines_have_tensor_and_data_parallel_ranks_only,
     reward_engines_keep_their_parameters,
     something_gives_rewards,
-    objective_reads_its_options,
     correction_is_of_another_old_policy,
     correction_keeps_some_tokens,
     overlong_buffer_fits_a_response,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megarl.config.estimators import ESTIMATORS, Estimator
+from megarl.config.objectives import OBJECTIVES, Reads
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -245,6 +246,10 @@ class Objective(Section):
         "clip_cov",
         "kl_cov",
         "dro",
+        "sft",
+        "reward_model",
+        "dpo",
+        "ipo",
     ]
     clip_low: PositiveFloat | None
     clip_high: PositiveFloat | None
@@ -258,11 +263,18 @@ class Objective(Section):
     covariance_share: Annotated[float, Field(gt=0, le=1)] | None
     tau: PositiveFloat | None
     level: Literal["token", "sequence"] | None
+    beta: PositiveFloat | None
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None
+    length_normalised: bool | None
     aggregation: Aggregation
     skip_truncated: bool
     entropy_coefficient: FiniteFloat
     imitation_coefficient: NonNegativeFloat
     imitation_above: FiniteFloat
+
+    @property
+    def kind(self) -> Reads:
+        return OBJECTIVES[self.name]
 
 
 class Value(Section):
@@ -311,10 +323,15 @@ class Batch(Section):
 
 class Data(Section):
     source: Annotated[str, Field(min_length=1)]
+    rows: Literal["prompts", "messages", "preferences"]
     size: PositiveInt | None
     prompt_column: str
     answer_column: str
+    messages_column: str
+    chosen_column: str
+    rejected_column: str
     chat_template: bool
+    overlong: Literal["refuse", "drop"]
     shuffle: bool
 
 
@@ -356,6 +373,27 @@ class Config(Section):
     rewards: Rewards
     checkpoint: Checkpoint
     cluster: Cluster
+
+    @property
+    def on_given_data(self) -> bool:
+        """Whether the responses are in the data, so that nothing is sampled."""
+        return self.data.rows != "prompts"
+
+    @property
+    def trained_per_prompt(self) -> int:
+        """Samples of each prompt, or of each row of given data, that the actor is trained on."""
+        if self.algorithm.objective.kind.of_pairs:
+            return 2
+        return 1 if self.on_given_data else self.batch.samples_per_prompt
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether the actor is a classifier."""
+        return self.algorithm.objective.name == "reward_model"
+
+    @property
+    def has_reference(self) -> bool:
+        return self.algorithm.kl.coefficient > 0 or self.algorithm.objective.kind.reads_reference
 
     @property
     def has_critic(self) -> bool:

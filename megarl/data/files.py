@@ -1,16 +1,28 @@
-"""Prompt data in JSONL and parquet files, read as a stream."""
+"""Rows of data in JSONL and parquet files, read as a stream."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.data.row import Row
+from megarl.data.row import Message, MessageRow, PreferenceRow, Row
 
-PROMPT_TYPE = "text or a list of {role, content} messages of text"
+MESSAGES_TYPE = "a list of {role, content} messages of text"
+PROMPT_TYPE = f"text or {MESSAGES_TYPE}"
 ANSWER_TYPE = "a JSON value (text, number, true/false, null, list or object)"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column to read: the key that names it, its name, what it holds in words, and whether a value is that."""
+
+    key: str
+    name: str
+    expected: str
+    holds: Callable[[Any], bool]
 
 
 def file_rows(path: Path, prompt_column: str, answer_column: str) -> Iterator[Row]:
@@ -19,20 +31,47 @@ def file_rows(path: Path, prompt_column: str, answer_column: str) -> Iterator[Ro
     Raises ValueError, with file, row and column, for a missing or unreadable file, a missing column, or a value of
     the wrong type.
     """
+    columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
+    for number, (prompt, answer) in _values(path, columns):
+        yield Row(number, _plain(prompt), answer)
+
+
+def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
+    """The same of conversations."""
+    column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_conversation)
+    for number, [messages] in _values(path, (column,)):
+        yield MessageRow(number, _plain(messages))
+
+
+def preference_rows(
+    path: Path, prompt_column: str, chosen_column: str, rejected_column: str
+) -> Iterator[PreferenceRow]:
+    """The same of preferences."""
+    columns = (_text("prompt", prompt_column), _text("chosen", chosen_column), _text("rejected", rejected_column))
+    for number, values in _values(path, columns):
+        yield PreferenceRow(number, *map(_plain, values))
+
+
+def _text(what: str, name: str) -> Column:
+    return Column(f"data.{what}_column", name, PROMPT_TYPE, _is_text)
+
+
+def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[Any]]]:
+    """Number and values of each row, in the order of the columns."""
     readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
     if path.suffix not in readers:
         raise ValueError(f"data.source: {path} is neither arithmetic nor a .jsonl or .parquet file")
     if not path.is_file():
         raise ValueError(f"data.source: {path} is not a file; check the path (now in {Path.cwd()})")
-    columns = {"data.prompt_column": prompt_column, "data.answer_column": answer_column}
     for number, record in readers[path.suffix](path, columns):
-        place = f"{path}:{number}"
-        _require_prompt(record[prompt_column], f"{place}: column {prompt_column!r}")
-        _require_json(record[answer_column], f"{place}: column {answer_column!r}")
-        yield Row(number, _plain(record[prompt_column]), record[answer_column])
+        for column in columns:
+            if not column.holds(record[column.name]):
+                shown = _shown(record[column.name])
+                raise ValueError(f"{path}:{number}: column {column.name!r} holds {shown}, expected {column.expected}")
+        yield number, [record[column.name] for column in columns]
 
 
-def _jsonl_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _jsonl_records(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -47,7 +86,7 @@ def _jsonl_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int
             yield number, record
 
 
-def _parquet_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_records(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -58,28 +97,27 @@ def _parquet_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[i
     with file:
         _require_columns(file.schema_arrow.names, columns, f"{path}:1")
         number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=list(columns.values())):
+        for batch in file.iter_batches(batch_size=1024, columns=[column.name for column in columns]):
             for record in batch.to_pylist():
                 number += 1
                 yield number, record
 
 
-def _require_columns(available: Collection[str], columns: Mapping[str, str], place: str) -> None:
-    for key, column in columns.items():
-        if column not in available:
-            expected = PROMPT_TYPE if key == "data.prompt_column" else ANSWER_TYPE
+def _require_columns(available: Collection[str], columns: Sequence[Column], place: str) -> None:
+    for column in columns:
+        if column.name not in available:
             raise ValueError(
-                f"{place}: no column {column!r} (expected: {expected}); "
-                f"the columns are {', '.join(available)}; set {key} to the right one"
+                f"{place}: no column {column.name!r} (expected: {column.expected}); "
+                f"the columns are {', '.join(available)}; set {column.key} to the right one"
             )
 
 
-def _require_prompt(value: Any, place: str) -> None:
-    if isinstance(value, str):
-        return
-    if isinstance(value, list) and value and all(_is_message(entry) for entry in value):
-        return
-    raise ValueError(f"{place} holds {_shown(value)}, expected {PROMPT_TYPE}")
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or _is_conversation(value)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_message(entry) for entry in value)
 
 
 def _is_message(entry: Any) -> bool:
@@ -90,14 +128,15 @@ def _is_message(entry: Any) -> bool:
     return fields.keys() == {"role", "content"} and all(isinstance(value, str) for value in fields.values())
 
 
-def _require_json(value: Any, place: str) -> None:
+def _is_json(value: Any) -> bool:
     try:
         json.dumps(value)
-    except TypeError as error:
-        raise ValueError(f"{place} holds {_shown(value)}, expected {ANSWER_TYPE}") from error
+    except TypeError:
+        return False
+    return True
 
 
-def _plain(prompt: str | list[dict[str, Any]]) -> str | list[dict[str, str]]:
+def _plain(prompt: str | list[dict[str, Any]]) -> str | list[Message]:
     if isinstance(prompt, str):
         return prompt
     return [{"role": message["role"], "content": message["content"]} for message in prompt]

@@ -68,56 +68,69 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def schedule(lengths: Sequence[Lengths], packing: Packing) -> list[list[Microbatch]]:
+Units = Sequence[Sequence[int]]
+"""Indexes of samples that are never apart: of each unit, all are in one microbatch. Every sample is in one of them."""
+
+
+def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Microbatch]]:
     """Microbatches per data-parallel rank, equally many on each: pipeline schedules need that of all ranks.
 
-    Every rank packs its own share, and the shorter lists are filled up with empty microbatches.
+    Every rank packs its own share, and the shorter lists are filled up with empty microbatches. units: None if each
+    sample may be anywhere.
     """
-    packed = [pack(share, packing.token_budget) for share in share_out(lengths, packing)]
+    packed = [pack(share, packing.token_budget) for share in share_out(lengths, packing, units)]
     most = round_up(max(len(microbatches) for microbatches in packed), packing.microbatch_multiple)
     return [microbatches + [()] * (most - len(microbatches)) for microbatches in packed]
 
 
-def share_out(lengths: Sequence[Lengths], packing: Packing) -> list[list[Bundle]]:
+def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Bundle]]:
     """Bundles per data-parallel rank, as large as they may be for no rank to wait longer for another: a prompt whose
     samples are in two of them is computed twice, but bundles of few prompts do not spread evenly over many ranks."""
-    largest = max((len(item.samples) for item in bundle(lengths, packing)), default=1)
+    largest = max((len(item.samples) for item in bundle(lengths, packing, units=units)), default=1)
     sizes = [largest >> halvings for halvings in range(largest.bit_length())] if packing.num_ranks > 1 else [largest]
     candidates = []
     for size in sizes:
-        bundles = bundle(lengths, packing, size)
+        bundles = bundle(lengths, packing, size, units)
         shares = balance([item.cost for item in bundles], packing.num_ranks)
         candidates.append([[bundles[i] for i in share] for share in shares])
     return min(candidates, key=lambda ranks: max(sum(item.cost for item in rank) for rank in ranks))
 
 
-def bundle(lengths: Sequence[Lengths], packing: Packing, most_samples: int | None = None) -> list[Bundle]:
-    """Bundles within the token budget, of at most so many samples; unless prompts are shared, one sample each.
+def bundle(
+    lengths: Sequence[Lengths], packing: Packing, most_samples: int | None = None, units: Units | None = None
+) -> list[Bundle]:
+    """Bundles within the token budget, of at most so many samples, or of one unit; unless prompts are shared, one unit
+    each.
 
-    Raises ValueError for a sample that alone has more: a sample is never split over microbatches.
+    Raises ValueError for a unit that alone has more tokens: it is never split over microbatches.
     """
     members: list[list[int]] = []
     unfinished: dict[str, list[int]] = {}
-    for index, item in enumerate(lengths):
-        _check_fits(index, item, packing)
-        begun = unfinished.get(item.prompt) if packing.shares_prompts else None
-        has_room = begun is not None and len(begun) != most_samples
-        if has_room and _num_tokens([*begun, index], lengths, packing) <= packing.token_budget:
-            begun.append(index)
+    for unit in units or [(index,) for index in range(len(lengths))]:
+        _check_fits(unit, lengths, packing)
+        prompt = lengths[unit[0]].prompt
+        begun = unfinished.get(prompt) if packing.shares_prompts else None
+        has_room = begun is not None and (most_samples is None or len(begun) + len(unit) <= most_samples)
+        if has_room and _num_tokens([*begun, *unit], lengths, packing) <= packing.token_budget:
+            begun.extend(unit)
         else:
-            members.append([index])
-            unfinished[item.prompt] = members[-1]
+            members.append([*unit])
+            unfinished[prompt] = members[-1]
     return [
         Bundle(tuple(group), _num_tokens(group, lengths, packing), _cost(group, lengths, packing)) for group in members
     ]
 
 
-def _check_fits(index: int, item: Lengths, packing: Packing) -> None:
-    if (needed := packing.padded(item.num_tokens)) > packing.token_budget:
+def _check_fits(unit: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> None:
+    needed = packing.padded(_num_tokens(unit, lengths, packing))
+    if needed > packing.token_budget:
+        what, kind = f"sample {unit[0]} alone", "sample"
+        if len(unit) > 1:
+            what, kind = f"the pair of samples {unit[0]} and {unit[1]}", "pair"
         raise ValueError(
-            f"tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, and sample {index} alone "
-            f"has {needed}; a sample is never split over microbatches, so raise it to at least {needed} (divided by "
-            "the context-parallel ranks)"
+            f"tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, and {what} has {needed}; a "
+            f"{kind} is never split over microbatches, so raise it to at least {needed} (divided by the "
+            "context-parallel ranks)"
         )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megarl.batch import Prompt
 from megarl.config.schema import Config, Data
 from megarl.data.arithmetic import arithmetic_rows
+from megarl.data.chat import as_messages, prompt_ids
 from megarl.data.files import file_rows
 from megarl.data.row import Row
 from megarl.data.tokenizer import load_tokenizer
@@ -25,10 +26,13 @@ DEFAULT_ARITHMETIC_SIZE = 4096
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """data_hash: SHA-256 over the token ids and answers of all prompts, in order."""
+    """data_hash: SHA-256 over the token ids and answers of all prompts, in order
+    num_dropped: prompts that were too long
+    """
 
     prompts: tuple[Prompt, ...]
     data_hash: str
+    num_dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -41,16 +45,21 @@ def load_prompts(config: Config, model_folder: Path) -> PromptSet:
     """Reads and tokenises every prompt.
 
     Raises ValueError, with source and row, for a row that cannot be read or tokenised, for a prompt that leaves no
-    room for `rollout.max_new_tokens`, and for a source with too few rows.
+    room for `rollout.max_new_tokens` (unless data.overlong=drop), and for a source with too few rows.
     """
     tokenizer = load_tokenizer(model_folder)
+    require_chat_template(config, tokenizer, model_folder)
+    read = [_prompt(row, tokenizer, config) for row in _rows(config)]
+    prompts = tuple(prompt for prompt in read if prompt is not None)
+    require_size(len(read), len(prompts), config.data)
+    return PromptSet(prompts, _hash(prompts), len(read) - len(prompts))
+
+
+def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, model_folder: Path) -> None:
     if config.data.chat_template and tokenizer.chat_template is None:
         raise ValueError(
             f"data.chat_template is true, but the tokenizer of {model_folder} has no chat template; set it to false"
         )
-    prompts = tuple(_prompt(row, tokenizer, config) for row in _rows(config))
-    _require_size(len(prompts), config.data)
-    return PromptSet(prompts, _hash(prompts))
 
 
 def _rows(config: Config) -> Iterator[Row]:
@@ -61,19 +70,26 @@ def _rows(config: Config) -> Iterator[Row]:
     return islice(rows, data.size)
 
 
-def _require_size(num_rows: int, data: Data) -> None:
+def require_size(num_rows: int, num_kept: int, data: Data) -> None:
+    """Raises ValueError for a source with too few rows, or none that is kept."""
     if num_rows == 0:
         raise ValueError(f"data.source: {data.source} has no rows; give a file with at least one")
     if data.size is not None and num_rows < data.size:
         raise ValueError(
             f"data.size is {data.size}, but {data.source} has {num_rows} rows; lower it, or set it to null for all"
         )
+    if num_kept == 0:
+        raise ValueError(
+            f"data.overlong=drop: all {num_rows} rows of {data.source} are too long; raise rollout.context_length"
+        )
 
 
-def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Prompt:
+def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Prompt | None:
+    """None for one that is dropped."""
     place = f"{config.data.source}:{row.number}"
-    token_ids = _token_ids(row, tokenizer, config.data.chat_template, place)
-    _require_room(len(token_ids), config, place)
+    token_ids = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
+    if too_long(len(token_ids), "the prompt", config, place):
+        return None
     source = Path(config.data.source).name
     return Prompt(
         id=f"{source}:{row.number}",
@@ -81,39 +97,25 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
         token_ids=tuple(token_ids),
         answer=row.answer,
         source=source,
-        messages=tuple(_messages(row)),
+        messages=tuple(as_messages(row.prompt, "user")),
     )
 
 
-def _messages(row: Row) -> list[dict[str, str]]:
-    """Plain text is one message of the user."""
-    return [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-
-
-def _token_ids(row: Row, tokenizer: PreTrainedTokenizerBase, chat_template: bool, place: str) -> list[int]:
-    if not chat_template:
-        if not isinstance(row.prompt, str):
-            raise ValueError(f"{place}: a list of messages needs data.chat_template: true, or give plain text")
-        return tokenizer(row.prompt)["input_ids"]
-
-    from jinja2.exceptions import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(_messages(row), add_generation_prompt=True, return_dict=False)
-    except TemplateError as error:
-        raise ValueError(f"{place}: the model's chat template refuses the messages: {error}") from error
-
-
-def _require_room(length: int, config: Config, place: str) -> None:
-    if length == 0:
-        raise ValueError(f"{place}: the prompt has no tokens; give it text, or drop the row")
-    new, context = config.rollout.max_new_tokens, config.rollout.context_length
-    if length + new > context:
-        raise ValueError(
-            f"{place}: the prompt has {length} tokens, and {length} + rollout.max_new_tokens {new} = {length + new} "
-            f"> rollout.context_length {context}; raise rollout.context_length to at least {length + new}, lower "
-            "rollout.max_new_tokens, or drop the row"
-        )
+def too_long(length: int, what: str, config: Config, place: str) -> bool:
+    """Whether a row of so many tokens is to be dropped: it, and the response that is to be sampled, have no room in
+    rollout.context_length. Raises ValueError if it is not to be."""
+    new, context = 0 if config.on_given_data else config.rollout.max_new_tokens, config.rollout.context_length
+    needed = length + new
+    if needed <= context:
+        return False
+    if config.data.overlong == "drop":
+        return True
+    sampled = f", and {length} + rollout.max_new_tokens {new} = {needed}" if new else ""
+    lower = "lower rollout.max_new_tokens, " if new else ""
+    raise ValueError(
+        f"{place}: {what} has {length} tokens{sampled} > rollout.context_length {context}; raise "
+        f"rollout.context_length to at least {needed}, {lower}or drop the row (all such: data.overlong=drop)"
+    )
 
 
 def _hash(prompts: Sequence[Prompt]) -> str:

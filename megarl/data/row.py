@@ -1,4 +1,4 @@
-"""One row of a prompt data set, before it is tokenised."""
+"""One row of a data set, before it is tokenised."""
 
 from __future__ import annotations
 
@@ -16,3 +16,21 @@ class Row:
     number: int
     prompt: str | list[Message]
     answer: Any
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRow:
+    """A conversation, whose assistant turns are learned from."""
+
+    number: int
+    messages: list[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceRow:
+    """A prompt, and two responses to it: text, or messages that go on after it."""
+
+    number: int
+    prompt: str | list[Message]
+    chosen: str | list[Message]
+    rejected: str | list[Message]

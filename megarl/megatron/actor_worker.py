@@ -21,7 +21,7 @@ from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
 from megarl.megatron.covariance import with_selection
-from megarl.megatron.objective import Objective, policy_objective
+from megarl.megatron.objective import Objective, dpo_objective, policy_objective, sft_objective
 from megarl.megatron.worker import TrainerWorker
 
 Scorer = Literal["old", "reference"]
@@ -40,12 +40,15 @@ class ActorWorker(TrainerWorker):
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """It changes between steps if algorithm.kl.adaptive_target is given."""
-        if kl.coefficient:
+        if config.has_reference:
             self._weight_sets.keep("reference", None if kl.renew_steps is None else kl.renew_share)
 
     @property
     def objective(self) -> Objective:
-        return partial(policy_objective, self._config.algorithm, self.kl_coefficient)
+        algorithm, kind = self._config.algorithm, self._config.algorithm.objective.kind
+        if kind.of_pairs:
+            return partial(dpo_objective, algorithm, not self._config.on_given_data)
+        return partial(policy_objective, algorithm, self.kl_coefficient) if kind.of_policy else sft_objective
 
     def score(self, scorer: Scorer, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> None:
         """Forward-only pass; the log-probs stay here, for the update of the same samples, and so do the values that

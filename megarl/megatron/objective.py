@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from megatron.core import parallel_state
 
-from megarl.algorithms import corrections, implicit_reward, kl, value_loss
+from megarl.algorithms import corrections, implicit_reward, kl, preference_loss, value_loss
 from megarl.algorithms.objectives import loss_of_policy
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.whole_samples import WholeSamples
@@ -29,7 +29,7 @@ def policy_objective(
     assert batch.advantage is not None, "the batch has no advantages"
     log_prob, entropy = scored[:, 0], scored[:, 1]
     old = _old(algorithm.correction, batch, log_prob)
-    samples = WholeSamples(batch.mask, batch.row_sample, len(batch.reward), sum_over_ranks)
+    samples = _whole_samples(batch)
     objective = algorithm.objective
     policy = loss_of_policy(objective.name, options(objective), log_prob, old, batch.advantage, samples, batch.selected)
     sums = _policy_metrics(batch, policy, log_prob, entropy)
@@ -105,28 +105,99 @@ def value_objective(config: Value, batch: TokenBatch, scored: torch.Tensor) -> t
 def implicit_reward_objective(
     config: ImplicitReward, batch: TokenBatch, scored: torch.Tensor
 ) -> tuple[torch.Tensor, Sums]:
-    """The implicit reward model's, on whole samples: mean over the update's samples. scored: log-prob and entropy.
-
-    With context parallelism the rows of a sample are on several ranks. Each computes the loss from the sum over all of
-    them, differentiable in its own rows only: the ranks' gradients then add up to the whole one.
-    """
+    """The implicit reward model's, on whole samples: mean over the update's samples. scored: log-prob and entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
-    rewards = implicit_reward.token_reward(scored[:, 0], batch.reference, config.beta)
-    columns = torch.stack((torch.where(batch.mask, rewards, 0.0), batch.weight, batch.mask.float()), -1)
-    own = columns.new_zeros(len(batch.reward), 3).index_add(0, batch.row_sample, columns)
-    whole = sum_over_ranks(own.detach().clone())
-    reward = whole[:, 0] + own[:, 0] - own[:, 0].detach()
-    count = whole[:, 2]
-    # All trained tokens of a sample have the weight of the sample.
-    weight = whole[:, 1] / count.clamp(min=1)
+    samples = _whole_samples(batch)
+    reward = samples.of_each(implicit_reward.token_reward(scored[:, 0], batch.reference, config.beta))
     success = (batch.reward > config.success_above).float()
-    loss = (weight * implicit_reward.outcome_cross_entropy(reward, success)).sum()
-    ranks = parallel_state.get_context_parallel_world_size()
+    losses = implicit_reward.outcome_cross_entropy(reward, success)
+    loss = (_sample_weight(batch, samples) * losses).sum()
+    trained = samples.count > 0
     return loss, {
-        "implicit_reward/loss": total(loss / ranks),
-        "implicit_reward/accuracy": mean((reward > 0) == (success > 0), count > 0),
-        "implicit_reward/mean": mean(reward, count > 0),
+        "implicit_reward/loss": _whole_loss(loss),
+        "implicit_reward/accuracy": mean((reward > 0) == (success > 0), trained),
+        "implicit_reward/mean": mean(reward, trained),
     }
+
+
+def sft_objective(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    """−log-prob of what the assistant says. scored: log-prob and entropy."""
+    log_prob, entropy = scored[:, 0], scored[:, 1]
+    loss = -(batch.weight * log_prob).sum()
+    return loss, {
+        "policy/loss": total(loss),
+        "policy/entropy": mean(entropy, batch.mask),
+        "policy/logprob_mean": mean(log_prob, batch.mask),
+    }
+
+
+def reward_model_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    """Of pairs of samples, in each of which one token is trained on: its score is the sample's. scored: [N, 1]."""
+    samples = _whole_samples(batch)
+    scores = samples.of_each(scored[:, 0])
+    smoothing = options(algorithm.objective)["label_smoothing"]
+    return _pairs_objective(
+        batch, samples, scores, lambda margin: preference_loss.bradley_terry(margin, smoothing), "reward_model"
+    )
+
+
+def dpo_objective(
+    algorithm: Algorithm, sampled: bool, batch: TokenBatch, scored: torch.Tensor
+) -> tuple[torch.Tensor, Sums]:
+    """DPO's or IPO's, of pairs of samples. sampled: whether engines have sampled them. scored: log-prob and entropy."""
+    assert batch.reference is not None, "the batch has no reference log-probs"
+    samples, given = _whole_samples(batch), options(algorithm.objective)
+    log_prob, entropy = scored[:, 0], scored[:, 1]
+    log_ratio = samples.of_each(log_prob - _at_trained(batch, batch.reference, log_prob))
+    if given["length_normalised"]:
+        log_ratio = log_ratio / samples.count.clamp(min=1)
+    beta = given["beta"]
+
+    def loss_of(margin: torch.Tensor) -> torch.Tensor:
+        if algorithm.objective.name == "ipo":
+            return preference_loss.ipo(margin / beta, beta)
+        return preference_loss.bradley_terry(margin, given["label_smoothing"])
+
+    loss, sums = _pairs_objective(batch, samples, beta * log_ratio, loss_of, "policy")
+    sums["policy/entropy"] = mean(entropy, batch.mask)
+    return loss, sums | (_mismatch_metrics(batch, log_prob) if sampled else {})
+
+
+def _pairs_objective(
+    batch: TokenBatch,
+    samples: WholeSamples,
+    rewards: torch.Tensor,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    name: str,
+) -> tuple[torch.Tensor, Sums]:
+    """Mean over the update's pairs, whose samples stand two by two, the better one first. rewards: float32 [S], by the
+    model; loss_of: from their margins [P] to a loss each."""
+    margin = preference_loss.margins(rewards)
+    weight = _sample_weight(batch, samples).view(-1, 2).sum(-1)
+    loss = (weight * loss_of(margin)).sum()
+    every = torch.ones_like(margin, dtype=torch.bool)
+    chosen, rejected = rewards.view(-1, 2).unbind(-1)
+    return loss, {
+        f"{name}/loss": _whole_loss(loss),
+        "preference/accuracy": mean(margin > 0, every),
+        "preference/margin": mean(margin, every),
+        "preference/chosen": mean(chosen, every),
+        "preference/rejected": mean(rejected, every),
+    }
+
+
+def _whole_samples(batch: TokenBatch) -> WholeSamples:
+    return WholeSamples(batch.mask, batch.row_sample, len(batch.reward), sum_over_ranks)
+
+
+def _sample_weight(batch: TokenBatch, samples: WholeSamples) -> torch.Tensor:
+    """float32 [S]: that of each of its trained tokens, which is the same."""
+    return samples.total(batch.weight) / samples.count.clamp(min=1)
+
+
+def _whole_loss(loss: torch.Tensor) -> tuple[torch.Tensor, None, str]:
+    """Of whole samples: every context-parallel rank has computed it, and reports its part."""
+    return total(loss / parallel_state.get_context_parallel_world_size())
 
 
 def _correction_metrics(batch: TokenBatch, correction: corrections.Factors) -> Sums:
@@ -143,13 +214,19 @@ def _correction_metrics(batch: TokenBatch, correction: corrections.Factors) -> S
 
 
 def _policy_metrics(batch: TokenBatch, policy: PolicyLoss, log_prob, entropy) -> Sums:
-    mismatch = (log_prob - batch.behaviour).abs()
     return {
         "policy/entropy": mean(entropy, batch.mask),
         "policy/ratio_mean": mean(policy.ratio, batch.mask),
         "policy/ratio_max": largest(policy.ratio, batch.mask),
         "policy/clip_low_share": mean(policy.clipped_low, batch.mask),
         "policy/clip_high_share": mean(policy.clipped_high, batch.mask),
+        **_mismatch_metrics(batch, log_prob),
+    }
+
+
+def _mismatch_metrics(batch: TokenBatch, log_prob: torch.Tensor) -> Sums:
+    mismatch = (log_prob - batch.behaviour).abs()
+    return {
         "mismatch/logprob_abs_mean": mean(mismatch, batch.mask),
         "mismatch/logprob_abs_max": largest(mismatch, batch.mask),
     }

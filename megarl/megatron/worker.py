@@ -183,8 +183,10 @@ class TrainerWorker(ModelWorker, ABC):
         names = samples[0].scores if samples else ()
         handed = {name: {item.sample.id: item.scores[name] for item in samples} for name in names}
         batches = self._collate(samples, microbatches, self._kept | handed)
+        algorithm = self._config.algorithm
         # Only the last stage reads them, and a critic's values are on no other.
-        return with_advantages(self._config.algorithm, batches) if parallel.is_last_stage(None) else batches
+        estimated = algorithm.objective.kind.of_policy and parallel.is_last_stage(None)
+        return with_advantages(algorithm, batches) if estimated else batches
 
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
         """For the update of the same samples, on the last stage, which alone has scores and reads them."""

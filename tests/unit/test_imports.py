@@ -26,7 +26,7 @@ LAYERS = (
     ("cluster",),
     (
         *("cli", "train", "finetune", "announcement", "comparison", "handout", "report", "resume", "sampling"),
-        *("selection", "step_metrics"),
+        *("loop", "preferences", "selection", "step_metrics"),
     ),
 )
 """From the bottom up. A module may import its own layer and those below; the longest name that fits it counts."""

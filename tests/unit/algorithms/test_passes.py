@@ -8,11 +8,12 @@ from megarl.algorithms import passes
 from megarl.config.load import load
 
 GAE = "algorithm.advantage.estimator=gae"
+BATCH = ("batch.prompts_per_step=8", "batch.prompts_per_update=8")
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 
 
 def config(*overrides: str):
-    return load(BASE, ["model.path=m", "data.source=arithmetic", "batch.prompts_per_step=8", *overrides])
+    return load(BASE, ["model.path=m", "data.source=arithmetic", *BATCH, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,25 @@ def config(*overrides: str):
             "the engine's log-probs stand for them, an approximation",
         ),
         (["batch.prompts_per_update=8", "algorithm.objective.name=kl_cov"], "old log-probs", True, "kl_cov chooses"),
+        (
+            ["batch.prompts_per_update=4", "algorithm.objective.name=dpo"],
+            "old log-probs",
+            False,
+            "name=dpo: it has no ratio to an old policy",
+        ),
+        (
+            ["algorithm.objective.name=dpo"],
+            "reference log-probs",
+            True,
+            "name=dpo; the reference is the model that the",
+        ),
+        (
+            ["algorithm.objective.name=sft", "data={source: rows.jsonl, rows: messages}"],
+            "reference log-probs",
+            False,
+            "name=sft: no term reads them",
+        ),
+        (["algorithm.objective.name=dpo"], "critic values", False, "name=dpo: it has no advantages"),
         (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient = 0"),
         (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),
         (

@@ -39,6 +39,18 @@ def test_uneven_shares_and_several_updates() -> None:
     assert "replicas 2 x tp 1 = world size 2" in text
 
 
+def test_pairs_of_given_data_and_of_samples() -> None:
+    lines = explain(
+        load(BASE, [*RECIPE, "data={rows: preferences, source: rows.jsonl}", "algorithm.objective.name=dpo"])
+    ).splitlines()
+    assert "step        16 rows x 2 samples = 32 samples" in lines
+    assert "tokens      at most 32 samples x 256 = 8,192 per step" in lines
+    assert not any(line.startswith("rollout") for line in lines)
+    online = explain(load(BASE, [*RECIPE, "algorithm.objective.name=dpo"])).splitlines()
+    assert "step        16 prompts x 8 samples = 128 samples" in online
+    assert "update      16 prompts x 2 samples = 32 samples, 32 / dp 1 = 32 per data-parallel rank" in online
+
+
 def test_learning_rate_of_a_schedule() -> None:
     text = explain(load(BASE, [*RECIPE, "actor.optimizer.schedule={name: linear, warmup: 4}"]))
     assert "rate        linear, 2.5e-07 at the first of 14 updates, at most 1e-06, 1e-07 at the last" in text

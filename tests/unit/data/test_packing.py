@@ -99,3 +99,27 @@ def test_a_long_sample_weighs_more_than_short_ones_with_as_many_tokens():
     quadratic = packing(num_ranks=2, cost=TokenCost(attended=1.0, scored=0.0))
     [with_long] = [rank for rank in schedule(lengths, quadratic) if (0,) in rank]
     assert indexes(with_long) == [0]
+
+
+PAIRS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.integers(1, 40)), max_size=20)
+
+
+@given(PAIRS, st.integers(1, 4), st.booleans())
+def test_pairs_stay_together_and_side_by_side(pairs, num_ranks, share_prompts):
+    lengths = [Lengths(prompt, 10, tokens) for prompt, *both in pairs for tokens in both]
+    units = [(i, i + 1) for i in range(0, len(lengths), 2)]
+    ranks = schedule(lengths, packing(num_ranks=num_ranks, shares_prompts=share_prompts), units)
+    assert indexes(members for rank in ranks for members in rank) == list(range(len(lengths)))
+    for members in (members for rank in ranks for members in rank):
+        assert list(zip(members[::2], members[1::2], strict=True)) == [unit for unit in units if unit[0] in members]
+        tokens = sum(lengths[i].response_tokens for i in members)
+        prompts = {lengths[i].prompt for i in members} if share_prompts else members
+        assert tokens + 10 * len(prompts) <= BUDGET
+
+
+def test_a_pair_above_the_budget_is_refused():
+    lengths = [Lengths("a", 10, 30), Lengths("a", 10, 20)]
+    with pytest.raises(ValueError, match=r"the pair of samples 0 and 1 has 60; a pair is never split .* least 60"):
+        bundle(lengths, packing(token_budget=50), units=[(0, 1)])
+    with pytest.raises(ValueError, match=r"the pair of samples 0 and 1 has 70"):
+        bundle(lengths, packing(token_budget=60, shares_prompts=False), units=[(0, 1)])

@@ -1,0 +1,140 @@
+"""The rules between the objective, what its data has, and the keys that it leaves unread: one function each, named as
+the rule.
+
+A rule returns None where it is kept, otherwise a line for each key, with the arithmetic and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any
+
+from megarl.config.document import show
+from megarl.config.objectives import OPTIONS, learners, readers
+from megarl.config.schema import Advantage, Config
+
+OF_ADVANTAGES: Mapping[str, Any] = {
+    "algorithm.advantage.estimator": "grpo",
+    **{f"algorithm.advantage.{name}": None for name in Advantage.model_fields if name != "estimator"},
+    "algorithm.objective.entropy_coefficient": 0.0,
+    "algorithm.objective.imitation_coefficient": 0.0,
+    "algorithm.objective.skip_truncated": False,
+    "algorithm.correction.old": "trainer",
+    "algorithm.correction.weight": None,
+    "algorithm.correction.mask": None,
+    "algorithm.kl.coefficient": 0.0,
+    "implicit_reward.coefficient": 0.0,
+}
+"""Key -> the value with which it asks for nothing: what belongs to objectives of advantages only."""
+
+OF_ROLLOUTS: Mapping[str, Any] = {
+    "rollout.temperature": 1.0,
+    "actor.offload": [],
+    "reward_model.path": None,
+    "rewards.overlong_buffer": None,
+}
+"""Likewise: what belongs to runs that sample."""
+
+
+def objective_reads_its_options(config: Config) -> str | None:
+    objective = config.algorithm.objective
+    reads = objective.kind.options
+    unread = [name for name in OPTIONS if name not in reads and getattr(objective, name) is not None]
+    if not unread:
+        return None
+    option, given = unread[0], getattr(objective, unread[0])
+    return (
+        f"algorithm.objective.{option}={show(given)}: algorithm.objective.name={objective.name} reads "
+        f"{' and '.join(reads) or 'no option'}, and {option} belongs to {', '.join(readers(option))}; set "
+        f"algorithm.objective.{option}=null"
+    )
+
+
+def objective_learns_from_the_rows(config: Config) -> str | None:
+    rows, objective = config.data.rows, config.algorithm.objective
+    if rows in objective.kind.rows:
+        return None
+    return (
+        f"data.rows={rows}: algorithm.objective.name={objective.name} learns from {' or '.join(objective.kind.rows)}; "
+        f"set data.rows to that, or take one of {', '.join(learners(rows))}"
+    )
+
+
+def keys_of_advantages_have_a_reader(config: Config) -> str | None:
+    objective = config.algorithm.objective
+    if objective.kind.of_policy:
+        return None
+    return _unread(config, OF_ADVANTAGES, f"algorithm.objective.name={objective.name} has no advantages")
+
+
+def keys_of_rollouts_have_a_reader(config: Config) -> str | None:
+    if not config.on_given_data:
+        return None
+    return _unread(config, OF_ROLLOUTS, f"with data.rows={config.data.rows} nothing is sampled")
+
+
+def aggregation_has_a_reader(config: Config) -> str | None:
+    objective = config.algorithm.objective
+    given, default = objective.aggregation, "sequence_mean_of_token_means"
+    if objective.kind.of_pairs and given != default:
+        return (
+            f"algorithm.objective.aggregation={given}: algorithm.objective.name={objective.name} has a loss for each "
+            f"pair, whose mean is taken; set aggregation={default}, which is not read"
+        )
+    if config.on_given_data and given == "sequence_mean_over_max_tokens":
+        return (
+            f"algorithm.objective.aggregation={given}: it divides by rollout.max_new_tokens, and with data.rows="
+            f"{config.data.rows} nothing is sampled; set aggregation=token_mean"
+        )
+    return None
+
+
+def given_data_is_in_a_file(config: Config) -> str | None:
+    if not config.on_given_data or config.data.source != "arithmetic":
+        return None
+    return (
+        f"data.source=arithmetic: it has prompts and answers, no {config.data.rows}; give a .jsonl or .parquet file, "
+        "or set data.rows=prompts"
+    )
+
+
+def messages_have_a_chat_template(config: Config) -> str | None:
+    if config.data.rows != "messages" or config.data.chat_template:
+        return None
+    return (
+        "data.chat_template=false: with data.rows=messages it is the chat template that says how turns are written; "
+        "set data.chat_template=true"
+    )
+
+
+def pairs_are_sampled(config: Config) -> str | None:
+    samples = config.batch.samples_per_prompt
+    if config.on_given_data or not config.algorithm.objective.kind.of_pairs or samples > 1:
+        return None
+    return (
+        f"batch.samples_per_prompt=1: algorithm.objective.name={config.algorithm.objective.name} compares the best and "
+        "the worst sample of each prompt; set batch.samples_per_prompt to at least 2"
+    )
+
+
+def _unread(config: Config, keys: Mapping[str, Any], reason: str) -> str | None:
+    given = {key: reduce(getattr, key.split("."), config) for key in keys}
+    lines = [
+        f"{key}={show(value)}: {reason}, so that nothing reads it; set {key}={show(keys[key])}"
+        for key, value in given.items()
+        if value != keys[key]
+    ]
+    return "\n".join(lines) or None
+
+
+OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
+    objective_reads_its_options,
+    objective_learns_from_the_rows,
+    keys_of_advantages_have_a_reader,
+    keys_of_rollouts_have_a_reader,
+    aggregation_has_a_reader,
+    given_data_is_in_a_file,
+    messages_have_a_chat_template,
+    pairs_are_sampled,
+)

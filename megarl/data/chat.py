@@ -1,0 +1,91 @@
+"""Conversations as token ids, by a model's chat template, and which of these ids the assistant says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.data.row import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def as_messages(said: str | list[Message], role: str) -> list[Message]:
+    """Plain text is one message of the role."""
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, *, for_answer: bool
+) -> list[int]:
+    """for_answer: with what leads to the assistant's next turn. place: of the row, for the error."""
+    from jinja2.exceptions import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=for_answer, return_dict=False)
+    except TemplateError as error:
+        raise ValueError(f"{place}: the model's chat template refuses the messages: {error}") from error
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], chat_template: bool, place: str
+) -> list[int]:
+    """With what leads to the assistant's answer; without the chat template, the text as it is."""
+    if chat_template:
+        ids = render(tokenizer, as_messages(prompt, "user"), place, for_answer=True)
+    else:
+        ids = tokenizer(plain(prompt, place))["input_ids"]
+    if not ids:
+        raise ValueError(f"{place}: the prompt has no tokens; give it text, or drop the row")
+    return ids
+
+
+def plain(said: str | list[Message], place: str) -> str:
+    """Raises ValueError for messages."""
+    if not isinstance(said, str):
+        raise ValueError(f"{place}: a list of messages needs data.chat_template: true, or give plain text")
+    return said
+
+
+def conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, first: int = 0
+) -> tuple[list[int], list[bool]]:
+    """Token ids up to the end of the last turn of the assistant, and a flag for each id that it says: in its turns from
+    message number `first` on, the end of the sequence included if the template ends a turn with it.
+
+    A turn is what its message adds to the conversation before it. Raises ValueError where there is no such turn, or
+    where the template writes earlier turns otherwise once a later one is there, so that no id belongs to one turn.
+    """
+    ids: list[int] = []
+    said: list[bool] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or number < first:
+            continue
+        before = render(tokenizer, messages[:number], place, for_answer=True)
+        after = render(tokenizer, messages[: number + 1], place, for_answer=False)
+        for longer, shorter in ((before, ids), (after, before)):
+            _require_beginning(longer, shorter, number, place)
+        num_said = _up_to_end(after[len(before) :], tokenizer.eos_token_id)
+        said += [False] * (len(before) - len(ids)) + [True] * num_said
+        ids = after
+        said += [False] * (len(ids) - len(said))
+    if True not in said:
+        raise ValueError(f"{place}: the assistant says nothing there that could be learned; drop the row")
+    length = len(said) - said[::-1].index(True)
+    return ids[:length], said[:length]
+
+
+def _up_to_end(turn: Sequence[int], eos: int | None) -> int:
+    """How many ids of a turn are sampled: templates go on after the end of the sequence, with a line break."""
+    ends = [i for i, token in enumerate(turn) if token == eos]
+    return ends[-1] + 1 if ends else len(turn)
+
+
+def _require_beginning(longer: Sequence[int], shorter: Sequence[int], number: int, place: str) -> None:
+    if list(longer[: len(shorter)]) != list(shorter):
+        raise ValueError(
+            f"{place}: the chat template's ids of message {number + 1} do not begin with those of the conversation "
+            "before it, so that they cannot be told apart (it changes or leaves out parts of earlier turns, or the "
+            "tokenizer joins the two); drop the row, or split it after its first answer"
+        )

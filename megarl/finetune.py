@@ -1,0 +1,68 @@
+"""The run on given data: supervised fine-tuning, reward models, DPO. Nothing is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl import report
+from megarl.batch import Sample
+from megarl.cluster.engine_group import RemoteSample
+from megarl.cluster.megatron_settings import check_megatron_settings
+from megarl.cluster.model_folders import find_models, trained_hf_config
+from megarl.cluster.session import Session
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.schema import Config
+from megarl.data.given import load_given
+from megarl.handout import samples_of, updates_of
+from megarl.loop import Loop, exit_status
+from megarl.metrics import values
+from megarl.resharding.families import huggingface_holder
+from megarl.resharding.planner import make_plan
+from megarl.resharding.transports.shared_memory import SharedMemory
+from megarl.selection import ScoredSample
+from megarl.stopwatch import Stopwatch
+from megarl.train import follow_policy, train_actor
+
+
+def main(config: Config, scratch: Path) -> int:
+    return exit_status(run, config, scratch)
+
+
+def run(config: Config, scratch: Path) -> None:
+    models = find_models(config)
+    check_megatron_settings(config, models)
+    loop = Loop.prepare(config, models, load_given(config, models.actor))
+    folder, state = loop.begin.folder, loop.begin.state
+    with Session(config.cluster, folder.logs, scratch) as session:
+        actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
+        actor.start()
+        if loop.begin.checkpoint is not None:
+            actor.load_checkpoint(loop.begin.checkpoint)
+        print(f"kernels: {actor.kernels}", flush=True)
+        loop.run([actor], lambda rows: step(config, actor, rows, state.step))
+        if config.run.export:
+            plan = make_plan(
+                actor.holders, [huggingface_holder(trained_hf_config(config, models.actor), config.model.dtype)]
+            )
+            actor.export(plan, SharedMemory(actor.publish()), folder.model)
+        actor.close()
+    print(f"report: {report.write(folder.path)}")
+
+
+def step(config: Config, actor: TrainerGroup, rows: Sequence[Sequence[Sample]], number: int) -> dict[str, float]:
+    """One step: one update for every prompts_per_update rows. Returns its metrics."""
+    watch = Stopwatch()
+    groups = [[ScoredSample(RemoteSample.put(sample), reward=0.0) for sample in row] for row in rows]
+    with watch.phase("train"):
+        metrics = train_actor(config, actor, [samples_of(update) for update in updates_of(config, groups)], {})
+        follow_policy(config, actor, number, metrics, len(rows))
+    times, infos = watch.metrics(), [item.sample.info for group in groups for item in group]
+    num_tokens = sum(info.num_tokens for info in infos)
+    return {
+        **values(metrics),
+        **times,
+        "data/tokens": num_tokens,
+        "data/trained_tokens": sum(info.num_trained_tokens for info in infos),
+        "throughput/tokens_per_second": num_tokens / times["time/step"],
+    }

@@ -1,0 +1,73 @@
+"""The loop of a run, whatever a step of it is: data, metrics and checkpoints, until the last step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.announcement import announce
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.memory import MemorySampler
+from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.placement import Placement, place
+from megarl.cluster.saver import Saver, checkpoint_bytes
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.schema import Config
+from megarl.data.given import GivenData
+from megarl.data.prompts import PromptSet
+from megarl.resume import Start, start
+from megarl.sinks import ConsoleSink, JsonlSink
+
+Step = Callable[[Sequence[Any]], dict[str, float]]
+"""Learns from these rows of the data; returns the step's metrics. Its number is then state.step."""
+
+
+def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
+    """Runs it, with temporary files in scratch. Returns 0 only if the last step was reached and the model written."""
+    try:
+        run(config, scratch)
+    except RunFailure as failure:
+        print(f"megarl: error: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """begin: where the run begins; its state is that of the step that is done."""
+
+    config: Config
+    data: PromptSet | GivenData
+    begin: Start
+    saver: Saver
+    placement: Placement
+
+    @classmethod
+    def prepare(cls, config: Config, models: ModelFolders, data: PromptSet | GivenData) -> Loop:
+        """Opens the run's folder and says what will be run, before any process is started. Raises ValueError for a
+        checkpoint to go on from that is not one, and for a disk without room for the next."""
+        begin = start(config, data)
+        num_bytes = checkpoint_bytes(config, models.trained)
+        saver = Saver(begin.folder.checkpoints, config, num_bytes, data.data_hash)
+        placement = place(config)
+        announce(config, begin, models.actor, data, placement.describe())
+        return cls(config, data, begin, saver, placement)
+
+    def run(self, trained: Sequence[TrainerGroup], step: Step) -> None:
+        """Steps until run.steps. trained: what checkpoints hold."""
+        state, folder, saver = self.begin.state, self.begin.folder, self.saver
+        sinks = (JsonlSink(folder.metrics), ConsoleSink(self.config.run.steps, given=self.config.on_given_data))
+        memory = MemorySampler()
+        while state.step < self.config.run.steps:
+            chosen = [self.data[i] for i in state.cursor.take(self.config.batch.prompts_per_step)]
+            state.step += 1
+            metrics = step(chosen) | {"data/dropped_rows": self.data.num_dropped}
+            metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
+            metrics |= saver.save(trained, state.step, state.dump())
+            for sink in sinks:
+                sink.write(state.step, metrics)
+            saver.commit()  # after the step's metrics: a run that goes on from here has them
+        saver.finish()

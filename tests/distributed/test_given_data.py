@@ -1,0 +1,228 @@
+"""Supervised fine-tuning, reward models and DPO, from files to updated weights, against plain transformers and torch,
+one sample at a time and from the text of the chat template."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from megarl.batch import Sample, SampleInfo
+from megarl.cluster.engine_group import RemoteSample
+from megarl.cluster.rank_group import worker_class
+from megarl.config.schema import Config
+from megarl.data.given import load_given
+from megarl.handout import hand_out
+from megarl.megatron.actor_worker import ActorWorker
+from megarl.selection import ScoredSample
+from tests.forked import run_ranks
+from tests.parity import EPS, LR, TOLERANCE, RankResult, assert_equal, config_of, whole_tensors
+from tests.tiny_model import EOS_ID, tiny_tokenizer, write_tiny_llama
+
+LAYOUTS = {
+    "1 process": "{}",
+    "TP2, sequence parallel": "{tp: 2, sequence_parallel: true}",
+    "PP2": "{pp: 2}",
+    "CP2": "{cp: 2}",
+    "DP2": "{dp: 2}",
+}
+ROWS = 6
+"""Of a file, in two updates of the same number."""
+
+Text = Sequence[tuple[str, bool]]
+"""What a sample says, part by part, and whether it is trained on."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """loss: of what the model gives for the samples of an update, or for its pairs."""
+
+    objective: str
+    loss: Callable[[torch.nn.Module, torch.nn.Module, list[Text]], torch.Tensor]
+    name: str = "policy"
+
+
+def sentence(source: random.Random, longest: int) -> str:
+    return "".join(source.choice("abcdefgh 0123") for _ in range(source.randrange(1, longest)))
+
+
+def conversations(seed: int) -> list[list[dict]]:
+    """From one turn of the assistant to three, some with a system prompt, some ending with the user."""
+    source = random.Random(seed)
+    rows = []
+    for number in range(ROWS):
+        messages = [{"role": "system", "content": sentence(source, 6)}] if number % 2 else []
+        for _ in range(1 + number % 3):
+            messages += [{"role": role, "content": sentence(source, 8)} for role in ("user", "assistant")]
+        rows.append([*messages, {"role": "user", "content": "ok"}] if number == 4 else messages)
+    return rows
+
+
+def preferences(seed: int) -> list[dict]:
+    source = random.Random(seed)
+    return [{name: sentence(source, 12) for name in ("prompt", "chosen", "rejected")} for _ in range(ROWS)]
+
+
+def turns(messages: list[dict]) -> Text:
+    """As the tiny model's chat template writes them: <|role|>content<eos>."""
+    parts = []
+    for message in messages:
+        said = message["role"] == "assistant"
+        parts += [(f"<|{message['role']}|>", False), (f"{message['content']}<eos>", said)]
+    return parts
+
+
+def answers(row: dict) -> list[Text]:
+    prompt = (f"<|user|>{row['prompt']}<eos><|assistant|>", False)
+    return [[prompt, (f"{row[name]}<eos>", True)] for name in ("chosen", "rejected")]
+
+
+def token_ids(text: Text) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [1, T], bool [T]."""
+    parts = [(tiny_tokenizer().encode(part), said) for part, said in text]
+    ids = [token for part, _ in parts for token in part]
+    return torch.tensor([ids]), torch.tensor([said for part, said in parts for _ in part])
+
+
+def log_probs(model: torch.nn.Module, text: Text) -> torch.Tensor:
+    """Of the tokens that are trained on."""
+    ids, said = token_ids(text)
+    of_each = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return of_each[said[1:]]
+
+
+def sft(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
+    return -torch.cat([log_probs(model, text) for text in samples]).mean()
+
+
+def bradley_terry(smoothing: float = 0.0):
+    def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
+        """A model's score is that of the sample's last token."""
+        scores = torch.cat([model(token_ids(text)[0]).logits[:, 0] for text in samples])
+        return of_pairs(scores, smoothing)
+
+    return loss
+
+
+def of_pairs(rewards: torch.Tensor, smoothing: float) -> torch.Tensor:
+    wins = torch.sigmoid(rewards[0::2] - rewards[1::2])
+    return -((1 - smoothing) * wins.log() + smoothing * (1 - wins).log()).mean()
+
+
+def log_ratios(model, start, samples: list[Text], normalised: bool) -> torch.Tensor:
+    ratios = [log_probs(model, text) - log_probs(start, text).detach() for text in samples]
+    return torch.stack([ratio.mean() if normalised else ratio.sum() for ratio in ratios])
+
+
+def dpo(beta: float, smoothing: float = 0.0, normalised: bool = False):
+    return lambda model, start, samples: of_pairs(beta * log_ratios(model, start, samples, normalised), smoothing)
+
+
+def ipo(beta: float, normalised: bool = False):
+    def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
+        ratios = log_ratios(model, start, samples, normalised)
+        return ((ratios[0::2] - ratios[1::2] - 1 / (2 * beta)) ** 2).mean()
+
+    return loss
+
+
+CASES = {
+    "SFT": Case("name: sft, aggregation: token_mean", sft),
+    "reward model": Case("name: reward_model", bradley_terry(), "reward_model"),
+    "reward model, smoothed": Case("name: reward_model, label_smoothing: 0.2", bradley_terry(0.2), "reward_model"),
+    "DPO": Case("name: dpo, beta: 0.5", dpo(0.5)),
+    "DPO, smoothed and by length": Case(
+        "name: dpo, beta: 2.0, label_smoothing: 0.1, length_normalised: true", dpo(2.0, 0.1, True)
+    ),
+    "IPO": Case("name: ipo, beta: 0.2", ipo(0.2)),
+    "IPO by length": Case("name: ipo, beta: 0.2, length_normalised: true", ipo(0.2, True)),
+}
+EVERYWHERE = ("SFT", "reward model", "DPO, smoothed and by length")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def classifier(folder, tmp_path_factory) -> Path:
+    """With a head that is not zero, so that the first update reaches the trunk."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(5))
+    path = tmp_path_factory.mktemp("classifier")
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def train(store, rank: int, config: Config, folder: Path) -> RankResult:
+    """Two updates, each on half of the file's rows in their order."""
+    worker = worker_class(config, "actor")(config, folder, rank, store, threads=1)
+    rows = load_given(config, folder).rows
+    for number in (0, 1):
+        chosen = [sample for row in rows[number * ROWS // 2 :][: ROWS // 2] for sample in row]
+        share = hand_out(config, [handed(sample) for sample in chosen], worker.packing)[worker.data_parallel_rank]
+        samples = [item.training_sample(item.sample, {}) for item in share.samples]
+        if isinstance(worker, ActorWorker) and config.has_reference:
+            worker.score("reference", samples, share.microbatches)
+        metrics = worker.update(samples, share.microbatches)
+        worker.end_step()
+    return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)
+
+
+def handed(sample: Sample) -> ScoredSample:
+    return ScoredSample(RemoteSample(SampleInfo.of(sample), sample), reward=0.0)
+
+
+def plain(case: Case, folder: Path, kind: type, rows: list) -> tuple[torch.nn.Module, float]:
+    """The same in transformers. Returns the model and the last loss."""
+    model, start = (kind.from_pretrained(folder, attn_implementation="eager") for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
+    texts = [answers(row) if isinstance(row, dict) else [turns(row)] for row in rows]
+    for number in (0, 1):
+        samples = [text for row in texts[number * ROWS // 2 :][: ROWS // 2] for text in row]
+        loss = case.loss(model, start, samples)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model, loss.item()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name in CASES for layout in LAYOUTS if name in EVERYWHERE or layout in ("1 process", "CP2")],
+)
+def test_two_updates_equal_plain_torch(folder, classifier, tmp_path, name, layout):
+    case, source = CASES[name], tmp_path / "rows.jsonl"
+    kind = "messages" if name == "SFT" else "preferences"
+    rows = conversations(1) if kind == "messages" else preferences(1)
+    records = [{"messages": row} if kind == "messages" else row for row in rows]
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    model = classifier if case.name == "reward_model" else folder
+    config = config_of(
+        model,
+        "rollout.temperature=1.0",
+        f"data={{source: {source}, rows: {kind}}}",
+        f"algorithm.objective={{{case.objective}}}",
+        f"actor.layout={LAYOUTS[layout]}",
+        "actor.tokens_per_microbatch=128",
+    )
+    ranks = run_ranks(config.actor.layout.world_size, train, config, model)
+    of_kind = AutoModelForSequenceClassification if case.name == "reward_model" else AutoModelForCausalLM
+    expected, loss = plain(case, model, of_kind, rows)
+    reported = [rank.metrics for rank in ranks if rank.metrics]
+    assert sum(metrics[f"{case.name}/loss"].value for metrics in reported) == pytest.approx(loss, rel=TOLERANCE)
+    hf_config = json.loads((model / "config.json").read_text())
+    assert_equal(whole_tensors(hf_config, ranks, "weights"), dict(expected.named_parameters()), "weight")
+
+
+def test_the_end_of_the_sequence_is_learned():
+    assert token_ids([("a<eos>", True)])[0][0, -1] == EOS_ID

@@ -1,0 +1,129 @@
+"""What an objective asks of the data and of other keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load
+from megarl.config.objective_rules import OF_ADVANTAGES, OF_ROLLOUTS
+from megarl.config.schema import Config
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+GIVEN = {
+    "sft": ("algorithm.objective.name=sft", "data.rows=messages"),
+    "reward_model": ("algorithm.objective.name=reward_model", "data.rows=preferences"),
+    "dpo": ("algorithm.objective.name=dpo", "data.rows=preferences"),
+    "online": ("algorithm.objective.name=dpo",),
+}
+
+
+def recipe(kind: str, *overrides: str) -> Config:
+    return load(BASE, ["model.path=m", "data.source=rows.jsonl", *GIVEN[kind], *overrides])
+
+
+def refused(kind: str, *overrides: str) -> str:
+    with pytest.raises(ValueError) as error:
+        recipe(kind, *overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_a_recipe_of_each_needs_no_other_key(kind):
+    config = recipe(kind)
+    assert config.on_given_data == (kind != "online")
+    assert config.trained_per_prompt == (1 if kind == "sft" else 2)
+    assert config.has_reference == (kind in ("dpo", "online"))
+    assert not config.has_critic
+
+
+def test_what_only_rollouts_read_is_no_hindrance():
+    recipe("sft", "batch.samples_per_prompt=1", "rewards.functions=[]", "rollout.max_new_tokens=4096")
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "line"),
+    [
+        (
+            "sft",
+            ["data.rows=prompts"],
+            "data.rows=prompts: algorithm.objective.name=sft learns from messages; set data.rows to that, or take one "
+            "of clip,",
+        ),
+        (
+            "sft",
+            ["algorithm.objective.name=clip"],
+            "data.rows=messages: algorithm.objective.name=clip learns from prompts; set data.rows to that, or take one "
+            "of sft",
+        ),
+        ("dpo", ["data.rows=messages"], "data.rows=messages: algorithm.objective.name=dpo learns from preferences or "),
+        (
+            "sft",
+            ["algorithm.objective.beta=0.1"],
+            "algorithm.objective.beta=0.1: algorithm.objective.name=sft reads no",
+        ),
+        (
+            "reward_model",
+            ["algorithm.objective.length_normalised=true"],
+            "algorithm.objective.length_normalised=true: algorithm.objective.name=reward_model reads label_smoothing",
+        ),
+        (
+            "dpo",
+            ["algorithm.kl.coefficient=0.1"],
+            "algorithm.kl.coefficient=0.1: algorithm.objective.name=dpo has no advantages, so that nothing reads it; "
+            "set algorithm.kl.coefficient=0",
+        ),
+        (
+            "online",
+            ["algorithm.advantage.estimator=gae"],
+            "algorithm.advantage.estimator=gae: algorithm.objective.name",
+        ),
+        ("sft", ["rollout.temperature=0.5"], "rollout.temperature=0.5: with data.rows=messages nothing is sampled, so"),
+        ("sft", ["reward_model.path=x"], "reward_model.path=x: with data.rows=messages nothing is sampled"),
+        (
+            "dpo",
+            ["algorithm.objective.aggregation=token_mean"],
+            "algorithm.objective.aggregation=token_mean: algorithm.objective.name=dpo has a loss for each pair",
+        ),
+        (
+            "sft",
+            ["algorithm.objective.aggregation=sequence_mean_over_max_tokens"],
+            "algorithm.objective.aggregation=sequence_mean_over_max_tokens: it divides by rollout.max_new_tokens",
+        ),
+        ("sft", ["data.source=arithmetic"], "data.source=arithmetic: it has prompts and answers, no messages"),
+        ("sft", ["data.chat_template=false"], "data.chat_template=false: with data.rows=messages it is the chat"),
+        ("online", ["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: algorithm.objective.name=dpo compares"),
+        (
+            "dpo",
+            ["rollout.context_length=512", "actor.tokens_per_microbatch=1000"],
+            "actor.tokens_per_microbatch=1000: a pair may have 2 x rollout.context_length=512 tokens and is never "
+            "split over microbatches (1000 < 1024); set actor.tokens_per_microbatch to at least 1024",
+        ),
+        (
+            "online",
+            ["actor.layout.dp=128"],
+            "actor.layout.dp=128: an update has 64 pairs, which are never split, fewer than data-parallel ranks",
+        ),
+        ("sft", ["actor.layout.dp=65"], "actor.layout.dp=65: an update has 64 rows, fewer than data-parallel ranks"),
+    ],
+)
+def test_the_line_names_the_key_and_the_remedy(kind, overrides, line):
+    assert line in refused(kind, *overrides)
+
+
+def test_the_keys_without_a_reader_have_their_defaults_in_the_base_recipe():
+    values = load(BASE, ["model.path=m", "data.source=rows.jsonl"]).model_dump()
+    for key, value in (OF_ADVANTAGES | OF_ROLLOUTS).items():
+        section = values
+        for part in key.split("."):
+            section = section[part]
+        assert section == value, key
+
+
+def test_every_key_without_a_reader_is_named():
+    lines = refused("sft", "algorithm.correction.mask=token", "algorithm.objective.entropy_coefficient=0.1")
+    assert [line.partition(":")[0] for line in lines.splitlines()] == [
+        "algorithm.objective.entropy_coefficient=0.1",
+        "algorithm.correction.mask=token",
+    ]
