@@ -1,5 +1,22 @@
-"""A reward for tests: the share of characters of the response that are digits. A random model starts near 0.1."""
+"""Rewards for tests: the share of characters of the response that are digits, of which a random model has near 0.2."""
+
+from random import Random
+
+SEEN: list[float] = []
+CHOICE = Random(0)
 
 
 def digit_share(prompt: str, response: str, answer: object) -> float:
     return sum(character.isdigit() for character in response) / max(len(response), 1)
+
+
+def even_share(prompt: str, response: str, answer: object) -> float:
+    """Of even digits. A random model starts near 0.1."""
+    return sum(character in "02468" for character in response) / max(len(response), 1)
+
+
+def even_share_of_another(prompt: str, response: str, answer: object) -> float:
+    """That of a response scored shortly before, drawn at random: rewards of the same distribution that say nothing."""
+    SEEN.append(even_share(prompt, response, answer))
+    del SEEN[:-64]
+    return CHOICE.choice(SEEN[:-1] or SEEN)
