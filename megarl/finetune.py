@@ -33,30 +33,30 @@ def run(config: Config, scratch: Path) -> None:
     models = find_models(config)
     check_megatron_settings(config, models)
     loop = Loop.prepare(config, models, load_given(config, models.actor))
-    folder, state = loop.begin.folder, loop.begin.state
-    with Session(config.cluster, folder.logs, scratch) as session:
+    with Session(config.cluster, loop.folder.logs, scratch) as session:
         actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
         actor.start()
         if loop.begin.checkpoint is not None:
             actor.load_checkpoint(loop.begin.checkpoint)
         print(f"kernels: {actor.kernels}", flush=True)
-        loop.run([actor], lambda rows: step(config, actor, rows, state.step))
+        loop.run([actor], lambda: step(config, actor, loop))
         if config.run.export:
             plan = make_plan(
                 actor.holders, [huggingface_holder(trained_hf_config(config, models.actor), config.model.dtype)]
             )
-            actor.export(plan, SharedMemory(actor.publish()), folder.model)
+            actor.export(plan, SharedMemory(actor.publish()), loop.folder.model)
         actor.close()
-    print(f"report: {report.write(folder.path)}")
+    print(f"report: {report.write(loop.folder.path)}")
 
 
-def step(config: Config, actor: TrainerGroup, rows: Sequence[Sequence[Sample]], number: int) -> dict[str, float]:
+def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:
     """One step: one update for every prompts_per_update rows. Returns its metrics."""
     watch = Stopwatch()
+    rows: list[Sequence[Sample]] = loop.take(config.batch.prompts_per_step)
     groups = [[ScoredSample(RemoteSample.put(sample), reward=0.0) for sample in row] for row in rows]
     with watch.phase("train"):
         metrics = train_actor(config, actor, [samples_of(update) for update in updates_of(config, groups)], {})
-        follow_policy(config, actor, number, metrics, len(rows))
+        follow_policy(config, actor, loop.state.step, metrics, len(rows))
     times, infos = watch.metrics(), [item.sample.info for group in groups for item in group]
     num_tokens = sum(info.num_tokens for info in infos)
     return {

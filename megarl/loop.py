@@ -18,11 +18,12 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
 from megarl.data.given import GivenData
 from megarl.data.prompts import PromptSet
-from megarl.resume import Start, start
+from megarl.resume import RunState, Start, start
+from megarl.run_folder import RunFolder
 from megarl.sinks import ConsoleSink, JsonlSink
 
-Step = Callable[[Sequence[Any]], dict[str, float]]
-"""Learns from these rows of the data; returns the step's metrics. Its number is then state.step."""
+Step = Callable[[], dict[str, float]]
+"""Learns; returns the step's metrics. Its number is then state.step."""
 
 
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
@@ -56,15 +57,26 @@ class Loop:
         announce(config, begin, models.actor, data, placement.describe())
         return cls(config, data, begin, saver, placement)
 
+    @property
+    def state(self) -> RunState:
+        return self.begin.state
+
+    @property
+    def folder(self) -> RunFolder:
+        return self.begin.folder
+
+    def take(self, n: int) -> list[Any]:
+        """The next n rows of the data."""
+        return [self.data[i] for i in self.state.cursor.take(n)]
+
     def run(self, trained: Sequence[TrainerGroup], step: Step) -> None:
         """Steps until run.steps. trained: what checkpoints hold."""
-        state, folder, saver = self.begin.state, self.begin.folder, self.saver
+        state, folder, saver = self.state, self.folder, self.saver
         sinks = (JsonlSink(folder.metrics), ConsoleSink(self.config.run.steps, given=self.config.on_given_data))
         memory = MemorySampler()
         while state.step < self.config.run.steps:
-            chosen = [self.data[i] for i in state.cursor.take(self.config.batch.prompts_per_step)]
             state.step += 1
-            metrics = step(chosen) | {"data/dropped_rows": self.data.num_dropped}
+            metrics = step() | {"data/dropped_rows": self.data.num_dropped}
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
             metrics |= saver.save(trained, state.step, state.dump())
             for sink in sinks:

@@ -10,18 +10,18 @@ from megarl.config.schema import Config
 from megarl.rollout.engine import SamplingRequest
 
 
-def requests(config: Config, number: int, prompts: Sequence[Prompt]) -> list[list[SamplingRequest]]:
+def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int = 0) -> list[list[SamplingRequest]]:
     """samples_per_prompt requests for each prompt, and one for a greedy response where the estimator asks for it. Seeds
-    follow from run.seed and the sample's place in the run."""
+    follow from run.seed and the sample's place in the run. first: how many prompts the step has had before."""
     groups = [
         [
             SamplingRequest(f"{number}.{i}.{k}", prompt, _sampling_seed(config.run.seed, number, i, k))
             for k in range(config.batch.samples_per_prompt)
         ]
-        for i, prompt in enumerate(prompts)
+        for i, prompt in enumerate(prompts, start=first)
     ]
     if config.samples_greedily:
-        for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
+        for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True), start=first):
             group.append(SamplingRequest(f"{number}.{i}.greedy", prompt, 0, greedy=True))
     return groups
 

@@ -13,20 +13,18 @@ from megarl.cluster.cast import Cast, assemble
 from megarl.cluster.machine import check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import find_models
-from megarl.cluster.saver import Saver
 from megarl.cluster.session import Session
 from megarl.cluster.share import Scores, Share
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.comparison import Totals, compared, take_up
 from megarl.config.schema import Config, Role
 from megarl.data.prompts import load_prompts
+from megarl.gathering import gather
 from megarl.handout import hand_out, samples_of, updates_of
 from megarl.loop import Loop, exit_status
 from megarl.metrics import Metric, merge, values
 from megarl.preferences import best_and_worst
-from megarl.resume import RunState
-from megarl.sampling import requests
-from megarl.selection import Metrics, ScoredSample, select
+from megarl.selection import Metrics, ScoredSample
 from megarl.step_metrics import step_metrics
 from megarl.stopwatch import Stopwatch
 
@@ -40,36 +38,27 @@ def run(config: Config, scratch: Path) -> None:
     models = find_models(config)
     check_megatron_settings(config, models)
     loop = Loop.prepare(config, models, load_prompts(config, models.actor))
-    folder, state = loop.begin.folder, loop.begin.state
-    with Session(config.cluster, folder.logs, scratch) as session:
+    with Session(config.cluster, loop.folder.logs, scratch) as session:
         cast = assemble(session, config, models, loop.placement, loop.begin.checkpoint)
-        cast.refit.run(version=state.step)
+        cast.refit.run(version=loop.state.step)
         print(f"kernels: {cast.trainers.kernels}", flush=True)
-        loop.run(
-            cast.trained,
-            lambda prompts: step(config, cast, state, prompts, folder.rollouts(state.step), loop.saver),
-        )
+        loop.run(cast.trained, lambda: step(config, cast, loop))
         if config.run.export:
-            cast.export(folder.model)
+            cast.export(loop.folder.model)
         cast.close()
-    print(f"report: {report.write(folder.path)}")
+    print(f"report: {report.write(loop.folder.path)}")
 
 
-def step(
-    config: Config, cast: Cast, state: RunState, prompts: Sequence, rollouts: Path, saver: Saver
-) -> dict[str, float]:
-    """One step: sample, score, select, update, refit. Returns its metrics; its number is then the engine's version."""
-    watch, number = Stopwatch(), state.step
-    with watch.phase("rollout"), cast.offloaded() as offloaded:
-        groups = cast.engines.generate(requests(config, number, prompts), meanwhile=saver.commit)
-    with watch.phase("reward"):
-        scores, process = cast.rewards.score([sample for group in groups for sample in group], number, rollouts)
-    scored, metrics = select(config, groups, scores)
+def step(config: Config, cast: Cast, loop: Loop) -> dict[str, float]:
+    """One step: sample and score, update, refit. Returns its metrics; its number is then the engine's version."""
+    watch, number = Stopwatch(), loop.state.step
+    gathered = gather(config, cast, number, loop.take, loop.folder.rollouts(number), watch, loop.saver.commit)
+    metrics = dict(gathered.metrics)
     with watch.phase("train"):
-        metrics |= offloaded | train(config, cast, scored, number, process, state.average)
+        metrics |= train(config, cast, gathered.chosen, number, gathered.token_rewards, loop.state.average)
     with watch.phase("refit"):
         metrics |= cast.refit.run(version=number)
-    return values(metrics) | step_metrics(config, groups, watch, number)
+    return values(metrics) | step_metrics(config, gathered.sampled, watch, number)
 
 
 def train(

@@ -61,12 +61,12 @@ class RewardActor:
     def score(
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
     ) -> tuple[list[Score], Scores]:
-        """Scores the samples and writes them, decoded, to a JSONL file for people to read. model_scores: where the
+        """Scores the samples and appends them, decoded, to a JSONL file for people to read. model_scores: where the
         reward model's are, if there is one. Returns, too, where rewards of single tokens are, if it gives them."""
         samples: list[Sample] = ray.get(list(refs))
         of_model = self._model_rewards(samples, model_scores)
         scores = [self._scorer.score(sample, of_model.get(sample.id)) for sample in samples]
-        with rollouts.open("w", encoding="utf-8") as file:
+        with rollouts.open("a", encoding="utf-8") as file:
             for sample, score in zip(samples, scores, strict=True):
                 file.write(json.dumps(_row(step, sample, score), ensure_ascii=False) + "\n")
         return scores, self._of_tokens(of_model)

@@ -58,6 +58,16 @@ def compared_samples_are_of_one_prompt(config: Config) -> str | None:
     )
 
 
+def prompts_that_tell_nothing_can_be_found(config: Config) -> str | None:
+    rounds, samples = config.batch.sampling_rounds, config.batch.samples_per_prompt
+    if rounds == 1 or samples >= 2:
+        return None
+    return (
+        f"batch.sampling_rounds={rounds}: prompts whose samples all have one reward are replaced, and with "
+        "batch.samples_per_prompt=1 that is each of them; set batch.sampling_rounds=1 or batch.samples_per_prompt=8"
+    )
+
+
 def k_samples_are_there(config: Config) -> str | None:
     samples, advantage = config.batch.samples_per_prompt, config.algorithm.advantage
     if advantage.estimator != "pass_at_k" or advantage.option("k") <= samples:
@@ -345,6 +355,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     prompts_per_update_divides_prompts_per_step,
     estimator_reads_its_options,
     compared_samples_are_of_one_prompt,
+    prompts_that_tell_nothing_can_be_found,
     k_samples_are_there,
     top_p_is_one,
     context_holds_a_prompt_and_a_response,

@@ -319,6 +319,7 @@ class Batch(Section):
     prompts_per_step: PositiveInt
     samples_per_prompt: PositiveInt
     prompts_per_update: PositiveInt
+    sampling_rounds: PositiveInt
 
 
 class Data(Section):

@@ -40,13 +40,18 @@ CASES: dict[str, Case] = {
     "Dr.GRPO": estimator(
         "grpo", "algorithm.advantage.std=none", "algorithm.objective.aggregation=sequence_mean_over_max_tokens"
     ),
+    "DAPO": estimator(
+        "grpo",
+        "batch.prompts_per_update=4",
+        "batch.sampling_rounds=2",
+        "algorithm.objective={clip_high: 0.28, aggregation: token_mean}",
+        "rewards.overlong_buffer=2",
+    ),
     "OPO": estimator("opo", "algorithm.objective.aggregation=sequence_mean_of_token_sums"),
     "GPG": estimator("gpg", "algorithm.objective.aggregation=token_mean"),
     "pass@k": estimator("pass_at_k"),
     "PPO, GAE": estimator("gae", *CRITIC),
-    "VC-PPO": estimator(
-        "gae", *CRITIC, "critic.warmup_steps=3", "algorithm.advantage.critic_lambda=1.0", steps=23
-    ),
+    "VC-PPO": estimator("gae", *CRITIC, "critic.warmup_steps=3", "algorithm.advantage.critic_lambda=1.0", steps=23),
     "VAPO": estimator(
         "gae",
         *CRITIC,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
@@ -32,7 +32,7 @@ def table():
     rows: dict[str, dict] = {}
     yield rows
     if rows.keys() == CASES.keys():
-        result = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": machine(), "runs": rows}
+        result = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "runs": rows}
         RESULTS.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -25,8 +25,8 @@ LAYERS = (
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),
     (
-        *("cli", "train", "finetune", "announcement", "comparison", "handout", "report", "resume", "sampling"),
-        *("loop", "preferences", "selection", "step_metrics"),
+        *("cli", "train", "finetune", "announcement", "comparison", "gathering", "handout", "loop", "preferences"),
+        *("report", "resume", "sampling", "selection", "step_metrics"),
     ),
 )
 """From the bottom up. A module may import its own layer and those below; the longest name that fits it counts."""

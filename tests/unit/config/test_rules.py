@@ -133,6 +133,11 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             "batch.samples_per_prompt=1: rloo compares the samples of a prompt with each other and needs at least 2",
         ),
         (
+            ["algorithm.advantage.estimator=reinforce", "batch.samples_per_prompt=1", "batch.sampling_rounds=3"],
+            "batch.sampling_rounds=3: prompts whose samples all have one reward are replaced, and with "
+            "batch.samples_per_prompt=1 that is each of them; set batch.sampling_rounds=1",
+        ),
+        (
             ["algorithm.advantage.estimator=pass_at_k", "algorithm.advantage.k=9"],
             "algorithm.advantage.k=9: the best of k is among batch.samples_per_prompt=8 samples; set k to at most 8",
         ),
