@@ -30,7 +30,7 @@ class Engines:
 
     @staticmethod
     def info(request) -> SampleInfo:
-        return SampleInfo(request.sample_id, request.prompt.id, "default", 10, 4, 4, "stop", 0)
+        return SampleInfo(request.sample_id, request.prompt.id, "default", 10, 4, 4, "stop", 0, 0)
 
 
 def run(telling: str, rounds: int, wanted: int = 3):
