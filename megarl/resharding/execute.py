@@ -26,9 +26,10 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
     written = 0
     for copy, source in transport.deliver(writes.copies):
         target = view(parameters[copy.move.destination.parameter], copy.move.destination.rectangle)
-        # copy_ would broadcast a source of another shape.
-        assert source.shape == target.shape, f"{tuple(source.shape)} into {tuple(target.shape)}: {copy}"
-        target.copy_(source)
+        if source is not None:
+            # copy_ would broadcast a source of another shape.
+            assert source.shape == target.shape, f"{tuple(source.shape)} into {tuple(target.shape)}: {copy}"
+            target.copy_(source)
         written += target.nbytes
     for fill in writes.fills:
         target = view(parameters[fill.place.parameter], fill.place.rectangle)

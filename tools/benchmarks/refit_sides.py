@@ -1,5 +1,10 @@
 """The two sides of a refit as processes: ranks that hold a trainer's shards, and an engine; and the common way between
-them, in which full tensors are gathered, sent and loaded one after the other."""
+them, in which full tensors are gathered, sent and loaded one after the other.
+
+The common way is that of trainers whose engines have devices of their own: the tensor-parallel ranks all-gather each
+parameter, the first rank of each pipeline stage makes the checkpoint's tensors of it and sends them to the engine, and
+vLLM's load_weights writes them. Nothing is broadcast between the stages, which some trainers also do.
+"""
 
 from __future__ import annotations
 
@@ -74,16 +79,24 @@ class CommonWay:
     folder: Holder
 
     def group(self, rank: int) -> dist.Backend:
+        """Of all ranks and the engine."""
+        return self._group("common", rank, self.size)
+
+    def stage_group(self, stage: int, rank: int) -> dist.Backend:
+        """Of the tensor-parallel ranks of a stage. rank: among all ranks."""
+        return self._group(f"stage{stage}", rank - self.root(stage), len(self.stages[stage]))
+
+    def _group(self, name: str, rank: int, size: int) -> dist.Backend:
         timeout = timedelta(seconds=DEADLINE_S)
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return dist.ProcessGroupGloo(dist.PrefixStore("common", store), rank, self.size, timeout)
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
 
     @property
     def size(self) -> int:
         return sum(map(len, self.stages)) + 1
 
     def root(self, stage: int) -> int:
-        """The first rank of a stage, which gathers its tensors and sends them to the engine."""
+        """The first rank of a stage, which sends its tensors to the engine."""
         return sum(map(len, self.stages[:stage]))
 
     def tensors(self, stage: int) -> dict[str, Writes]:
@@ -122,35 +135,42 @@ class Rank:
         self._way, self._rank, self._group = way, rank, way.group(rank)
         [self._stage] = [i for i, ranks in enumerate(way.stages) if self._holder.name in [h.name for h in ranks]]
         self._tensors = way.tensors(self._stage)
+        self._stage_group = way.stage_group(self._stage, rank)
 
     def send_common(self) -> None:
-        root = self._way.root(self._stage)
-        for name, shards in self._gathered(root):
-            if self._rank == root:
+        for name, shards in self._gathered():
+            if self._rank == self._way.root(self._stage):
                 full = torch.empty(self._way.folder.shapes[name])
                 execute(self._tensors[name], {name: full}, LocalMemory(shards))
                 self._group.send([full], self._way.size - 1, 0).wait()
 
-    def _gathered(self, root: int) -> Iterator[tuple[str, Mapping[str, Mapping[str, torch.Tensor]]]]:
+    def _gathered(self) -> Iterator[tuple[str, Mapping[str, Mapping[str, torch.Tensor]]]]:
         """Each tensor with all shards of the parameter that it is part of, which are gathered once."""
         known, shards = None, {}
         for name, writes in self._tensors.items():
             parameter = writes.copies[0].move.source.parameter
             if parameter != known:
-                sources = {copy.source for copy in writes.copies}
-                known, shards = parameter, self._gather(parameter, sources, root)
+                is_sharded = len({copy.source for copy in writes.copies}) > 1
+                known, shards = parameter, self._gather(parameter) if is_sharded else self._of_each(parameter)
             yield name, shards
 
-    def _gather(self, parameter: str, sources: set[str], root: int) -> dict[str, dict[str, torch.Tensor]]:
-        own = self.parameters[parameter]
-        shards = {self._holder.name: {parameter: own}}
-        for i, holder in enumerate(self._way.stages[self._stage][1:], start=root + 1):
-            if holder.name in sources and self._rank == root:
-                shards[holder.name] = {parameter: torch.empty(holder.shapes[parameter])}
-                self._group.recv([shards[holder.name][parameter]], i, 0).wait()
-            elif holder.name in sources and self._rank == i:
-                self._group.send([own], root, 0).wait()
-        return shards
+    def _of_each(self, parameter: str) -> dict[str, dict[str, torch.Tensor]]:
+        """A parameter that all ranks of the stage have whole."""
+        return {holder.name: {parameter: self.parameters[parameter]} for holder in self._way.stages[self._stage]}
+
+    def _gather(self, parameter: str) -> dict[str, dict[str, torch.Tensor]]:
+        holders = self._way.stages[self._stage]
+        shards = [torch.empty(holder.shapes[parameter]) for holder in holders]
+        self._stage_group.allgather([shards], [self.parameters[parameter]]).wait()
+        return {holder.name: {parameter: shard} for holder, shard in zip(holders, shards, strict=True)}
+
+    def send_plain(self, num_bytes: int, times: int) -> None:
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        for _ in range(times):
+            self._group.send([buffer], self._way.size - 1, 0).wait()
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
 
 
 class Engine:
@@ -195,6 +215,17 @@ class Engine:
                 full = torch.empty(self._way.folder.shapes[name])
                 self._group.recv([full], self._way.root(stage), 0).wait()
                 yield name, full
+
+    def receive_plain(self, num_bytes: int, times: int) -> float:
+        """Seconds for messages of so many bytes from the first rank."""
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        start = time.perf_counter()
+        for _ in range(times):
+            self._group.recv([buffer], 0, 0).wait()
+        return time.perf_counter() - start
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
 
     def plain_copy(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
         """Seconds for the same bytes from memory to memory in one process."""

@@ -9,24 +9,25 @@ anew.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megarl import device
-from megarl.resharding.piece import shape_of
-from megarl.resharding.plan import Copy, Link, Move, Plan
-from megarl.resharding.transports.transport import view
+from megarl.resharding.plan import Bucket, Copy, Hop, Link, Plan
+from megarl.resharding.transports.bucket_layout import BucketLayout, lay_out
+from megarl.resharding.transports.transport import Delivered, Delivery, view
 
 BUFFERS = 2
 
 Result = TypeVar("Result")
-_Deliveries = Generator[tuple[Copy, torch.Tensor], None, Result]
+_Deliveries = Generator[Delivered, None, Result]
 """Delivers what arrives meanwhile, and returns a result."""
 
 
@@ -49,26 +50,20 @@ class Meeting:
         return PointToPoint(self, member, parameters, plan)
 
 
-class _Hop(NamedTuple):
-    """tag: tells it from others of the same link."""
-
-    bucket: int
-    link: Link
-    tag: int
-
-
 @dataclass
 class _Message:
     """A bucket in hand, by its number.
 
-    arriving    the receipt that has not been waited for
-    leaving     the sends that have not been waited for
+    sender      who sends it to this member; None where nothing is to be delivered, or no longer
+    arriving    receipts that have not been waited for
+    leaving     sends that have not been waited for
     """
 
     bucket: int
     buffer: torch.Tensor
-    arriving: dist.Work | None = None
+    layout: BucketLayout
     sender: int | None = None
+    arriving: list[dist.Work] = field(default_factory=list)
     leaving: list[dist.Work] = field(default_factory=list)
 
 
@@ -78,7 +73,10 @@ class PointToPoint:
     def __init__(self, meeting: Meeting, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan):
         self._member, self._parameters, self._plan = member, parameters, plan
         self._rank = plan.holders.index(member)
-        self._hops = _own_hops(plan, self._rank)
+        assert plan.order or not plan.buckets, "a plan without an order; see schedule.ordered"
+        self._hops = [hop for hop in plan.order if self._rank in hop.link]
+        self._tags: Counter[Link] = Counter()
+        """Messages of each link so far, which both ends count alike."""
         self._neighbours: set[int] = set()
         """Those that it has talked to."""
         is_destination = self._rank >= plan.num_sources
@@ -100,10 +98,10 @@ class PointToPoint:
         """What this member, a source only, has for the others. Returns the bytes sent."""
         for _ in self.deliver(()):
             raise AssertionError(f"{self._member} is a source only")
-        return sum(self._plan.buckets[hop.bucket].num_bytes for hop in self._hops)
+        return sum(self._plan.buckets[number].num_bytes for number, _ in self._hops)
 
     @torch.no_grad()
-    def deliver(self, copies: Sequence[Copy]) -> Iterator[tuple[Copy, torch.Tensor]]:
+    def deliver(self, copies: Sequence[Copy]) -> Delivery:
         """copies: all that the plan has into this member. Raises RuntimeError where another member has failed, or does
         not answer in time."""
         try:
@@ -116,102 +114,99 @@ class PointToPoint:
         """Ends the connections, and with them the waiting of others for this member."""
         group, self._group = self._group, None
         if group is not None:
-            _end_connections(group, self._neighbours, unused_tag=len(self._hops))
+            _end_connections(group, self._neighbours, unused_tag=max(self._tags.values(), default=0))
         self._in_hand.clear()
 
-    def _exchange(self) -> Iterator[tuple[Copy, torch.Tensor]]:
+    @cached_property
+    def _layouts(self) -> dict[int, BucketLayout]:
+        """Of each bucket, by its number."""
+        return {number: self._lay_out(self._plan.buckets[number]) for number, _ in self._hops}
+
+    def _lay_out(self, bucket: Bucket) -> BucketLayout:
+        gives = any(link.source == self._rank for link in bucket.links)
+        for move in bucket.moves if gives else ():
+            actual = self._parameters[move.source.parameter].dtype
+            if actual != getattr(torch, move.source_dtype):
+                raise ValueError(f"{self._member} has {move.source.parameter} as {actual}, the plan as {move}")
+        places = ((move, move.source if gives else move.destination) for move in bucket.moves)
+        return lay_out(places, self._parameters)
+
+    def _exchange(self) -> Delivery:
         """In the order of the plan, of which every member follows its part: see schedule.ordered."""
         if self._group is None:
             raise RuntimeError(f"{self._member}: its connections are closed since an exchange failed")
         free = self._buffers()
+        self._tags.clear()
         for hop in self._hops:
             if hop.link.source == self._rank:
                 message = yield from self._filled(hop, free)
-                message.leaving.append(self._begin(self._group.send, hop.link.destination, message, hop.tag))
+                message.leaving += self._begin(self._group.send, hop.link, hop.link.destination, message)
             else:
                 message = yield from self._taken(hop.bucket, free)
                 message.sender = hop.link.source
-                message.arriving = self._begin(self._group.recv, hop.link.source, message, hop.tag)
+                message.arriving += self._begin(self._group.recv, hop.link, message.sender, message)
         while self._in_hand:
             yield from self._settle_oldest(free)
 
     def _buffers(self) -> list[torch.Tensor]:
-        sizes = {hop.bucket: self._plan.buckets[hop.bucket].num_bytes for hop in self._hops}
-        size, count = max(sizes.values(), default=0), min(len(sizes), BUFFERS)
+        size = max((layout.num_bytes for layout in self._layouts.values()), default=0)
+        count = min(len(self._layouts), BUFFERS)
         self.staging_bytes = size * count
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
-    def _begin(self, operation: Callable[..., dist.Work], neighbour: int, message: _Message, tag: int) -> dist.Work:
+    def _begin(
+        self, operation: Callable[..., dist.Work], link: Link, neighbour: int, message: _Message
+    ) -> list[dist.Work]:
         self._neighbours.add(neighbour)
-        size = self._plan.buckets[message.bucket].num_bytes
-        return operation([message.buffer[:size]], neighbour, tag)
+        first = self._tags[link]
+        self._tags[link] += message.layout.num_messages
+        tensors = message.layout.messages(self._parameters, message.buffer)
+        return [operation([tensor], neighbour, tag) for tag, tensor in enumerate(tensors, start=first)]
 
-    def _filled(self, hop: _Hop, free: list[torch.Tensor]) -> _Deliveries[_Message]:
+    def _filled(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[_Message]:
         """With what the hop takes along."""
         for message in self._in_hand:
             if message.bucket == hop.bucket:
                 yield from self._arrive(message)
                 return message
-        bucket = self._plan.buckets[hop.bucket]
-        handed_on = hop.link in bucket.onward
-        if self._rank >= self._plan.num_sources and not handed_on:  # it may be anything that has been received
+        if self._rank >= self._plan.num_sources:  # what it has may be under way to it
             for message in self._in_hand:
                 yield from self._arrive(message)
         message = yield from self._taken(hop.bucket, free)
-        self._pack(bucket.onward_moves if handed_on else bucket.moves, message.buffer)
+        for part in message.layout.parts:
+            if part.start is not None:
+                place = view(self._parameters[part.place.parameter], part.place.rectangle)
+                part.in_buffer(message.buffer).copy_(place)
         return message
 
-    def _pack(self, moves: Iterable[Move], buffer: torch.Tensor) -> None:
-        for move, part in _parts(moves, buffer):
-            source = self._parameters[move.source.parameter]
-            if source.dtype != getattr(torch, move.source_dtype):
-                raise ValueError(f"{self._member} has {move.source.parameter} as {source.dtype}, the plan as {move}")
-            part.copy_(view(source, move.source.rectangle))
-
     def _taken(self, bucket: int, free: list[torch.Tensor]) -> _Deliveries[_Message]:
-        """A message of its own, with a buffer to be filled."""
+        """With a buffer that is to be filled."""
         if not free:
             yield from self._settle_oldest(free)
-        self._in_hand.append(_Message(bucket, free.pop()))
+        self._in_hand.append(_Message(bucket, free.pop(), self._layouts[bucket]))
         return self._in_hand[-1]
 
-    def _settle_oldest(self, free: list[torch.Tensor]) -> Iterator[tuple[Copy, torch.Tensor]]:
+    def _settle_oldest(self, free: list[torch.Tensor]) -> Delivery:
         message = self._in_hand[0]
         yield from self._arrive(message)
-        while message.leaving:
-            message.leaving[0].wait()
-            message.leaving.pop(0)
+        _wait(message.leaving)
         free.append(self._in_hand.popleft().buffer)
 
-    def _arrive(self, message: _Message) -> Iterator[tuple[Copy, torch.Tensor]]:
+    def _arrive(self, message: _Message) -> Delivery:
         """Waits for what is received, and delivers it."""
-        if message.arriving is not None:
-            message.arriving.wait()
-            message.arriving = None
-            sender, moves = self._plan.holders[message.sender], self._plan.buckets[message.bucket].moves
-            yield from ((Copy(sender, self._member, move), part) for move, part in _parts(moves, message.buffer))
+        if message.sender is None:
+            return
+        _wait(message.arriving)
+        sender, message.sender = self._plan.holders[message.sender], None
+        for part in message.layout.parts:
+            copy = Copy(sender, self._member, part.move)
+            yield copy, None if part.start is None else part.in_buffer(message.buffer)
 
 
-def _own_hops(plan: Plan, rank: int) -> list[_Hop]:
-    """In their order. Both ends of a link count its hops alike."""
-    assert plan.order or not plan.buckets, "a plan without an order; see schedule.ordered"
-    counts: Counter[Link] = Counter()
-    hops = []
-    for bucket, link in plan.order:
-        if rank in link:
-            hops.append(_Hop(bucket, link, counts[link]))
-            counts[link] += 1
-    return hops
-
-
-def _parts(moves: Iterable[Move], buffer: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
-    """The moves and their elements in the buffer: larger dtypes first, so that all are aligned."""
-    offset = 0
-    for move in sorted(moves, key=lambda move: -getattr(torch, move.destination_dtype).itemsize):
-        dtype, shape = getattr(torch, move.destination_dtype), torch.Size(shape_of(move.destination.rectangle))
-        end = offset + shape.numel() * dtype.itemsize
-        yield move, buffer[offset:end].view(dtype).view(shape)
-        offset = end
+def _wait(works: list[dist.Work]) -> None:
+    while works:
+        works[0].wait()
+        works.pop(0)
 
 
 def _process_group(meeting: Meeting, rank: int, size: int) -> dist.Backend:

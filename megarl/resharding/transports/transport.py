@@ -11,6 +11,9 @@ import torch
 from megarl.resharding.piece import Rectangle
 from megarl.resharding.plan import Copy, Plan
 
+Delivered = tuple[Copy, torch.Tensor | None]
+Delivery = Iterator[Delivered]
+
 
 class Transport(Protocol):
     staging_bytes: int
@@ -19,9 +22,9 @@ class Transport(Protocol):
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """Of a source's parameter. Raises ValueError for one that the source does not have."""
 
-    def deliver(self, copies: Sequence[Copy]) -> Iterator[tuple[Copy, torch.Tensor]]:
-        """The copies, whole or in parts and in any order, each with its elements. These are valid until the next is
-        asked for, and by then the destination has written them."""
+    def deliver(self, copies: Sequence[Copy]) -> Delivery:
+        """The copies, whole or in parts and in any order, each with its elements, or None where they are in their place
+        already. They are valid until the next is asked for, and by then the destination has written them."""
 
 
 class Channel(Protocol):
@@ -39,7 +42,7 @@ class Readable(ABC):
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan) -> Self:
         return self
 
-    def deliver(self, copies: Sequence[Copy]) -> Iterator[tuple[Copy, torch.Tensor]]:
+    def deliver(self, copies: Sequence[Copy]) -> Delivery:
         for copy in copies:
             yield copy, self.read(copy.source, *copy.move.source)
 

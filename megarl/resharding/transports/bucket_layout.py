@@ -1,0 +1,88 @@
+"""Where the moves of a bucket are while it travels: in a buffer, or in the parameters themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megarl.resharding.piece import ITEM_BYTES, Place, num_elements, shape_of
+from megarl.resharding.plan import Move
+from megarl.resharding.transports.transport import view
+
+ALONE_BYTES = 128 * 2**10
+"""A move of so many bytes is a message of its own: to copy it would take longer than a message takes to set out."""
+ALIGNMENT = 8
+"""Bytes. A move of another size, which would leave those after it misaligned, is not alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A move at one of its holders; start is where in the buffer, or None where its elements lie in one stretch of the
+    parameter, from or to which they travel without a copy."""
+
+    move: Move
+    place: Place
+    start: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.move)
+
+    def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        elements = buffer[self.start : self.start + self.num_bytes].view(getattr(torch, self.move.destination_dtype))
+        return elements.view(shape_of(self.place.rectangle))
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """A bucket at one of its holders.
+
+    alone      moves that are messages of their own
+    together   those that are the last message
+    num_bytes  of the buffer
+    """
+
+    alone: tuple[Part, ...]
+    together: tuple[Part, ...]
+    num_bytes: int
+
+    @property
+    def num_messages(self) -> int:
+        return len(self.alone) + bool(self.together)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (*self.alone, *self.together)
+
+    def messages(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What is sent, or received into."""
+        for part in self.alone:
+            lies = view(parameters[part.place.parameter], part.place.rectangle)
+            yield lies if part.start is None else part.in_buffer(buffer)
+        if self.together:
+            yield buffer[self.together[0].start : self.num_bytes]
+
+
+def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.Tensor]) -> BucketLayout:
+    """moves: each with where its elements are at this holder, whose parameters these are. The messages are the same at
+    all holders."""
+    alone, together = [], []
+    offset = 0
+    in_order = sorted(moves, key=lambda item: (not _is_alone(item[0]), -ITEM_BYTES[item[0].destination_dtype]))
+    for move, place in in_order:
+        lies = view(parameters[place.parameter], place.rectangle)
+        is_ready = lies.is_contiguous() and lies.dtype == getattr(torch, move.destination_dtype)
+        in_place = _is_alone(move) and is_ready
+        (alone if _is_alone(move) else together).append(Part(move, place, None if in_place else offset))
+        offset += 0 if in_place else _num_bytes(move)
+    return BucketLayout(tuple(alone), tuple(together), offset)
+
+
+def _is_alone(move: Move) -> bool:
+    return _num_bytes(move) >= ALONE_BYTES and _num_bytes(move) % ALIGNMENT == 0
+
+
+def _num_bytes(move: Move) -> int:
+    return num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype]
