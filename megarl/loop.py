@@ -13,11 +13,12 @@ from megarl.cluster.failure import RunFailure
 from megarl.cluster.memory import MemorySampler
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import Placement, place
-from megarl.cluster.saver import Saver, checkpoint_bytes
+from megarl.cluster.saver import Saver
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
 from megarl.data.given import GivenData
 from megarl.data.prompts import PromptSet
+from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.resume import RunState, Start, start
 from megarl.run_folder import RunFolder
 from megarl.sinks import ConsoleSink, JsonlSink
@@ -51,7 +52,7 @@ class Loop:
         """Opens the run's folder and says what will be run, before any process is started. Raises ValueError for a
         checkpoint to go on from that is not one, and for a disk without room for the next."""
         begin = start(config, data)
-        num_bytes = checkpoint_bytes(config, models.trained)
+        num_bytes = checkpoint_bytes(config, models.trained(config))
         saver = Saver(begin.folder.checkpoints, config, num_bytes, data.data_hash)
         placement = place(config)
         announce(config, begin, models.actor, data, placement.describe())

@@ -10,7 +10,6 @@ from megarl.cluster.failure import RunFailure
 from megarl.cluster.model_folders import ModelFolders
 from megarl.config.schema import Config, Trained
 from megarl.config.violations import raise_all
-from megarl.data.model_folder import read_config
 
 PROGRAM = "megarl.megatron.preflight"
 
@@ -22,10 +21,8 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     Asked in a process that ends: Megatron's import takes seconds, and memory that the driver has no other use for.
     Where nothing is asked for beyond keys that have rules of their own, there is no such process.
     """
-    folders = {"actor": models.actor, "critic": models.critic, "implicit_reward": models.implicit_reward}
-    asked = {
-        trained.section: read_config(folders[trained.section]) for trained in config.all_trained if goes_beyond(trained)
-    }
+    trained = models.trained(config)
+    asked = {role: hf_config for role, hf_config in trained.items() if goes_beyond(config.placed(role))}
     if not asked:
         return
     try:

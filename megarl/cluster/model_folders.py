@@ -10,7 +10,8 @@ from typing import Any
 from megarl.config.classifier import as_classifier
 from megarl.config.huggingface import left_out
 from megarl.config.model_rules import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Role
+from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config, resolve
 from megarl.data.tokenizer import load_tokenizer
 from megarl.resharding.selection import check_selections
@@ -30,10 +31,15 @@ class ModelFolders:
         """The actor's."""
         return read_config(self.actor)
 
-    @property
-    def trained(self) -> list[Path]:
-        """Of the models that the run trains."""
-        return [folder for folder in (self.actor, self.critic, self.implicit_reward) if folder is not None]
+    def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
+        """Config of each model that the run trains, with the head that it is trained with."""
+        actor = trained_hf_config(config, self.actor)
+        found: dict[Role, dict[str, Any]] = {"actor": with_value_head(actor) if config.actor_has_values else actor}
+        if self.critic is not None:
+            found["critic"] = as_classifier(read_config(self.critic))
+        if self.implicit_reward is not None:
+            found["implicit_reward"] = read_config(self.implicit_reward)
+        return found
 
 
 def find_models(config: Config) -> ModelFolders:

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoints import Checkpoints
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
-from megarl.data.model_folder import read_config
-from megarl.resharding.families import huggingface_holder
-
-OPTIMIZER_BYTES = 12
-"""Of a parameter: its float32 copy and AdamW's two moments."""
-
-
-def checkpoint_bytes(config: Config, model_folders: Iterable[Path]) -> int:
-    """What a checkpoint of models like those in the folders, the actor's first, takes on the disk, within a few
-    percent."""
-    holders = [huggingface_holder(read_config(folder)) for folder in model_folders]
-    num_parameters = [sum(prod(shape) for shape in holder.shapes.values()) for holder in holders]
-    weight_bytes = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    kl = config.algorithm.kl
-    reference_bytes = 0 if kl.renew_steps is None else weight_bytes if kl.renew_share == 1 else 4
-    trained = sum(num_parameters) * (weight_bytes + OPTIMIZER_BYTES)
-    return round(1.05 * (trained + num_parameters[0] * reference_bytes))
 
 
 class Saver:

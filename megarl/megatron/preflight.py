@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Role
 from megarl.megatron.model import data_parallel_config, transformer_config
 from megarl.megatron.optimizer import optimizer_config
 
 
-def refusals(config: Config, hf_configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """hf_configs: of the models to look at, by their section."""
+def refusals(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> list[str]:
+    """hf_configs: of the models to look at."""
     dtype, found = getattr(torch, config.model.dtype), []
-    trained = {settings.section: settings for settings in config.all_trained}
-    for section, hf_config in hf_configs.items():
-        settings = trained[section]
+    for role, hf_config in hf_configs.items():
+        settings = config.placed(role)
         for build in (
             partial(transformer_config, settings, hf_config, dtype),
             partial(optimizer_config, settings, dtype),

@@ -19,8 +19,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megarl.checkpoints import Checkpoint, Checkpoints, FileRecord
-from megarl.config.schema import Config
+from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.rank_group import worker_class
+from megarl.config.schema import Config, Role
+from megarl.data.model_folder import read_config
 from megarl.megatron.actor_worker import ActorWorker
+from megarl.planning.checkpoint_size import checkpoint_bytes
 from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
 from tests.parity import (
@@ -166,6 +170,8 @@ def saved_by(
     ranks = run_ranks(config.actor.layout.world_size, function, config, model, hidden, *arguments)
     files = [record for rank in ranks for record in rank.files]
     checkpoint = checkpoints.commit(SAVED_AFTER, {"config": config.model_dump()}, files)
+    expected = checkpoint_bytes(config, {"actor": read_config(model)})
+    assert sum(record.num_bytes for record in files) == pytest.approx(expected, rel=0.04)
     assert {record.path for record in files} == {f"actor/{file.name}" for file in (checkpoint.path / "actor").iterdir()}
     return [rank.result for rank in ranks], checkpoint
 
@@ -317,6 +323,32 @@ def test_another_models_checkpoint_is_refused(model, tmp_path):
     [message] = run_ranks(1, refusal, config_of(untied), untied, checkpoint)
     assert message.startswith(f"{checkpoint.path}/actor: it is the checkpoint of another model: ")
     assert "output_layer.weight is in one only" in message
+
+
+def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, role: Role) -> list[FileRecord]:
+    worker = worker_class(config, role)(config, model, rank, store, threads=1)
+    worker.save_checkpoint(folder, role)
+    return worker.finish_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("role", "overrides"),
+    [
+        ("critic", ["critic.frozen=['model.layers.[01].*']", "critic.layout.tp=2"]),
+        ("actor", ["critic.trunk=actor", "model.dtype=bfloat16"]),
+        ("implicit_reward", ["implicit_reward.coefficient=1.0", "implicit_reward.frozen=['model.layers.[0-2].*']"]),
+    ],
+)
+def test_the_size_of_every_roles_checkpoint_is_known_before(tmp_path, role, overrides):
+    """From a model whose language head is not tied: a critic does not have it."""
+    model = write_tiny_llama(tmp_path / "model", **SIZES, tied=False)
+    config = config_of(model, "algorithm.advantage.estimator=gae", "critic.tokens_per_microbatch=64", *overrides)
+    folder = tmp_path / "checkpoint"
+    (folder / role).mkdir(parents=True)
+    ranks = run_ranks(config.placed(role).layout.world_size, save_at_start, config, model, folder, role)
+    hf_config = ModelFolders(model, model, None, model).trained(config)[role]
+    written = sum(record.num_bytes for records in ranks for record in records)
+    assert written == pytest.approx(checkpoint_bytes(config, {role: hf_config}), rel=0.04)
 
 
 def save_for_ever(store: Path, config: Config, model: Path, folder: Path) -> None:

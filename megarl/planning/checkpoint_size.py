@@ -1,0 +1,70 @@
+"""What a checkpoint takes on the disk, in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from megarl.config.schema import Config, Layout, Role, Trained
+from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
+from megarl.resharding.piece import Holder
+from megarl.resharding.selection import ONE_PROCESS, select_tensors, whole_parameters
+
+FLOAT32 = 4
+
+ADAM_STATES = 3
+"""Float32 copies of a trained parameter: its main weight and AdamW's two moments."""
+
+ENTRY_BYTES = 1900
+"""Beside the elements of a rank's part of a tensor: names, shape and checksum, in the file and in the index."""
+
+RANK_BYTES = 26 * 1024
+"""A rank's random states."""
+
+
+def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
+    """Of all models that the run trains. hf_configs: of these, with the heads that they are trained with."""
+    return sum(_model_bytes(config, config.placed(role), hf_config) for role, hf_config in hf_configs.items())
+
+
+def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
+    """Every tensor is saved once, by one of the ranks that have it: as one process would save it, in as many parts as
+    tensor parallelism makes of it."""
+    layout = settings.layout
+    holder = _holder(config, layout, hf_config, tp=1, etp=1)
+    elements, rank = _elements(holder), _elements(_holder(config, layout, hf_config, layout.tp, layout.expert_tp))
+    copies = dict.fromkeys(elements, 1)
+    num_bytes = holder.shard.num_bytes
+    for name in _trained(settings, hf_config, holder):
+        copies[name] += ADAM_STATES
+        num_bytes += elements[name] * ADAM_STATES * FLOAT32
+    if settings.section == "actor" and config.has_reference and config.algorithm.kl.renew_steps is not None:
+        # One that takes up the policy whole is saved as the weights are, one that takes a share of it in float32.
+        whole = config.algorithm.kl.renew_share == 1
+        num_bytes += holder.shard.num_bytes if whole else sum(elements.values()) * FLOAT32
+        copies = {name: number + 1 for name, number in copies.items()}
+    # Gate and up projection, one parameter of a rank, are saved apart.
+    parts = {name: elements[name] // rank[name] * (2 if ".linear_fc1.weight" in name else 1) for name in elements}
+    entries = sum(parts[name] * number for name, number in copies.items())
+    return num_bytes + entries * ENTRY_BYTES + layout.world_size * RANK_BYTES
+
+
+def _holder(config: Config, layout: Layout, hf_config: Mapping[str, Any], tp: int, etp: int) -> Holder:
+    """A tensor-parallel rank of as many, with all layers and experts; the vocabulary padded as under the layout."""
+    own = layout.model_copy(update=ONE_PROCESS | {"tp": tp, "etp": etp})
+    multiple = VOCABULARY_MULTIPLE * layout.tp // tp
+    return megatron_holder(hf_config, own, 0, dtype=config.model.dtype, vocab_multiple=multiple)
+
+
+def _elements(holder: Holder) -> dict[str, int]:
+    return {name: prod(shape) for name, shape in holder.shapes.items()}
+
+
+def _trained(settings: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
+    """The parameters that an optimizer has states of: a router's bias follows no gradient."""
+    key = f"{settings.section}.frozen"
+    selected = select_tensors(key, settings.frozen, huggingface_holder(hf_config).shapes)
+    frozen = set(whole_parameters(key, selected, holder))
+    return [name for name in holder.shapes if name not in frozen and not name.endswith(".router.expert_bias")]
