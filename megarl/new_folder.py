@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 Progress = Callable[[str, int, int], None]
-"""Told what has just been done ("written", "verified"), of how many bytes, and how many there are in all."""
+"""Told what has just been done ("checked", "written", "verified"), of how many bytes, and how many there are in all."""
 
 
 def no_progress(done: str, num_bytes: int, total: int) -> None:
@@ -20,10 +20,21 @@ def no_progress(done: str, num_bytes: int, total: int) -> None:
 @contextmanager
 def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
     """Gives a hidden folder beside it to write into, which gets its name at the end, when all of it is on the disk.
-    After an error nothing is left of it.
-
-    num_bytes: about what will be written. Raises ValueError where `out` exists or the disk has no room for it.
+    After an error nothing is left of it. For what is asked of `out` see require_room.
     """
+    require_room(out, num_bytes)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
+        folder = Path(temporary) / out.name
+        folder.mkdir()
+        yield folder
+        for path in (*folder.rglob("*"), folder):
+            sync(path)
+        folder.rename(out)
+    sync(out.parent)
+
+
+def require_room(out: Path, num_bytes: int) -> None:
+    """Raises ValueError where `out` exists, or its disk has no room for it. num_bytes: about what will be written."""
     if out.exists():
         raise ValueError(f"{out} exists already; give a new folder or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -33,14 +44,6 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
             f"{out}: its disk has {free / 1e9:.2f} GB free, and {num_bytes / 1e9:.2f} GB are to be written; free some "
             "or give a folder on another disk"
         )
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
-        folder = Path(temporary) / out.name
-        folder.mkdir()
-        yield folder
-        for path in (*folder.rglob("*"), folder):
-            sync(path)
-        folder.rename(out)
-    sync(out.parent)
 
 
 def sync(path: Path) -> None:

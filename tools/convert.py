@@ -48,7 +48,7 @@ LastStage = Annotated[int | None, typer.Option(min=1, help="Layers of the last s
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Convert to it; by default all keep theirs.")
 ]
-Verify = Annotated[bool, typer.Option(help="Read everything back and compare checksums.")]
+Verify = Annotated[bool, typer.Option(help="Check the files of a run's checkpoint; read everything back and compare.")]
 
 
 @app.command()

@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoints import MANIFEST, Checkpoint
+from megarl.checkpoints import MANIFEST, Checkpoint, FileRecord
 from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config, Layout
 from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config, resolve
 from megarl.megatron.blueprint import blueprint
 from megarl.megatron.sharded_checkpoint import FORMAT
+from megarl.new_folder import Progress
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
-from megarl.resharding.transports.torch_dist import StoredExtents, StoredTensor, TorchDistFolder
+from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, StoredTensor, TorchDistFolder
 
 DESCRIPTION = "huggingface"
 """The folder in a checkpoint that has its model's config.json and tokenizer."""
@@ -38,6 +39,7 @@ class CheckpointSource:
     files       a folder with what a Hugging Face folder has beside weights
     companions  what stands before the parameters' keys of tensors that are cut as these are: optimizer.state.exp_avg.
                 and the like, a reference that is saved
+    sealed      the checkpoint of a run that it is a part of, which knows the SHA-256 of its files
     """
 
     path: Path
@@ -47,6 +49,7 @@ class CheckpointSource:
     folder: TorchDistFolder
     extents: Mapping[str, Extent]
     companions: Sequence[str]
+    sealed: Checkpoint | None
 
     def transport(self, companion: str = "") -> StoredExtents:
         """For the parameters themselves, or for a companion of theirs."""
@@ -62,6 +65,14 @@ class CheckpointSource:
         torch.save(state, stream)
         return stream.getvalue()
 
+    def check_files(self, progress: Progress) -> None:
+        """Raises ValueError, naming it, for a file of a run that is not what the run wrote."""
+        if self.sealed is not None:
+            records = _records(self.sealed, self.path)
+            for record in records:
+                self.sealed.verify([record])
+                progress("checked", record.num_bytes, sum(record.num_bytes for record in records))
+
     def dtypes(self, companion: str) -> dict[str, str]:
         """By the keys of the parameters that have it: the optimizer's state is of those that are trained."""
         tensors = self.folder.tensors.items()
@@ -76,8 +87,12 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
     those of the run). Raises ValueError where it is no whole checkpoint of this model.
     """
     path = model_path(path)
+    sealed = Checkpoint.open(path.parent) if (path.parent / MANIFEST).is_file() else None
+    if sealed is not None:
+        # What is unpickled next.
+        sealed.verify(record for record in _records(sealed, path) if Path(record.path).name == METADATA)
     with TorchDistFolder(path) as folder:
-        files, hf_config = _described(path, huggingface)
+        files, hf_config = _described(path, huggingface, sealed)
         hf_config = with_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
         plan = blueprint(hf_config, Layout(**ONE_PROCESS, sequence_parallel=False), 0, _format(folder))
         companions = _companions(path, folder, {extent.key for extent in plan.extents})
@@ -87,7 +102,7 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
         dtypes = {key: tensor.dtype for key, tensor in folder.tensors.items()}
         holder = checkpoint_holder(str(path), [(plan.holder, extents)], dtypes)
         by_name = {extent.name: extent for extent in extents}
-        yield CheckpointSource(path, files, hf_config, holder, folder, by_name, companions)
+        yield CheckpointSource(path, files, hf_config, holder, folder, by_name, companions, sealed)
 
 
 def model_path(path: Path) -> Path:
@@ -95,15 +110,20 @@ def model_path(path: Path) -> Path:
     return path / "actor" if (path / MANIFEST).is_file() else path
 
 
-def _described(path: Path, huggingface: Path | None) -> tuple[Path, dict[str, Any]]:
+def _records(sealed: Checkpoint, path: Path) -> list[FileRecord]:
+    """Of the files in the folder of one of its models."""
+    return [record for record in sealed.files if Path(record.path).parts[0] == path.name]
+
+
+def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) -> tuple[Path, dict[str, Any]]:
     """The folder of the model's description, and its config.json."""
     own = path / DESCRIPTION
     if huggingface is not None or own.is_dir():
         files = huggingface or own
         return files, read_config(resolve(str(files), key="--hf"))
-    if not (path.parent / MANIFEST).is_file():
+    if sealed is None:
         raise ValueError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
-    config = Config.model_validate(Checkpoint.open(path.parent).state["config"])
+    config = Config.model_validate(sealed.state["config"])
     role = path.name
     given = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
     files = resolve(given, key="--hf")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from megarl.megatron.checkpoint_source import (
 )
 from megarl.megatron.checkpoint_writer import Entry, write_extents
 from megarl.megatron.sharded_checkpoint import FORMAT
-from megarl.new_folder import Progress, new_folder, no_progress
+from megarl.new_folder import Progress, new_folder, no_progress, require_room
 from megarl.resharding.check import check_plan
 from megarl.resharding.checkpoint import checkpoint_holder
 from megarl.resharding.execute import execute
@@ -46,7 +47,8 @@ from megarl.resharding.transports.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """dtype: convert to it (None: every tensor keeps its own). verify: read back what was written, and compare."""
+    """dtype: convert to it (None: every tensor keeps its own). verify: compare the files of a run's checkpoint with the
+    SHA-256 that it notes, and read back what was written here."""
 
     dtype: str | None = None
     verify: bool = True
@@ -64,13 +66,17 @@ class Companion:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A source: who holds them, how they are read, and what else a Hugging Face folder has (in the folder `files`)."""
+    """A source: who holds them, how they are read, and what else a Hugging Face folder has (in the folder `files`).
+
+    check: of its files, which takes as long as reading them; raises ValueError
+    """
 
     hf_config: Mapping[str, Any]
     holder: Holder
     transport: Transport
     files: Path
     companions: Sequence[Companion] = ()
+    check: Callable[[], None] | None = None
 
 
 def layout_of_files(
@@ -126,6 +132,9 @@ def megatron_to_huggingface(
             kept = {name: found[name] for name in destination.shapes if name in found}
             destination = replace(destination, shard=replace(destination.shard, dtypes=destination.dtypes | kept))
         plan = _proven(source.holder, destination)
+        if options.verify:
+            require_room(out, plan.num_bytes)  # before all is read
+            source.check_files(options.progress)
         return write_folder(
             plan, source.transport(), hf_config, source.files, out, shard_bytes, options.verify, options.progress
         )
@@ -138,7 +147,8 @@ def reshape(
     that are saved beside the model's; the random states of ranks do not, which another layout has not."""
     with open_checkpoint(checkpoint, huggingface) as source:
         companions = [Companion(p, source.transport(p), source.dtypes(p)) for p in source.companions]
-        weights = Weights(source.hf_config, source.holder, source.transport(), source.files, companions)
+        checked = partial(source.check_files, options.progress) if options.verify else None
+        weights = Weights(source.hf_config, source.holder, source.transport(), source.files, companions, checked)
         return _write_checkpoint(weights, layout, out, source.common, options)
 
 
@@ -190,6 +200,8 @@ def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes
         return made
 
     with new_folder(out, total) as folder:
+        if weights.check is not None:
+            weights.check()
         write_extents(entries, [rank.objects for rank in ranks], tensor, folder)
         (folder / COMMON).write_bytes(common)
         description = folder / DESCRIPTION

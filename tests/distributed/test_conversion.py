@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,19 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.checkpoints import Checkpoints
+from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
+from megarl.data.model_folder import read_config
 from megarl.megatron.actor_worker import ActorWorker
 from megarl.megatron.conversion import huggingface_to_megatron, layout_of_files, megatron_to_huggingface, reshape
+from megarl.megatron.critic_worker import CriticWorker
 from tests.distributed.test_families import DEEPSEEK, DENSE, QWEN3_MOE
+from tests.distributed.test_ppo_parity import PLAIN, ppo_config, train_critic
 from tests.forked import run_ranks
-from tests.parity import canonical, config_of, random_groups, shares
+from tests.parity import canonical, config_of, random_groups, shares, whole_tensors
 from tests.parity import train as trained
 from tests.tiny_model import write_tiny_model
 
@@ -137,6 +142,7 @@ def test_a_checkpoint_of_a_run_exports_and_takes_another_layout(tmp_path):
     checkpoint = checkpoints.commit(1, {"config": config.model_dump()}, records).path
     weights = canonical(folder, [result for result, _ in ranks], "weights")
 
+    expect_damage_to_be_named(checkpoint, tmp_path / "export")
     megatron_to_huggingface(checkpoint, tmp_path / "export")
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
@@ -157,6 +163,68 @@ def test_a_checkpoint_of_a_run_exports_and_takes_another_layout(tmp_path):
     megatron_to_huggingface(tmp_path / "reshaped", tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+def expect_damage_to_be_named(checkpoint: Path, out: Path) -> None:
+    """A bit of a file of a rank, and of its index, is another one: everything is as before afterwards."""
+    for name in ("__1_0.distcp", ".metadata"):
+        file = checkpoint / "actor" / name
+        whole = file.read_bytes()
+        file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        for convert in (megatron_to_huggingface, partial(reshape, layout=layout_of_files(tp=2))):
+            with pytest.raises(ValueError, match=rf"actor/{name} is damaged: its SHA-256 is \w+… and was \w+…"):
+                convert(checkpoint, out)
+            assert sorted(path.name for path in out.parent.iterdir()) == ["hf", "run"]
+        file.write_bytes(whole)
+
+
+def train_and_save_critic(store, rank: int, config: Config, model: Path, folder: Path):
+    """One update, a checkpoint, and the values of the weights in it."""
+    saved: list[list] = []
+    inner = CriticWorker.end_step
+
+    def end_step(self: CriticWorker) -> None:
+        inner(self)
+        self.save_checkpoint(folder, "critic")
+        saved.append(self.finish_checkpoint(folder))
+        [share] = shares(config, self.packing, GROUPS, "critic")
+        samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+        saved.append(self.token_scores(samples, share.microbatches))
+
+    CriticWorker.end_step = end_step
+    result, _ = train_critic(store, rank, config, model, [[GROUPS]], {})
+    return result, *saved
+
+
+def test_the_critic_of_a_run_exports_as_a_classifier_that_gives_its_values(tmp_path):
+    folder = write(tmp_path / "hf", "qwen2", dict(tie_word_embeddings=True))
+    config = ppo_config(folder, None, ("{}", "{tp: 2}"), PLAIN)
+    checkpoints = Checkpoints(tmp_path / "run")
+    hidden = checkpoints.begin(1)
+    (hidden / "critic").mkdir()
+    ranks = run_ranks(2, train_and_save_critic, config, folder, hidden)
+    records = [record for _, files, _ in ranks for record in files]
+    checkpoint = checkpoints.commit(1, {"config": config.model_dump()}, records).path
+    weights = whole_tensors(as_classifier(read_config(folder)), [result for result, _, _ in ranks], "weights")
+
+    megatron_to_huggingface(checkpoint / "critic", tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
+    assert exported["score.weight"].any()
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    values = {name: value for _, _, own in ranks for name, value in own.items()}
+    for sample, _ in GROUPS[0]:
+        start = len(sample.prompt.token_ids)
+        ids = sample.prompt.token_ids + sample.response_ids
+        with torch.no_grad():
+            theirs = [model(torch.tensor([ids[:end]])).logits.item() for end in range(start, len(ids))]
+        assert torch.allclose(values[sample.id], torch.tensor(theirs), atol=TOLERANCE), sample.id
+
+    huggingface_to_megatron(tmp_path / "export", tmp_path / "imported", layout_of_files(pp=2))
+    reshape(checkpoint / "critic", tmp_path / "reshaped", layout_of_files(pp=2))
+    imported, reshaped = (read_whole(tmp_path / name) for name in ("imported", "reshaped"))
+    assert imported.keys() < reshaped.keys()
+    assert all(torch.equal(imported[key], reshaped[key]) for key in imported)
 
 
 def read_whole(checkpoint: Path) -> dict[str, torch.Tensor]:

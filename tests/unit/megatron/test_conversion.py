@@ -214,10 +214,18 @@ def test_what_is_no_part_of_the_model_is_left_out(tmp_path, changes, names):
     assert not json.loads((tmp_path / "back" / "config.json").read_text()).get("num_nextn_predict_layers")
 
 
-def test_a_classifier_keeps_its_head(tmp_path):
-    config = config_of(architectures=["LlamaForSequenceClassification"], id2label={"0": "good", "1": "bad"})
+@pytest.mark.parametrize(
+    ("kind", "labels", "bias"),
+    [("Sequence", 2, False), ("Sequence", 1, False), ("Token", 1, True)],
+    ids=["two labels", "a critic", "a token classifier"],
+)
+def test_a_classifier_keeps_its_head(tmp_path, kind, labels, bias):
+    config = config_of(
+        architectures=[f"LlamaFor{kind}Classification"], id2label={str(i): f"LABEL_{i}" for i in range(labels)}
+    )
     tensors = random_checkpoint(config)
-    tensors["score.weight"] = tensors.pop("lm_head.weight")[:2].clone()
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:labels].clone()
+    tensors |= {"score.bias": tensors["model.norm.weight"][:labels].clone()} if bias else {}
     write_tensors(tmp_path / "hf", config, tensors)
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "first", layout_of(tp=3, pp=2))
     reshape(tmp_path / "first", tmp_path / "second", layout_of())
@@ -274,6 +282,8 @@ def test_a_checkpoint_of_another_model(tmp_path, checkpoint, changes, message):
     (other / "config.json").write_text(json.dumps(config_of(**changes)))
     with pytest.raises(ValueError, match=message):
         megatron_to_huggingface(checkpoint, tmp_path / "out", other)
+    with pytest.raises(ValueError, match=message):
+        reshape(checkpoint, tmp_path / "out", layout_of(), other)
     assert left_in(tmp_path) == {"hf", "checkpoint", "other"}
 
 
@@ -340,6 +350,8 @@ def test_an_interruption_leaves_nothing(tmp_path, checkpoint, moment):
         reshape(checkpoint, tmp_path / "out", layout_of(tp=3), options=options)
     with pytest.raises(KeyboardInterrupt):
         megatron_to_huggingface(checkpoint, tmp_path / "out", options=options)
+    with pytest.raises(KeyboardInterrupt):
+        huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), options)
     assert left_in(tmp_path) == {"hf", "checkpoint"}
 
 
