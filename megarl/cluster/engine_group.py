@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.vllm_group import VllmActor, VllmGroup
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
-from megarl.resharding.families import vllm_holders
+from megarl.resharding.families import huggingface_holder, vllm_holders
 from megarl.resharding.parts import parts
 from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Plan
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from megarl.resharding.verification import Checksum, Region
     from megarl.rollout.engine import Refitted
     from megarl.rollout.vllm_engine import VllmEngine
+
+
+SHOWN = 3
+"""So many of the parameters that cannot be written in place are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,12 @@ class EngineActor(VllmActor):
         segments.note(self._scratch)  # vLLM makes some only when it generates
         return [[SampleInfo.of(sample) for sample in samples], *samples]
 
-    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> None:
+    def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        return self._engine.parameters()
+
+    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         with self._whole():
-            self._engine.connect(plan, channel, holders)
+            self._engine.connect(plan, channel, holders, by_loader)
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> list[Refitted]:
         with self._whole():
@@ -101,6 +108,35 @@ class EngineGroup(VllmGroup):
             expert_parallel=bool(extra.get("enable_expert_parallel")),
         )
         self._holders = {p.name: holders[p.index * tp : (p.index + 1) * tp] for p in processes}
+        self._whole_model = huggingface_holder(read_config(model_folder), config.model.dtype)
+        self._by_loader = False
+
+    def start(self) -> None:
+        """And finds out whether the engines' parameters are those of the model's family, which a plan can write."""
+        super().start()
+        name, actor = next(iter(self._actors.items()))
+        [workers] = self._session.wait({name: actor.parameters.remote()}, "parameters of the engine")
+        misfits = [
+            f"{holder.name}: {line}"
+            for holder, own in zip(self._holders[name], workers, strict=True)
+            for line in holder.shard.misfits(own)
+        ]
+        if misfits:
+            self._take_whole_tensors(misfits)
+
+    def _take_whole_tensors(self, misfits: Sequence[str]) -> None:
+        """Every worker then gets the whole model, as the checkpoint has it."""
+        print(
+            "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because "
+            f"{len(misfits)} parameters are not those of the model's family: {'; '.join(misfits[:SHOWN])}"
+            f"{'; …' if len(misfits) > SHOWN else ''}",
+            flush=True,
+        )
+        self._by_loader = True
+        self._holders = {
+            name: [replace(self._whole_model, name=holder.name) for holder in holders]
+            for name, holders in self._holders.items()
+        }
 
     @property
     def names(self) -> list[str]:
@@ -143,7 +179,7 @@ class EngineGroup(VllmGroup):
         """From now on a refit is this plan. Returns whether all engines know; those that do not are lost."""
         own = parts(plan, [[holder.name for holder in self._holders[name]] for name in self._actors])
         calls = {
-            name: actor.connect.remote(part, channel, self._holders[name])
+            name: actor.connect.remote(part, channel, self._holders[name], self._by_loader)
             for (name, actor), part in zip(self._actors.items(), own, strict=True)
         }
         _, lost = self._session.gather(calls, "connecting for the refit", expendable=self.expendable)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import prod
 
 import torch
 
@@ -22,7 +23,7 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
     """
     _check_shapes(writes, parameters)
     for copy in writes.copies:
-        _check_dtypes(copy, parameters, transport)
+        _check_dtypes(copy, dtype_name(parameters[copy.move.destination.parameter].dtype), transport)
     written = 0
     for copy, source in transport.deliver(writes.copies):
         target = view(parameters[copy.move.destination.parameter], copy.move.destination.rectangle)
@@ -36,6 +37,39 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
         target.zero_()
         written += target.nbytes
     return written
+
+
+class Assembly:
+    """What a plan writes into a holder whose parameters nobody has yet: each is put together in memory of its own.
+
+    staging_bytes   of parameters that were incomplete at once, at most
+    """
+
+    def __init__(self, writes: Writes, transport: Transport):
+        assert not writes.fills, "only what is no copy has fills"
+        self._writes, self._transport = writes, transport
+        self.staging_bytes = 0
+
+    @torch.no_grad()
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each when its last element has come; they are the caller's. Raises ValueError for dtypes that differ without
+        a cast in the plan."""
+        for copy in self._writes.copies:
+            _check_dtypes(copy, copy.move.destination_dtype, self._transport)
+        shapes = planned_shapes(self._writes)
+        missing = {name: prod(shape) for name, shape in shapes.items()}
+        begun: dict[str, torch.Tensor] = {}
+        for copy, part in self._transport.deliver(self._writes.copies):
+            name, rectangle = copy.move.destination
+            if name not in begun:
+                dtype = getattr(torch, copy.move.destination_dtype)
+                begun[name] = torch.empty(shapes[name], dtype=dtype, device=part.device)
+                self.staging_bytes = max(self.staging_bytes, sum(tensor.nbytes for tensor in begun.values()))
+            view(begun[name], rectangle).copy_(part)
+            missing[name] -= part.numel()
+            if missing[name] == 0:
+                yield name, begun.pop(name)
+        assert not begun, f"incomplete: {', '.join(begun)}"
 
 
 def planned_shapes(writes: Writes) -> dict[str, tuple[int, ...]]:
@@ -61,10 +95,10 @@ def _check_shapes(writes: Writes, parameters: Mapping[str, torch.Tensor]) -> Non
             raise ValueError(f"{name}: the model has this parameter, but the plan does not write it")
 
 
-def _check_dtypes(copy: Copy, parameters: Mapping[str, torch.Tensor], transport: Transport) -> None:
+def _check_dtypes(copy: Copy, ours: str, transport: Transport) -> None:
+    """ours: of the parameter that is written."""
     move = copy.move
     theirs = dtype_name(transport.dtype(copy.source, move.source.parameter))
-    ours = dtype_name(parameters[move.destination.parameter].dtype)
     if theirs != ours and (theirs, ours) != (move.source_dtype, move.destination_dtype):
         raise ValueError(
             f"{move.destination.parameter} is {ours}, but {copy.source} has {move.source.parameter} as {theirs}; "

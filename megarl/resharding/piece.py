@@ -123,6 +123,21 @@ class Shard:
     def num_bytes(self) -> int:
         return sum(prod(shape) * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
 
+    def misfits(self, parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
+        """Why these parameters (name -> shape and dtype) cannot be written as this shard, a line for each that is
+        in the way; none: they can."""
+        lines = []
+        for name in dict.fromkeys((*parameters, *self.shapes)):
+            shape, dtype = parameters.get(name, (None, ""))
+            if name not in self.shapes:
+                lines.append(f"{name} {list(shape)} ({dtype}) is none of the family's")
+            elif shape is None:
+                lines.append(f"{name} is missing")
+            elif (shape, dtype) != (self.shapes[name], self.dtypes[name]):
+                expected = f"{list(self.shapes[name])} ({self.dtypes[name]})"
+                lines.append(f"{name} is {list(shape)} ({dtype}), the family's {expected}")
+        return lines
+
     def zeroed(self, canonical: Container[str]) -> Shard:
         """The same parameters; what they hold of these canonical tensors is to become zero."""
         pieces = tuple(

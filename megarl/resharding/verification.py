@@ -88,10 +88,10 @@ def own_checksums(
 
 @torch.no_grad()
 def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]) -> None:
-    """Raises RuntimeError that names the first region in which a destination's parameters are not what is expected, and
-    both sides of it."""
+    """Of some or all parameters of a destination. Raises RuntimeError that names the first region in which they are not
+    what is expected, and both sides of it."""
     wrong = []
-    for piece in holder.pieces:
+    for piece in (piece for piece in holder.pieces if piece.local in parameters):
         values = view(parameters[piece.local], piece.local_rectangle)
         if piece.canonical is None:
             if values.count_nonzero():

@@ -51,8 +51,14 @@ class Engine(Protocol):
     def has_lost_a_rank(self) -> bool:
         """Whether a process of its own has died, after which it can do nothing."""
 
-    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> None:
-        """From now on a refit is this plan, by this channel, into these holders: the engine's workers."""
+    def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        """Of each worker: name -> shape and dtype, of what a refit writes."""
+
+    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
+        """From now on a refit is this plan, by this channel, into these holders: the engine's workers.
+
+        by_loader: the plan is of whole tensors of the checkpoint, which the engine's own loader puts in their places.
+        """
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
         """Writes new weights into the live engine and sets its version last. Returns what each worker says.

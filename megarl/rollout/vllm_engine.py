@@ -78,8 +78,11 @@ class VllmEngine:
             for name in own:
                 del self._under_way[name]
 
-    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> None:
-        self._ask_workers("connect", plan, channel, holders)
+    def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        return self._llm.collective_rpc("parameters")
+
+    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
+        self._ask_workers("connect", plan, channel, holders, by_loader)
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
         self.version = None
@@ -103,9 +106,6 @@ class VllmEngine:
     def checksums(self) -> list[dict[str, str]]:
         """Per worker: parameter -> SHA-256 of its bytes."""
         return self._llm.collective_rpc("checksums")
-
-    def parameter_shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        return self._llm.collective_rpc("parameter_shapes")
 
     def _ask_workers(self, method: str, *args: Any) -> list[Any]:
         """Of RefitExtension. Raises the first worker's error."""

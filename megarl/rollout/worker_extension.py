@@ -6,7 +6,7 @@ vLLM imports this module in every worker before it loads the model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,13 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megarl import stacks
-from megarl.resharding.execute import execute
+from megarl.resharding.execute import Assembly, execute
 from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Plan
-from megarl.resharding.transports.transport import Channel
+from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region, check_weights
 from megarl.rollout.engine import Refitted
 
@@ -92,15 +93,16 @@ def _answer(function: Callable[..., Any], *args: Any) -> Any:
 class RefitExtension:
     """Mixed into vLLM's worker; its methods are called by LLM.collective_rpc."""
 
-    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> Failed | None:
+    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
         """See Engine.connect."""
-        return _answer(self._connect, plan, channel, holders)
+        return _answer(self._connect, plan, channel, holders, by_loader)
 
     def refit(self, expected: Mapping[Region, Checksum] | None) -> Refitted | Failed:
         """Writes this worker's parameters from the trainer's."""
-        return _answer(self._refit, expected)
+        return _answer(self._load if self._by_loader else self._refit, expected)
 
-    def _connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder]) -> None:
+    def _connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
+        self._by_loader = by_loader
         self._holder = holders[self.rank]
         self._writes = plan.into(self._holder.name)
         self._transport = channel.open(self._holder.name, self._parameters(), plan)
@@ -112,8 +114,32 @@ class RefitExtension:
         _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype)
         return Refitted(num_bytes, self._transport.staging_bytes)
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters().items()}
+    def _load(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
+        """By vLLM's loader, layer by layer into memory of the loader's own, and from there, processed, into place."""
+        model, config = self.model_runner.get_model(), self.model_runner.model_config
+        assembly = Assembly(self._writes, self._transport)
+        initialize_layerwise_reload(model)
+        names = {name for name, _ in model.named_parameters()}
+        try:
+            loaded = model.load_weights(self._checked(assembly, expected))
+        finally:
+            finalize_layerwise_reload(model, config)  # else layers would take the next refit for the rest of this one
+        # What quantisation adds to a layer is not loaded, but made.
+        if config.quantization is None and (left := sorted(names.difference(loaded))):
+            raise RuntimeError(f"vLLM's loader has left {', '.join(left)} as they were")
+        return Refitted(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
+
+    def _checked(
+        self, assembly: Assembly, expected: Mapping[Region, Checksum] | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in assembly.parameters():
+            if expected is not None:
+                check_weights(self._holder, {name: tensor}, expected)
+            yield name, tensor
+
+    def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name -> shape and dtype."""
+        return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 of each parameter's bytes."""

@@ -8,6 +8,7 @@ import os
 import random
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -101,12 +102,12 @@ class EngineSide:
 
         extra = dict(config.rollout.vllm_extra) | ({"load_format": "auto"} if start_with_weights else {})
         rollout = config.rollout.model_copy(update={"vllm_extra": extra})
-        self.engine = VllmEngine(rollout, folder, "float32", seed=0)
+        self.engine = VllmEngine(rollout, folder, config.model.dtype, seed=0)
         if start_with_weights:
             self.engine.hold(0)
 
-    def connect(self, plan, channel, holders):
-        self.engine.connect(plan, channel, holders)
+    def connect(self, plan, channel, holders, by_loader=False):
+        self.engine.connect(plan, channel, holders, by_loader)
 
     def refit(self, version, expected=None):
         return self.engine.refit(version, expected)
@@ -137,8 +138,8 @@ class EngineSide:
 
         return asyncio.run(sample())
 
-    def shapes(self):
-        return self.engine.parameter_shapes()
+    def parameters(self):
+        return self.engine.parameters()
 
     def checksums(self):
         return self.engine.checksums()
@@ -226,7 +227,7 @@ def remotes():
         remote.end()
 
 
-def config_of(folder: Path, tp: int) -> Config:
+def config_of(folder: Path, tp: int, overrides: Sequence[str] = ()) -> Config:
     return load(
         BASE,
         [
@@ -243,6 +244,7 @@ def config_of(folder: Path, tp: int) -> Config:
             "rollout.temperature=1",
             # So that of eight samples some wait for others to end.
             "rollout.vllm_extra={block_size: 32, max_num_seqs: 4}",
+            *overrides,
         ],
     )
 
@@ -362,7 +364,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     engine = remotes("spawn", EngineSide, config, folder, False)
     targets = [vllm_holder(hf_config, tp, rank, replica=0) for rank in range(tp)]
     plan, shared_memory = ordered(make_plan(trainers.holders, targets, BUCKET_BYTES)), trainers.shared_memory()
-    assert engine.call("shapes") == [target.shapes for target in targets]
+    assert not any(target.shard.misfits(own) for target, own in zip(targets, engine.call("parameters"), strict=True))
     with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
         engine.call("sample", prompts())
 
@@ -445,3 +447,47 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def bytes_of_padding(plan: Plan) -> int:
     fills = [fill for name in plan.destinations for fill in plan.into(name).fills]
     return sum(4 * num_elements(fill.place.rectangle) for fill in fills)
+
+
+QUANTISED = (
+    "model.dtype=bfloat16",
+    "rollout.vllm_extra={block_size: 32, max_num_seqs: 4, quantization: fp8_per_channel}",
+)
+
+
+def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path, remotes):
+    """Its weights are of another dtype and shape than those of the family, and have scales beside them."""
+    folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(tie_word_embeddings=True))
+    config, hf_config = config_of(folder, 1, QUANTISED), read_config(folder)
+    trainers = Trainers(remotes, config, folder, tmp_path / "store")
+    engine = remotes("spawn", EngineSide, config, folder, False)
+    misfits = vllm_holder(hf_config, 1, 0, replica=0, dtype="bfloat16").shard.misfits(engine.call("parameters")[0])
+    weight = "model.layers.0.self_attn.qkv_proj.weight"
+    assert f"{weight} is [64, 128] (float8_e4m3fn), the family's [128, 64] (bfloat16)" in misfits
+    assert f"{weight}_scale [128, 1] (float32) is none of the family's" in misfits
+
+    target = replace(huggingface_holder(hf_config, "bfloat16"), name="vllm:0.0")
+    plan, shared_memory = ordered(make_plan(trainers.holders, [target], BUCKET_BYTES)), trainers.shared_memory()
+    engine.call("connect", plan, shared_memory, [target], True)
+    for version in range(3):
+        [worker] = engine.call("refit", version, trainers.expected(hf_config, [target]))
+        assert worker.num_bytes == target.shard.num_bytes
+        if version < 2:
+            trainers.call("update", engine.call("sample", prompts()))
+    fresh = remotes("spawn", EngineSide, config, trainers.export(hf_config, shared_memory, tmp_path / "exported"), True)
+    expected, answers = fresh.call("checksums"), fresh.call("greedy", prompts())
+    assert engine.call("checksums") == expected
+    assert engine.call("greedy", prompts()) == answers
+
+    right = trainers.expected(hf_config, [target])
+    region = next(region for region in right if region.tensor == "model.layers.1.self_attn.k_proj.weight")
+    with pytest.raises(RuntimeError, match=rf"not the trainer's: {region.tensor}\["):
+        engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
+    meeting = trainers.meeting()
+    trainers.call("connect", plan, meeting)
+    engine.call("connect", plan, meeting, [target], True)
+    trainers.begin("send")
+    [worker] = engine.call("refit", 4, right)
+    assert sum(trainers.end()) == worker.num_bytes
+    assert engine.call("checksums") == expected, "what a failed refit has left counts in the next"
+    assert engine.call("greedy", prompts()) == answers

@@ -186,7 +186,7 @@ class Engine:
         self._version = 0
 
     def open(self, plan: Plan, channel: Any, holder: Holder) -> None:
-        self._engine.connect(plan, channel, [holder])
+        self._engine.connect(plan, channel, [holder], by_loader=False)
 
     def refit(self) -> float:
         """Seconds."""

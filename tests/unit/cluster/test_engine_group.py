@@ -11,7 +11,9 @@ from megarl.cluster.engine_group import EngineGroup, RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.placement import Process
 from megarl.config.load import load
-from tests.unit.resharding.cases import config_of
+from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.planner import make_plan
+from tests.unit.resharding.cases import config_of, layout_of
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -22,10 +24,29 @@ class FakeActor:
     seen: dict[str, list[str]]
     dying: set[str]
     """Those that die when they are next asked."""
+    misfit = False
+    connected: list[tuple]
 
     def __init__(self, name: str):
         self.generate = self
         self._name = name
+
+    @property
+    def start(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda: lambda: None)
+
+    @property
+    def parameters(self) -> SimpleNamespace:
+        """As a family has them that calls the norm by another name."""
+        shard = vllm_holders(config_of(), 1, 1, "float32")[0].shard
+        own = {name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()}
+        if FakeActor.misfit:
+            own["model.other.weight"] = own.pop("model.norm.weight")
+        return SimpleNamespace(remote=lambda: lambda: [own])
+
+    @property
+    def connect(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *args: lambda: FakeActor.connected.append(args) or True)
 
     def options(self, num_returns: int) -> FakeActor:
         self._num_returns = num_returns
@@ -49,7 +70,10 @@ class FakeSession:
     def watch(self, actors: dict) -> None:
         self.watched += actors
 
-    def gather(self, calls: dict, phase: str, expendable: list[str], meanwhile: None) -> tuple[dict, set[str]]:
+    def wait(self, calls: dict, phase: str, timeout_s: float | None = None) -> list:
+        return [call() for call in calls.values()]
+
+    def gather(self, calls: dict, phase: str, expendable: list[str], meanwhile: None = None) -> tuple[dict, set[str]]:
         answers = {name: call() for name, call in calls.items()}
         lost = {name for name, answer in answers.items() if answer is None}
         assert lost <= set(expendable)
@@ -59,12 +83,12 @@ class FakeSession:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """start(replicas): an EngineGroup of such engines."""
-    FakeActor.seen, FakeActor.dying = {}, set()
+    FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.misfit = {}, set(), [], False
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     options = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
     monkeypatch.setattr(EngineGroup, "actor_class", SimpleNamespace(options=lambda **_: options))
     monkeypatch.setattr(vllm_group, "ray", SimpleNamespace(cluster_resources=dict))
-    config = load(QUICKSTART)
+    config = load(QUICKSTART, ["model.dtype=float32"])
     return lambda replicas: EngineGroup(
         FakeSession(), config, tmp_path, [Process("engine", index, 1) for index in range(replicas)]
     )
@@ -119,3 +143,24 @@ def test_the_last_engine_is_watched(start) -> None:
 def test_a_run_without_engines_ends(start) -> None:
     with pytest.raises(RunFailure, match=r"^refit: no engine is left; see logs$"):
         start(2).drop({"engine-0", "engine-1"}, "refit")
+
+
+@pytest.mark.parametrize("misfit", [False, True])
+def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start, capsys, misfit: bool) -> None:
+    engines = start(2)
+    FakeActor.misfit = misfit
+    engines.start()
+    family, checkpoint = vllm_holders(config_of(), 1, 1, "float32")[0], huggingface_holder(config_of(), "float32")
+    expected = checkpoint if misfit else family
+    assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:1.0"]
+    assert {holder.shapes == expected.shapes for holder in engines.holders} == {True}
+    assert len({holder.shard for holder in engines.holders}) == 1, "replicas share it"
+    plan = make_plan(megatron_holders(config_of(), layout_of(), "float32"), engines.holders)
+    assert engines.connect(plan, "channel")
+    assert [by_loader for *_, by_loader in FakeActor.connected] == [misfit, misfit]
+    lines = [
+        "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because 2 "
+        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) is none of the family's; "
+        "vllm:0.0: model.norm.weight is missing"
+    ]
+    assert capsys.readouterr().out.splitlines() == (lines if misfit else [])

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.resharding.execute import execute
-from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.execute import Assembly, execute
+from megarl.resharding.families import huggingface_holder, megatron_holder, megatron_holders
 from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
@@ -71,3 +71,26 @@ def test_a_source_without_the_parameter(parameters, checkpoint):
     with pytest.raises(ValueError, match=r"huggingface has no parameter model.norm.weight"):
         run(parameters, checkpoint)
     assert all(tensor.isnan().all() for tensor in parameters.values())
+
+
+def test_whole_tensors_are_put_together_from_the_parts_of_ranks(checkpoint):
+    layout = layout_of(tp=3, pp=2)
+    ranks = megatron_holders(CONFIG, layout)
+    shards = {rank.name: {n: torch.full(s, torch.nan) for n, s in rank.shapes.items()} for rank in ranks}
+    into_ranks = make_plan([FOLDER], ranks)
+    for name, shard in shards.items():
+        execute(into_ranks.into(name), shard, LocalMemory({FOLDER.name: checkpoint}))
+    back = make_plan(ranks, [huggingface_holder(CONFIG, "bfloat16")], bucket_bytes=100).into("huggingface")
+    with pytest.raises(ValueError, match=r"is bfloat16, but megatron:0 has .* as float64; the plan is from float32"):
+        next(
+            Assembly(
+                back, LocalMemory({n: {k: t.double() for k, t in s.items()} for n, s in shards.items()})
+            ).parameters()
+        )
+    assembly = Assembly(back, LocalMemory(shards))
+    whole = list(assembly.parameters())
+    assert sorted(name for name, _ in whole) == sorted(checkpoint)
+    for name, tensor in whole:
+        assert torch.equal(tensor, checkpoint[name].bfloat16())
+    largest, total = max(t.nbytes for _, t in whole), sum(t.nbytes for _, t in whole)
+    assert largest <= assembly.staging_bytes < total

@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.resharding.piece import Piece, contains, intersect, num_elements, subtract
+from megarl.resharding.piece import Piece, Shard, contains, intersect, num_elements, subtract
 
 RECTANGLES = st.tuples(*[st.tuples(st.integers(0, 5), st.integers(1, 4)).map(lambda s: (s[0], s[0] + s[1]))] * 3)
 
@@ -36,3 +36,14 @@ def test_a_piece_maps_both_ways():
     piece = Piece("c", ((2, 6), (0, 3)), "l", ((10, 14), (5, 8)))
     assert piece.to_local(((3, 5), (1, 2))) == ((11, 13), (6, 7))
     assert piece.to_canonical(((11, 13), (6, 7))) == ((3, 5), (1, 2))
+
+
+def test_parameters_that_are_not_a_shards_are_named():
+    shard = Shard({"a": (2, 3), "b": (4,), "c": (1,)}, (), {"a": "float32", "b": "float32", "c": "bfloat16"})
+    assert shard.misfits({"c": ((1,), "bfloat16"), "b": ((4,), "float32"), "a": ((2, 3), "float32")}) == []
+    assert shard.misfits({"a": ((3, 2), "float32"), "b": ((4,), "float8_e4m3fn"), "d": ((), "float32")}) == [
+        "a is [3, 2] (float32), the family's [2, 3] (float32)",
+        "b is [4] (float8_e4m3fn), the family's [4] (float32)",
+        "d [] (float32) is none of the family's",
+        "c is missing",
+    ]
