@@ -160,7 +160,7 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
     assert [by_loader for *_, by_loader in FakeActor.connected] == [misfit, misfit]
     lines = [
         "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because 2 "
-        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) is none of the family's; "
-        "vllm:0.0: model.norm.weight is missing"
+        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) is none of the "
+        "family's; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
