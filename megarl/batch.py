@@ -53,6 +53,8 @@ class Sample:
     response_mask       R flags: True for a token that the policy produced and that is trained on
     versions            runs of weight versions, whose counts sum to R
     text                the decoded response, special tokens left out: what rewards read
+    kept_ids            for each of the R tokens those that the engine kept when it truncated the distribution that it
+                        sampled from, empty for a token of which it kept all; () if that is so of every token
     """
 
     id: str
@@ -63,11 +65,15 @@ class Sample:
     versions: tuple[VersionRun, ...]
     finish_reason: FinishReason
     text: str
+    kept_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_logprobs), len(self.response_mask)}
         lengths.add(sum(run.count for run in self.versions))
-        assert len(lengths) == 1, f"sample {self.id}: ids, log-probs, mask and versions differ in length: {lengths}"
+        lengths.add(len(self.kept_ids or self.response_ids))
+        assert len(lengths) == 1, (
+            f"sample {self.id}: ids, log-probs, mask, versions or kept ids differ in length: {lengths}"
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -179,9 +185,9 @@ class TrainingSample:
 
 ROW_FIELDS = (
     *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "imitation_weight", "old", "reference", "values"),
-    *("token_reward", "process_reward", "kl_reward", "advantage", "returns", "selected"),
+    *("token_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "kept"),
 )
-"""Fields of a TokenBatch with one element per row."""
+"""Fields of a TokenBatch with one element per row, or K."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +225,8 @@ class TokenBatch:
     returns           float32 [N]    what the critic learns; None: not estimated yet, or there is no critic
     selected          bool [N]       tokens that the objective treats apart; None: it does not
     imitation_weight  float32 [N]    share of the update's loss of positive examples; None: nobody reads it
+    kept              int64 [N, K]   the tokens that the engine sampled from, −1 for none; a row of nothing else: all of
+                                     them; None: every row is such
     """
 
     tokens: torch.Tensor
@@ -246,6 +254,7 @@ class TokenBatch:
     returns: torch.Tensor | None = None
     selected: torch.Tensor | None = None
     imitation_weight: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -260,7 +269,8 @@ class TokenBatch:
         num_tokens, num_rows, num_samples = len(self.tokens), len(self.rows), len(self.reward)
         for name in ROW_FIELDS:
             values = getattr(self, name)
-            assert values is None or tuple(values.shape) == (num_rows,), f"{name} has shape {tuple(values.shape)}"
+            shape = (num_rows,) if name != "kept" or values is None else (num_rows, values.shape[-1])
+            assert values is None or tuple(values.shape) == shape, f"{name} has shape {tuple(values.shape)}"
         for name in ("baseline", "scale", "token_baseline", "token_scale"):
             shape = tuple(getattr(self, name).shape)
             assert shape == (num_samples,), f"{name} has shape {shape}, expected ({num_samples},)"

@@ -25,8 +25,13 @@ class GrpoReference:
     def log_probs(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
         ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
         logits = model(ids).logits[0] / self.temperature
-        first = len(sample.prompt.token_ids) - 1
-        return torch.log_softmax(logits, -1)[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
+        logits = logits[len(sample.prompt.token_ids) - 1 : -1]
+        for i, kept in enumerate(sample.kept_ids):
+            if kept:
+                others = torch.ones_like(logits, dtype=torch.bool)
+                others[:, [sample.response_ids[i], *kept]] = False
+                logits = logits.masked_fill(others & (torch.arange(len(logits)) == i)[:, None], -torch.inf)
+        return torch.log_softmax(logits, -1).gather(1, ids[0, len(sample.prompt.token_ids) :, None])[:, 0]
 
     def loss(
         self, groups: Sequence[Sequence[tuple[Sample, float]]], kl_coefficient: float, old: dict[str, torch.Tensor]

@@ -25,7 +25,8 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
         labels = has_one_label(config, config.actor, head.num_labels) if config.trains_reward_model and head else None
         raise_all([*of_actor, labels])
         return
-    raise_all(of_actor + _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, config.actor), model))
+    of_engine = _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, config.actor), model)
+    raise_all([*of_actor, *of_engine, kept_tokens_are_in_the_vocabulary(config, model)])
 
 
 def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
@@ -172,6 +173,16 @@ def virtual_stages_tile_each_stage(config: Config, placed: Placed, hf: Mapping[s
     return (
         f"{role}.layout.vpp={layout.vpp}: {' and '.join(broken)} of a pipeline stage do not divide into {layout.vpp} "
         f"virtual stages; choose from {choices}"
+    )
+
+
+def kept_tokens_are_in_the_vocabulary(config: Config, hf: Mapping[str, Any]) -> str | None:
+    top_k = config.rollout.top_k
+    if top_k is None or top_k <= hf["vocab_size"]:
+        return None
+    return (
+        f"rollout.top_k={top_k}: the model's vocabulary has {hf['vocab_size']} tokens; set rollout.top_k to at most "
+        "that, or to null, which keeps all of them"
     )
 
 

@@ -78,13 +78,14 @@ def k_samples_are_there(config: Config) -> str | None:
     )
 
 
-def top_p_is_one(config: Config) -> str | None:
+def kept_tokens_can_be_handed_over(config: Config) -> str | None:
     top_p = config.rollout.top_p
-    if top_p == 1:
+    if top_p == 1 or config.rollout.top_k is not None:
         return None
     return (
-        f"rollout.top_p={top_p:g}: the engine would sample from a truncated distribution whose log-probs the trainer "
-        "does not compute; set rollout.top_p=1"
+        f"rollout.top_p={top_p:g}: the trainer needs the tokens that the engine kept, to compute log-probs of the same "
+        "truncated distribution, and with rollout.top_k=null they may be the whole vocabulary at every position; set "
+        "rollout.top_k too, such as 100, or rollout.top_p=1"
     )
 
 
@@ -357,7 +358,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     compared_samples_are_of_one_prompt,
     prompts_that_tell_nothing_can_be_found,
     k_samples_are_there,
-    top_p_is_one,
+    kept_tokens_can_be_handed_over,
     context_holds_a_prompt_and_a_response,
     warmup_of_the_critic_ends,
     sampled_ids_have_one_length,

@@ -175,6 +175,7 @@ class Rollout(Section):
     tp: PositiveInt
     temperature: PositiveFloat
     top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: PositiveInt | None
     max_new_tokens: PositiveInt
     context_length: PositiveInt
     kv_cache_gib: PositiveFloat

@@ -13,6 +13,9 @@ from megarl.data.packing import Packing, round_up
 PADDING = 0
 """Any token: nothing that is trained on attends to it."""
 
+NO_TOKEN = -1
+"""Fills up a row of `TokenBatch.kept`."""
+
 Reads = Literal["states", "tokens"]
 """Which row of the pack a head reads for a response token: that of the state in which it was sampled (the token before
 it), or its own."""
@@ -28,6 +31,7 @@ def collate(
     process_reward: Mapping[str, torch.Tensor] | None = None,
     kl_reward: Mapping[str, torch.Tensor] | None = None,
     reads: Reads = "states",
+    truncates: bool = True,
 ) -> TokenBatch:
     """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
 
@@ -36,6 +40,7 @@ def collate(
     values                         sample id -> float32 [R], the critic's per response token
     token_reward, process_reward   sample id -> float32 [R]
     kl_reward                      sample id -> float32 [R]
+    truncates                      whether log-probs are of the tokens only that the engine kept
     """
     pack = _Pack(packing, reads)
     for item in samples:
@@ -67,6 +72,7 @@ def collate(
         token_reward=_by_row(samples, token_reward),
         process_reward=_by_row(samples, process_reward),
         kl_reward=_by_row(samples, kl_reward),
+        kept=_kept(samples) if truncates else None,
     )
     batch.validate()
     return batch
@@ -114,7 +120,14 @@ def _by_row(samples: Sequence[TrainingSample], by_sample: Mapping[str, torch.Ten
     return torch.cat([torch.empty(0), *(by_sample[item.sample.id].cpu() for item in samples)])
 
 
-def _long(values: list[int]) -> torch.Tensor:
+def _kept(samples: Sequence[TrainingSample]) -> torch.Tensor | None:
+    """See TokenBatch."""
+    rows = [ids for item in samples for ids in item.sample.kept_ids or ((),) * len(item.sample.response_ids)]
+    width = max(map(len, rows), default=0)
+    return _long([[*ids, *(NO_TOKEN,) * (width - len(ids))] for ids in rows]) if width else None
+
+
+def _long(values: list[int] | list[list[int]]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 

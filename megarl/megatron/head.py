@@ -26,10 +26,12 @@ from megarl.resharding.families.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class HeadRequest:
-    """What the next forward pass wants: rows of the pack (int64 [N]) and the token to score at each (int64 [N])."""
+    """What the next forward pass wants: rows of the pack (int64 [N]), the token to score at each (int64 [N]), and those
+    that it is compared with (int64 [N, K], as in TokenBatch; None: the whole vocabulary)."""
 
     rows: torch.Tensor
     targets: torch.Tensor
+    kept: torch.Tensor | None = None
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -60,6 +62,7 @@ class LogProbHead(ColumnParallelLinear):
             self.vocab_size,
             self.tp_group,
             self.bias,
+            request.kept,
         )
         if self.value_head is not None:
             scored = torch.cat((scored, self.value_head(input_, request.rows)), -1)

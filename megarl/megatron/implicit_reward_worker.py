@@ -23,6 +23,7 @@ class ImplicitRewardWorker(TrainerWorker):
     role = "implicit_reward"
     metrics = "implicit_reward"
     temperature = 1.0
+    truncates = False
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)

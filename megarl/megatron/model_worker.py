@@ -34,6 +34,8 @@ class ModelWorker:
     role: MegatronRole
     reads: Reads = "states"
     """Which row of the pack its head reads for a response token."""
+    truncates: bool = True
+    """Whether the distribution of a token is that over the tokens which the engine kept when it sampled."""
 
     def __init__(
         self,
@@ -124,6 +126,8 @@ class ModelWorker:
         scores: Mapping[str, Mapping[str, torch.Tensor]],
     ) -> list[TokenBatch]:
         return [
-            collate([samples[i] for i in members], self.packing, **scores, reads=self.reads).to(device.device())
+            collate(
+                [samples[i] for i in members], self.packing, **scores, reads=self.reads, truncates=self.truncates
+            ).to(device.device())
             for members in microbatches
         ]

@@ -213,8 +213,21 @@ def _correction_metrics(batch: TokenBatch, correction: corrections.Factors) -> S
     return sums
 
 
-def _policy_metrics(batch: TokenBatch, policy: PolicyLoss, log_prob, entropy) -> Sums:
+def _truncation_metrics(batch: TokenBatch) -> Sums:
+    """How many tokens the engine sampled from, where it told, and how often it took one that it did not list: one as
+    likely as the last of them."""
+    if batch.kept is None:
+        return {}
+    listed = (batch.kept >= 0).sum(1)
+    outside = (batch.kept != batch.targets[:, None]).all(1)
     return {
+        "policy/kept_mean": mean(listed.float(), batch.mask & (listed > 0)),
+        "policy/outside_kept_share": mean(outside, batch.mask & (listed > 0)),
+    }
+
+
+def _policy_metrics(batch: TokenBatch, policy: PolicyLoss, log_prob, entropy) -> Sums:
+    return _truncation_metrics(batch) | {
         "policy/entropy": mean(entropy, batch.mask),
         "policy/ratio_mean": mean(policy.ratio, batch.mask),
         "policy/ratio_max": largest(policy.ratio, batch.mask),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -11,6 +12,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
@@ -55,6 +57,7 @@ class VllmEngine:
             load_format="dummy",
             # Log-probs of the distribution that is sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
+            max_logprobs=config.top_k or 0,
             max_num_batched_tokens=max(2048, config.context_length),
             # Of a mixture of experts' kernels on GPU, the one that leaves the weights as they are, to be written into.
             moe_backend="triton" if device.on_cuda() else "auto",
@@ -151,25 +154,39 @@ class VllmEngine:
         return SamplingParams(
             temperature=0.0 if request.greedy else self._config.temperature,
             top_p=self._config.top_p,
+            top_k=self._config.top_k or 0,
             max_tokens=self._config.max_new_tokens,
-            logprobs=0,
+            logprobs=self._num_kept(request),
+            flat_logprobs=True,
             seed=request.seed,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    def _num_kept(self, request: SamplingRequest) -> int:
+        """How many of the most likely tokens it tells beside the sampled one. Under top_k, it kept no others."""
+        return 0 if request.greedy else self._config.top_k or 0
 
 
 def _sample(request: SamplingRequest, completion: CompletionOutput) -> Sample:
     ids = tuple(completion.token_ids)
     assert completion.finish_reason in ("stop", "length"), f"{request.sample_id}: {completion.finish_reason}"
+    told = completion.logprobs  # flat: for each position the sampled token, then the most likely ones
     return Sample(
         id=request.sample_id,
         prompt=request.prompt,
         response_ids=ids,
-        response_logprobs=tuple(
-            position[token].logprob for position, token in zip(completion.logprobs, ids, strict=True)
-        ),
+        response_logprobs=tuple(told.logprobs[start] for start in told.start_indices),
         response_mask=(True,) * len(ids),
         versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in completion.weight_versions),
         finish_reason=completion.finish_reason,
         text=completion.text,
+        kept_ids=_kept_ids(told),
     )
+
+
+def _kept_ids(told: FlatLogprobs) -> tuple[tuple[int, ...], ...]:
+    """Of the most likely tokens, those with a probability. Where several are as likely as the last of them, the engine
+    keeps more than it tells."""
+    ranges = [range(start + 1, end) for start, end in zip(told.start_indices, told.end_indices, strict=True)]
+    kept = tuple(tuple(told.token_ids[i] for i in of_token if told.logprobs[i] > -math.inf) for of_token in ranges)
+    return kept if any(kept) else ()

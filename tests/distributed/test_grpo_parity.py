@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
+from megarl.batch import Sample
+from megarl.metrics import merge
 from tests.forked import run_ranks
-from tests.parity import assert_same_training, config_of, plain_training, random_groups, train
+from tests.parity import Group, assert_same_training, config_of, plain_training, random_groups, train
 from tests.tiny_model import write_tiny_llama
 
 LAYOUTS = {
@@ -16,6 +20,12 @@ LAYOUTS = {
     "PP2, uneven": ["actor.layout.pp=2", "actor.layout.last_stage_layers=1"],
     "TP3": ["actor.layout.tp=3"],
     "DP2": ["actor.layout.dp=2"],
+}
+
+TRUNCATED_LAYOUTS = {
+    "1 process, 1 microbatch": ["actor.tokens_per_microbatch=1024"],
+    "TP3, SP": ["actor.layout.tp=3", "actor.layout.sequence_parallel=true"],
+    "CP2, PP2": ["actor.layout.cp=2", "actor.layout.pp=2"],
 }
 
 
@@ -40,6 +50,39 @@ def test_step_equals_plain_torch(folder, layout, kl_coefficient):
     updates = [random_groups(seed) for seed in range(2)]
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates)
     assert_same_training(folder, ranks, plain_training(folder, updates, kl_coefficient))
+
+
+def truncated(groups: list[Group], seed: int) -> list[Group]:
+    """As if the engine had kept one to five tokens at most positions of most samples, not always the sampled one."""
+    source = random.Random(seed)
+
+    def kept(sample: Sample) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(source.sample(range(100), source.randrange(6))) for _ in sample.response_ids)
+
+    return [
+        [(dataclasses.replace(s, kept_ids=kept(s)) if source.random() < 0.8 else s, reward) for s, reward in group]
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("layout", TRUNCATED_LAYOUTS)
+def test_truncated_policies_equal_plain_torch(folder, layout):
+    """The policy's and the reference's log-probs, and their gradients, are over the kept tokens alone."""
+    config = config_of(folder, "algorithm.kl.coefficient=0.05", *TRUNCATED_LAYOUTS[layout])
+    updates = [truncated(random_groups(seed), seed) for seed in range(2)]
+    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates)
+    assert_same_training(folder, ranks, plain_training(folder, updates, 0.05))
+    samples = [sample for group in updates[-1] for sample, _ in group]
+    trained = [
+        (target, kept)
+        for s in samples
+        for target, kept, flag in zip(s.response_ids, s.kept_ids, s.response_mask, strict=bool(s.kept_ids))
+        if kept and flag
+    ]
+    metrics = merge([rank.metrics for rank in ranks if rank.metrics])
+    assert metrics["policy/kept_mean"].value == pytest.approx(sum(len(kept) for _, kept in trained) / len(trained))
+    outside = sum(target not in kept for target, kept in trained) / len(trained)
+    assert metrics["policy/outside_kept_share"].value == pytest.approx(outside)
 
 
 def test_leaving_out_the_old_pass_changes_nothing(folder):

@@ -359,7 +359,8 @@ class Trainers:
 def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     model_type, changes = MODELS[name]
     folder = write_tiny_model(tmp_path / "model", model_type, **SIZES | changes)
-    config, hf_config = config_of(folder, tp), read_config(folder)
+    truncated = [] if (name, tp) in IN_FLIGHT else ["rollout.top_k=7", "rollout.top_p=0.8"]
+    config, hf_config = config_of(folder, tp, truncated), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes("spawn", EngineSide, config, folder, False)
     targets = [vllm_holder(hf_config, tp, rank, replica=0) for rank in range(tp)]
@@ -378,6 +379,8 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         trained = trainers.log_probs(samples)
         for sample in samples:
             assert difference(sample.response_logprobs, trained[sample.id]) <= 1e-4
+        kept = [ids for sample in samples for ids in sample.kept_ids]
+        assert bool(kept) == bool(truncated) and all(1 <= len(ids) <= 7 for ids in kept)
         trainers.call("update", samples)
         engine.call("refit", version)
     exported = trainers.export(hf_config, shared_memory, tmp_path / "exported")

@@ -29,6 +29,7 @@ SMOLLM2 = {
     "intermediate_size": 1536,
     "num_hidden_layers": 30,
     "max_position_embeddings": 8192,
+    "vocab_size": 49152,
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -63,7 +64,7 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         ),
         (["batch.prompts_per_update=32"], "16 prompts per step do not divide by 32 (16 / 32 = 0.5)"),
         (["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: grpo compares the samples of a prompt"),
-        (["rollout.top_p=0.9"], "rollout.top_p=0.9: the engine would sample from a truncated distribution"),
+        (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the tokens that the engine kept"),
         (["actor.layout.sequence_parallel=true"], "actor.layout.sequence_parallel=true: it shards over"),
         (["actor.layout.pp=1"], "actor.layout.last_stage_layers given, but actor.layout.pp=1 is a single stage"),
         (["actor.layout={pp: 1, vpp: 2, last_stage_layers: null}"], "actor.layout.vpp=2: virtual stages interleave"),
@@ -212,6 +213,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["algorithm.objective.clip_low=0.99"],
         ["algorithm.objective={name: gmpo, clip_low: 1.5}"],
         ["algorithm.objective={name: dro, tau: 0.1, level: token}"],
+        ["rollout.top_p=0.9", "rollout.top_k=20"],
+        ["rollout.top_k=1"],
     ],
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
@@ -289,6 +292,10 @@ def test_model_fits(overrides: list[str]) -> None:
         (
             ["rollout.context_length=8193", "actor.tokens_per_microbatch=10000"],
             ["rollout.context_length=8193: the model has 8192 positions (max_position_embeddings); set"],
+        ),
+        (
+            ["rollout.top_k=49153"],
+            ["rollout.top_k=49153: the model's vocabulary has 49152 tokens; set rollout.top_k to"],
         ),
     ],
 )

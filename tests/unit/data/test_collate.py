@@ -1,5 +1,7 @@
 """A microbatch's tensors by hand, with and without a shared prompt."""
 
+from dataclasses import replace
+
 import torch
 
 from megarl.batch import Baseline, Prompt, Sample, TrainingSample, VersionRun
@@ -50,6 +52,16 @@ def test_prompt_of_two_samples_stands_twice():
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
     assert batch.document_tokens.tolist() == list(range(11))
     assert batch.rows.tolist() == [2, 3, 7, 8, 9]
+
+
+def test_kept_tokens_of_each_row_are_filled_up():
+    one, other = two_of_one_prompt()
+    one = replace(one, sample=replace(one.sample, kept_ids=((21, 7, 8), ())))
+    assert collate([other], packing(1, True)).kept is None
+    batch = collate([one, other], packing(1, True))
+    assert batch.kept.tolist() == [[21, 7, 8], *([[-1, -1, -1]] * 4)]
+    assert batch.take_rows(torch.tensor([3, 0])).kept.tolist() == [[-1, -1, -1], [21, 7, 8]]
+    assert collate([one, other], packing(1, True), truncates=False).kept is None
 
 
 def test_prompts_are_told_apart_by_their_id():
