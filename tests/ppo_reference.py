@@ -28,6 +28,8 @@ class PpoSettings:
     critic_lambda: float | None = None
     length_alpha: float | None = None
     """VAPO's α: the policy's λ is 1 − 1 / (α · length)."""
+    critic_lr: float | None = None
+    """None: lr."""
 
 
 class PpoReference:
@@ -43,8 +45,8 @@ class PpoReference:
         if actor == critic:
             torch.nn.init.zeros_(self.critic.score.weight)
         self.optimizers = {
-            model: torch.optim.AdamW(model.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
-            for model in (self.actor, self.critic)
+            model: torch.optim.AdamW(model.parameters(), lr=lr, eps=settings.eps, weight_decay=0.0)
+            for model, lr in ((self.actor, settings.lr), (self.critic, settings.critic_lr or settings.lr))
         }
 
     def step(self, updates: Sequence[Update]) -> tuple[float, float]:

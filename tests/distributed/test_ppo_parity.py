@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
+from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.batch import Sample
 from megarl.config.classifier import as_classifier
@@ -31,7 +32,7 @@ from tests.parity import (
     whole_tensors,
 )
 from tests.ppo_reference import PpoReference, PpoSettings, SharedTrunkReference
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 TokenScores = dict[str, dict[str, torch.Tensor]]
 """Name as in TokenBatch -> sample id -> one number per response token."""
@@ -54,7 +55,7 @@ LAYOUTS = {
     "actor CP2 TP3 SP, critic PP4": ("{cp: 2, tp: 3, sequence_parallel: true}", "{pp: 4}"),
 }
 PLAIN = PpoSettings(1.0, 0.95, None, False, LR, EPS, TEMPERATURE)
-EVERYTHING = PpoSettings(0.9, 0.8, 0.1, True, LR, EPS, TEMPERATURE)
+EVERYTHING = PpoSettings(0.9, 0.8, 0.1, True, LR, EPS, TEMPERATURE, critic_lr=3 * LR)
 DECOUPLED = PpoSettings(0.9, 0.8, None, False, LR, EPS, TEMPERATURE, critic_lambda=1.0, length_alpha=0.5)
 
 
@@ -72,8 +73,11 @@ def actor(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def critic(actor, tmp_path_factory) -> Path:
+    return write_critic(tmp_path_factory.mktemp("critic"), actor)
+
+
+def write_critic(folder: Path, actor: Path) -> Path:
     """A classifier with other weights than the actor's, its head included."""
-    folder = tmp_path_factory.mktemp("critic")
     model = AutoModelForSequenceClassification.from_pretrained(actor, num_labels=1)
     # transformers draws a new head from the global generator, whose state depends on the tests before.
     torch.nn.init.zeros_(model.score.weight)
@@ -100,7 +104,7 @@ def ppo_config(
         f"actor.layout={layouts[0]}",
         f"critic.layout={layouts[1]}",
         f"critic.path={critic or 'null'}",
-        f"critic.optimizer.lr={settings.lr}",
+        f"critic.optimizer.lr={settings.critic_lr or settings.lr}",
         f"critic.optimizer.eps={settings.eps}",
         "critic.tokens_per_microbatch=80",
         *overrides,
@@ -163,7 +167,9 @@ def run_both(
 
 
 def assert_same_weights(ranks: list[RankResult], hf_config: dict, model: torch.nn.Module, what: str) -> None:
-    assert_equal(whole_tensors(hf_config, ranks, "weights"), dict(model.named_parameters()), f"{what}'s weight")
+    # transformers keeps experts in stacks; in a checkpoint they are tensors of their own.
+    weights = revert_weight_conversion(model, dict(model.named_parameters()))
+    assert_equal(whole_tensors(hf_config, ranks, "weights"), weights, f"{what}'s weight")
 
 
 def check(
@@ -185,6 +191,20 @@ def check(
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_two_steps_equal_plain_torch(actor, critic, layouts):
     config = ppo_config(actor, critic, LAYOUTS[layouts], EVERYTHING)
+    check(config, actor, critic, EVERYTHING, [[random_groups(0)], [random_groups(1)]])
+
+
+EXPERTS = {
+    "actor EP2 TP2 ETP1, critic EP2 PP2": ("{tp: 2, sequence_parallel: true, ep: 2, etp: 1}", "{dp: 2, ep: 2, pp: 2}"),
+    "actor EP2 CP2, critic EP2 TP2 ETP2": ("{cp: 2, ep: 2}", "{tp: 2, sequence_parallel: true, dp: 2, ep: 2, etp: 2}"),
+}
+
+
+@pytest.mark.parametrize("layouts", EXPERTS)
+def test_mixtures_of_experts_equal_plain_torch(tmp_path, layouts):
+    actor = write_tiny_experts(tmp_path / "actor")
+    critic = write_critic(tmp_path / "critic", actor)
+    config = ppo_config(actor, critic, EXPERTS[layouts], EVERYTHING)
     check(config, actor, critic, EVERYTHING, [[random_groups(0)], [random_groups(1)]])
 
 

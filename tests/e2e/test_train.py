@@ -48,6 +48,7 @@ def train(folder: Path, model: Path, *overrides: str) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     logs = "\n".join(f.read_text()[-2000:] for f in (folder / "runs/tiny/logs/attempt_1").glob("*"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
+    assert "\nkernels: layers of " in done.stdout
     return folder / "runs" / "tiny"
 
 
@@ -114,6 +115,7 @@ def test_run_folder_is_complete(learned):
         "engine-0",
         "rewards-0",
     }
+    assert "\nactor: layers of " in (learned / "logs/attempt_1/trainer-1.log").read_text()
     assert "<svg" in (learned / "report.html").read_text()
 
 

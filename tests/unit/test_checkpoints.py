@@ -185,6 +185,34 @@ def test_killed_after_any_change_of_the_disk_the_last_or_the_new_one_is_whole(tm
     assert finished and limit > 15
 
 
+def test_everything_is_on_the_disk_before_it_has_a_name_and_is_pointed_to(checkpoints, monkeypatch) -> None:
+    events: list[tuple[str, str]] = []
+
+    def told(kind: str, inner, name):
+        def call(*args):
+            events.append((kind, name(*args)))
+            return inner(*args)
+
+        return call
+
+    def relative(path: str | Path) -> str:
+        return os.path.relpath(path, checkpoints.path)
+
+    monkeypatch.setattr(
+        os, "fsync", told("sync", os.fsync, lambda number: relative(os.readlink(f"/proc/self/fd/{number}")))
+    )
+    monkeypatch.setattr(Path, "rename", told("name", Path.rename, lambda _, new: relative(new)))
+    monkeypatch.setattr(Path, "replace", told("name", Path.replace, lambda _, new: relative(new)))
+    save(checkpoints, 10)
+    hidden = ".step_000010"
+    files = [f"{hidden}/actor/__0_0.distcp", f"{hidden}/actor/__1_0.distcp", f"{hidden}/actor/.metadata"]
+    before = {*files, f"{hidden}/manifest.json", f"{hidden}/actor", hidden}
+    named, pointed = events.index(("name", "step_000010")), events.index(("name", "latest"))
+    assert {path for kind, path in events[:named] if kind == "sync"} == before
+    assert events[named + 1 : pointed] == [("sync", "."), ("sync", ".latest")]
+    assert events[pointed + 1 :] == [("sync", ".")]
+
+
 def test_a_leftover_without_a_name_is_removed_by_the_next(checkpoints: Checkpoints) -> None:
     write(checkpoints, 10)
     assert names(checkpoints) == [".step_000010"]

@@ -157,6 +157,16 @@ def test_the_other_dataclasses_have_fields_of_our_own_too():
         data_parallel_config(config.actor)
 
 
+def test_a_field_reaches_megatron_over_our_own_defaults():
+    """recompute_modules and bias_dropout_fusion are given otherwise where nobody asks."""
+    wanted = dict(recompute_modules=["core_attn"], bias_dropout_fusion=True, moe_aux_loss_coeff=0.25)
+    model = transformer_config(config_of_llama("actor", "model", **wanted).actor, LLAMA, torch.float32)
+    assert {name: getattr(model, name) for name in wanted} == wanted
+    optimizer = optimizer_config(config_of_llama("actor", "optimizer", log_num_zeros_in_grad=True).actor, torch.float32)
+    assert optimizer.log_num_zeros_in_grad
+    assert data_parallel_config(config_of_llama("actor", "ddp", bucket_size=1000).actor).bucket_size == 1000
+
+
 def test_preflight_asks_all_dataclasses_of_a_model_and_says_nothing_of_what_they_take():
     good = config_of_llama("actor", "ddp", bucket_size=1000)
     assert refusals(good, {"actor": LLAMA}) == []

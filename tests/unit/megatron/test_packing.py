@@ -1,0 +1,53 @@
+"""What a layout asks of packs: sequence parallelism parts of tp, context parallelism two runs of tokens a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.load import load
+from megarl.megatron import packing
+from megarl.megatron.packing import packing_of
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=128,
+    hidden_size=64,
+    num_attention_heads=8,
+    num_hidden_layers=8,
+    intermediate_size=128,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+)
+ALONE = dict(shares_prompts=True, document_multiple=1, pack_multiple=1, microbatch_multiple=1, num_ranks=1)
+CASES = [
+    # layout, whether Transformer Engine is there, and what differs from one process
+    ("{}", False, {}),
+    ("{tp: 4}", False, {}),
+    ("{tp: 4, sequence_parallel: true}", False, {"pack_multiple": 4}),
+    ("{cp: 3}", False, {"pack_multiple": 6}),
+    ("{cp: 2, tp: 4, sequence_parallel: true}", False, {"pack_multiple": 16}),
+    ("{pp: 4}", False, {}),
+    ("{pp: 4, vpp: 2}", False, {"microbatch_multiple": 4}),
+    ("{dp: 5}", False, {"num_ranks": 5}),
+    ("{}", True, {"shares_prompts": False}),
+    ("{cp: 3}", True, {"shares_prompts": False, "document_multiple": 6, "pack_multiple": 6}),
+]
+
+
+@pytest.mark.parametrize(("layout", "transformer_engine", "changes"), CASES)
+def test_multiples_follow_from_the_layout(monkeypatch, layout: str, transformer_engine: bool, changes: dict[str, Any]):
+    monkeypatch.setattr(packing, "uses_transformer_engine", lambda: transformer_engine)
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", f"actor.layout={layout}"])
+    found = packing_of(config.actor, LLAMA)
+    assert {name: getattr(found, name) for name in ALONE} == ALONE | changes
+
+
+def test_the_budget_is_of_a_rank_and_an_fp8_product_has_whole_blocks():
+    fp8 = ["actor.fp8=mxfp8", "model.dtype=bfloat16", "actor.layout={cp: 2, tp: 2, sequence_parallel: true}"]
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", "actor.tokens_per_microbatch=4096", *fp8])
+    found = packing_of(config.actor, LLAMA)
+    assert (found.token_budget, found.pack_multiple) == (2 * 4096, 4 * 2 * 32)
