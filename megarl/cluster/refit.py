@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from megarl import device
@@ -14,7 +14,8 @@ from megarl.metrics import Metric
 from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
 from megarl.resharding.schedule import ordered
-from megarl.resharding.transports.p2p import Meeting
+from megarl.resharding.transports.delta_p2p import DeltaMeeting
+from megarl.resharding.transports.p2p import Meeting, Sent
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region, regions
@@ -51,11 +52,18 @@ class Refit:
                 break
             self._engines.drop(lost, "refit")
         workers = [worker for name in self._engines.names for worker in answers[name]]
-        return {
+        return self._sent([answers[name] for name in sending]) | {
             "refit/gb": Metric(sum(worker.num_bytes for worker in workers) / 1e9),
             "refit/staging_mib": Metric(max(worker.staging_bytes for worker in workers) / 2**20),
             "engines/alive": Metric(len(self._engines.names)),
         }
+
+    def _sent(self, parts: Sequence[Sent]) -> dict[str, Metric]:
+        """parts: of the trainers' ranks, where they send something."""
+        metrics = {"refit/sent_gb": Metric(sum(part.num_bytes for part in parts) / 1e9)} if parts else {}
+        if compared := sum(part.compared for part in parts):
+            metrics["refit/changed_share"] = Metric(sum(part.changed for part in parts) / compared)
+        return metrics
 
     @property
     def transport(self) -> Literal["shared_memory", "p2p"]:
@@ -89,4 +97,5 @@ class Refit:
         """A new one each time: one that somebody left cannot go on."""
         self._connections += 1
         host, port = self._trainers.rendezvous
-        return Meeting(host, port, f"refit.{self._connections}", self._config.rollout.refit_timeout_s)
+        meeting = DeltaMeeting if self._config.rollout.refit_delta else Meeting
+        return meeting(host, port, f"refit.{self._connections}", self._config.rollout.refit_timeout_s)

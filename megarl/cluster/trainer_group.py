@@ -22,7 +22,7 @@ from megarl.resharding.parts import parts
 if TYPE_CHECKING:
     from megarl.megatron.actor_worker import Scorer
     from megarl.resharding.plan import Plan
-    from megarl.resharding.transports.p2p import Meeting
+    from megarl.resharding.transports.p2p import Meeting, Sent
     from megarl.resharding.transports.shared_memory import PublishedParameter, SharedMemory
     from megarl.resharding.verification import Checksum, Region
 
@@ -35,7 +35,7 @@ class TrainerActor(RankActor):
     def connect(self, plan: Plan, meeting: Meeting) -> None:
         self._worker.connect(plan, meeting)
 
-    def send(self) -> int:
+    def send(self) -> Sent:
         return self._worker.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:

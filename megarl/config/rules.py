@@ -68,6 +68,16 @@ def prompts_that_tell_nothing_can_be_found(config: Config) -> str | None:
     )
 
 
+def deltas_are_sent(config: Config) -> str | None:
+    rollout = config.rollout
+    if not rollout.refit_delta or rollout.transport == "p2p":
+        return None
+    return (
+        f"rollout.refit_delta=true: with rollout.transport={rollout.transport} weights may be read where they lie, and "
+        "nothing is sent; set rollout.transport=p2p or rollout.refit_delta=false"
+    )
+
+
 def k_samples_are_there(config: Config) -> str | None:
     samples, advantage = config.batch.samples_per_prompt, config.algorithm.advantage
     if advantage.estimator != "pass_at_k" or advantage.option("k") <= samples:
@@ -359,6 +369,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     prompts_that_tell_nothing_can_be_found,
     k_samples_are_there,
     kept_tokens_can_be_handed_over,
+    deltas_are_sent,
     context_holds_a_prompt_and_a_response,
     warmup_of_the_critic_ends,
     sampled_ids_have_one_length,

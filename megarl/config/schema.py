@@ -182,6 +182,7 @@ class Rollout(Section):
     transport: Literal["auto", "shared_memory", "p2p"]
     refit_bucket_mib: PositiveInt | None
     refit_timeout_s: PositiveFloat
+    refit_delta: bool
     verify_refit: Literal["off", "first", "always"]
     threads: PositiveInt | None
     vllm_extra: dict[str, Any]

@@ -30,7 +30,7 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.folder import write_folder
 from megarl.resharding.plan import Plan
 from megarl.resharding.selection import select_tensors, whole_parameters
-from megarl.resharding.transports.p2p import Meeting
+from megarl.resharding.transports.p2p import Meeting, Sent
 from megarl.resharding.transports.shared_memory import PublishedParameter, publish
 from megarl.resharding.transports.transport import Transport
 from megarl.resharding.verification import Checksum, Region, own_checksums
@@ -81,8 +81,8 @@ class TrainerWorker(ModelWorker, ABC):
         """From now on `send` is this rank's part of this plan, which others at the meeting receive."""
         self._transport = meeting.open(self.holder.name, self.parameters(), plan)
 
-    def send(self) -> int:
-        """This rank's part of a refit. Returns the bytes sent."""
+    def send(self) -> Sent:
+        """This rank's part of a refit."""
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:

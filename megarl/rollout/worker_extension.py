@@ -57,21 +57,27 @@ DERIVED = ("W_UV", "W_UK_T")
 """Parameters that latent attention computes from its kv_b_proj."""
 
 
-def _prepare(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """What vLLM does with weights after it has loaded them, and must do again with new ones."""
+def _prepare(model: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """What vLLM does with weights after it has loaded them, and must do again with new ones. Returns whether it has
+    rewritten some."""
+    rewritten = False
     for module in model.modules():
         if isinstance(module, MLAAttention):
             module.process_weights_after_loading(dtype)
         elif isinstance(module, RoutedExperts):
-            _pack_experts(module)
+            rewritten |= _pack_experts(module)
+    return rewritten
 
 
-def _pack_experts(layer: RoutedExperts) -> None:
-    """On CPU, for its kernel. On GPU the engine is started with the one backend that takes weights as they are."""
+def _pack_experts(layer: RoutedExperts) -> bool:
+    """On CPU, for its kernel. On GPU the engine is started with the one backend that takes weights as they are. Returns
+    whether it has packed."""
     kernel = layer.quant_method.moe_kernel.fused_experts
-    if isinstance(kernel, CPUUnquantizedExperts):
+    packs = isinstance(kernel, CPUUnquantizedExperts)
+    if packs:
         for weight in (layer.w13_weight, layer.w2_weight):
             weight.data.copy_(cpu_prepack_moe_weight(weight.data, kernel.isa))
+    return packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,8 @@ class RefitExtension:
         num_bytes = execute(self._writes, self._parameters(), self._transport)
         if expected is not None:
             check_weights(self._holder, self._parameters(), expected)
-        _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype)
+        if _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype):
+            self._transport.forget()
         return Refitted(num_bytes, self._transport.staging_bytes)
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> Refitted:

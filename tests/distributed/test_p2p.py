@@ -18,7 +18,7 @@ from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.parts import parts
 from megarl.resharding.piece import Holder
-from megarl.resharding.plan import Link
+from megarl.resharding.plan import Link, Plan
 from megarl.resharding.planner import make_plan
 from megarl.resharding.schedule import Bandwidth, Schedule, ordered, schedule
 from megarl.resharding.transports import bucket_layout
@@ -87,16 +87,24 @@ class Case:
     def empty(self, holder: Holder) -> dict[str, torch.Tensor]:
         return {n: torch.full(s, torch.nan, dtype=getattr(torch, holder.dtypes[n])) for n, s in holder.shapes.items()}
 
-    def open(self, store: dist.Store, rank: int) -> tuple[PointToPoint, dict[str, torch.Tensor]]:
+    def open(
+        self, store: dist.Store, rank: int, kind: type[Meeting] = Meeting
+    ) -> tuple[PointToPoint, dict[str, torch.Tensor]]:
         """A member's transport and parameters. Rank 0 has the TCPStore that they meet at."""
         if rank == 0:
             self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("port", str(self._rendezvous.port))
-        meeting = Meeting("127.0.0.1", int(store.get("port")), "refit", self.timeout_s)
         holder = self.members[rank]
         own = self.empty(holder) if holder in self.destinations else self.weights[holder.name]
-        [part] = parts(self.plan, [[holder.name]])
-        return meeting.open(holder.name, own, part), own
+        own = {name: tensor.clone() for name, tensor in own.items()}
+        return self.meeting(store, kind, "refit").open(holder.name, own, self.part(rank)), own
+
+    def meeting(self, store: dist.Store, kind: type[Meeting], name: str) -> Meeting:
+        return kind("127.0.0.1", int(store.get("port")), name, self.timeout_s)
+
+    def part(self, rank: int) -> Plan:
+        [part] = parts(self.plan, [[self.members[rank].name]])
+        return part
 
 
 def in_dtypes(holder: Holder) -> Holder:

@@ -30,8 +30,17 @@ class Part:
     def num_bytes(self) -> int:
         return _num_bytes(self.move)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what travels."""
+        return getattr(torch, self.move.destination_dtype)
+
+    def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The elements of the parameter."""
+        return view(parameters[self.place.parameter], self.place.rectangle)
+
     def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        elements = buffer[self.start : self.start + self.num_bytes].view(getattr(torch, self.move.destination_dtype))
+        elements = buffer[self.start : self.start + self.num_bytes].view(self.dtype)
         return elements.view(shape_of(self.place.rectangle))
 
 
@@ -59,8 +68,7 @@ class BucketLayout:
     def messages(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """What is sent, or received into."""
         for part in self.alone:
-            lies = view(parameters[part.place.parameter], part.place.rectangle)
-            yield lies if part.start is None else part.in_buffer(buffer)
+            yield part.of(parameters) if part.start is None else part.in_buffer(buffer)
         if self.together:
             yield buffer[self.together[0].start : self.num_bytes]
 
@@ -70,14 +78,28 @@ def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.
     all holders."""
     alone, together = [], []
     offset = 0
-    in_order = sorted(moves, key=lambda item: (not _is_alone(item[0]), -ITEM_BYTES[item[0].destination_dtype]))
-    for move, place in in_order:
+    for move, place in sorted(moves, key=lambda item: (not _is_alone(item[0]), *_by_size(item))):
         lies = view(parameters[place.parameter], place.rectangle)
         is_ready = lies.is_contiguous() and lies.dtype == getattr(torch, move.destination_dtype)
         in_place = _is_alone(move) and is_ready
         (alone if _is_alone(move) else together).append(Part(move, place, None if in_place else offset))
         offset += 0 if in_place else _num_bytes(move)
     return BucketLayout(tuple(alone), tuple(together), offset)
+
+
+def lay_out_together(moves: Iterable[tuple[Move, Place]]) -> BucketLayout:
+    """All in one message."""
+    parts = []
+    offset = 0
+    for move, place in sorted(moves, key=_by_size):
+        parts.append(Part(move, place, offset))
+        offset += _num_bytes(move)
+    return BucketLayout((), tuple(parts), offset)
+
+
+def _by_size(item: tuple[Move, Place]) -> tuple[int]:
+    """Larger dtypes first, so that all are aligned."""
+    return (-ITEM_BYTES[item[0].destination_dtype],)
 
 
 def _is_alone(move: Move) -> bool:

@@ -9,7 +9,7 @@ anew.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from megarl import device
-from megarl.resharding.plan import Bucket, Copy, Hop, Link, Plan
-from megarl.resharding.transports.bucket_layout import BucketLayout, lay_out
-from megarl.resharding.transports.transport import Delivered, Delivery, view
+from megarl.resharding.piece import Place
+from megarl.resharding.plan import Bucket, Copy, Hop, Link, Move, Plan
+from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_out
+from megarl.resharding.transports.transport import Delivered, Delivery
 
 BUFFERS = 2
+UNUSED_TAG = 2**31 - 1
 
 Result = TypeVar("Result")
 _Deliveries = Generator[Delivered, None, Result]
@@ -51,7 +53,7 @@ class Meeting:
 
 
 @dataclass
-class _Message:
+class Message:
     """A bucket in hand, by its number.
 
     sender      who sends it to this member; None where nothing is to be delivered, or no longer
@@ -65,6 +67,19 @@ class _Message:
     sender: int | None = None
     arriving: list[dist.Work] = field(default_factory=list)
     leaving: list[dist.Work] = field(default_factory=list)
+
+
+@dataclass
+class Sent:
+    """What a member has sent in an exchange.
+
+    num_bytes            over all links
+    compared, changed    elements, where only what has changed is sent
+    """
+
+    num_bytes: int = 0
+    compared: int = 0
+    changed: int = 0
 
 
 class PointToPoint:
@@ -85,8 +100,9 @@ class PointToPoint:
         self._group: dist.Backend | None = _process_group(meeting, self._rank, len(plan.holders))
         # An engine's rank may have another device than the process's first.
         self._device = next(iter(parameters.values())).device
-        self._in_hand: deque[_Message] = deque()
+        self._in_hand: deque[Message] = deque()
         self.staging_bytes = 0
+        self.sent = Sent()
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """As the plan has it; the source checks that this is so."""
@@ -94,27 +110,32 @@ class PointToPoint:
             raise ValueError(f"{source} sends {self._member} no parameter {parameter}")
         return getattr(torch, self._dtypes[source, parameter])
 
-    def send(self) -> int:
-        """What this member, a source only, has for the others. Returns the bytes sent."""
+    def send(self) -> Sent:
+        """What this member, a source only, has for the others."""
         for _ in self.deliver(()):
             raise AssertionError(f"{self._member} is a source only")
-        return sum(self._plan.buckets[number].num_bytes for number, _ in self._hops)
+        return self.sent
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         """copies: all that the plan has into this member. Raises RuntimeError where another member has failed, or does
         not answer in time."""
+        self.sent = Sent()
+        self._tags.clear()
         try:
             yield from self._exchange()
         except BaseException:
             self.close()
             raise
 
+    def forget(self) -> None:
+        """All is sent each time."""
+
     def close(self) -> None:
         """Ends the connections, and with them the waiting of others for this member."""
         group, self._group = self._group, None
         if group is not None:
-            _end_connections(group, self._neighbours, unused_tag=max(self._tags.values(), default=0))
+            _end_connections(group, self._neighbours)
         self._in_hand.clear()
 
     @cached_property
@@ -123,30 +144,36 @@ class PointToPoint:
         return {number: self._lay_out(self._plan.buckets[number]) for number, _ in self._hops}
 
     def _lay_out(self, bucket: Bucket) -> BucketLayout:
+        return lay_out(self._places(bucket), self._parameters)
+
+    def _places(self, bucket: Bucket) -> list[tuple[Move, Place]]:
+        """Its moves, and where their elements are at this member. Raises ValueError where it has them in another dtype
+        than planned."""
         gives = any(link.source == self._rank for link in bucket.links)
         for move in bucket.moves if gives else ():
             actual = self._parameters[move.source.parameter].dtype
             if actual != getattr(torch, move.source_dtype):
                 raise ValueError(f"{self._member} has {move.source.parameter} as {actual}, the plan as {move}")
-        places = ((move, move.source if gives else move.destination) for move in bucket.moves)
-        return lay_out(places, self._parameters)
+        return [(move, move.source if gives else move.destination) for move in bucket.moves]
 
     def _exchange(self) -> Delivery:
         """In the order of the plan, of which every member follows its part: see schedule.ordered."""
-        if self._group is None:
-            raise RuntimeError(f"{self._member}: its connections are closed since an exchange failed")
+        self._check_open()
         free = self._buffers()
-        self._tags.clear()
         for hop in self._hops:
             if hop.link.source == self._rank:
                 message = yield from self._filled(hop, free)
-                message.leaving += self._begin(self._group.send, hop.link, hop.link.destination, message)
+                message.leaving += self._send(message, hop.link)
             else:
                 message = yield from self._taken(hop.bucket, free)
                 message.sender = hop.link.source
-                message.arriving += self._begin(self._group.recv, hop.link, message.sender, message)
+                message.arriving += self._receive(message, hop.link)
         while self._in_hand:
             yield from self._settle_oldest(free)
+
+    def _check_open(self) -> None:
+        if self._group is None:
+            raise RuntimeError(f"{self._member}: its connections are closed since an exchange failed")
 
     def _buffers(self) -> list[torch.Tensor]:
         size = max((layout.num_bytes for layout in self._layouts.values()), default=0)
@@ -154,16 +181,24 @@ class PointToPoint:
         self.staging_bytes = size * count
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
-    def _begin(
-        self, operation: Callable[..., dist.Work], link: Link, neighbour: int, message: _Message
-    ) -> list[dist.Work]:
-        self._neighbours.add(neighbour)
-        first = self._tags[link]
-        self._tags[link] += message.layout.num_messages
+    def _send(self, message: Message, link: Link) -> list[dist.Work]:
+        self.sent.num_bytes += self._plan.buckets[message.bucket].num_bytes
         tensors = message.layout.messages(self._parameters, message.buffer)
-        return [operation([tensor], neighbour, tag) for tag, tensor in enumerate(tensors, start=first)]
+        return [self._begin(self._group.send, link, link.destination, tensor) for tensor in tensors]
 
-    def _filled(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[_Message]:
+    def _receive(self, message: Message, link: Link) -> list[dist.Work]:
+        tensors = message.layout.messages(self._parameters, message.buffer)
+        return [self._begin(self._group.recv, link, link.source, tensor) for tensor in tensors]
+
+    def _begin(
+        self, operation: Callable[..., dist.Work], link: Link, neighbour: int, tensor: torch.Tensor
+    ) -> dist.Work:
+        self._neighbours.add(neighbour)
+        tag = self._tags[link]
+        self._tags[link] += 1
+        return operation([tensor], neighbour, tag)
+
+    def _filled(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[Message]:
         """With what the hop takes along."""
         for message in self._in_hand:
             if message.bucket == hop.bucket:
@@ -173,17 +208,19 @@ class PointToPoint:
             for message in self._in_hand:
                 yield from self._arrive(message)
         message = yield from self._taken(hop.bucket, free)
-        for part in message.layout.parts:
-            if part.start is not None:
-                place = view(self._parameters[part.place.parameter], part.place.rectangle)
-                part.in_buffer(message.buffer).copy_(place)
+        self._pack(message)
         return message
 
-    def _taken(self, bucket: int, free: list[torch.Tensor]) -> _Deliveries[_Message]:
+    def _pack(self, message: Message) -> None:
+        for part in message.layout.parts:
+            if part.start is not None:
+                part.in_buffer(message.buffer).copy_(part.of(self._parameters))
+
+    def _taken(self, bucket: int, free: list[torch.Tensor]) -> _Deliveries[Message]:
         """With a buffer that is to be filled."""
         if not free:
             yield from self._settle_oldest(free)
-        self._in_hand.append(_Message(bucket, free.pop(), self._layouts[bucket]))
+        self._in_hand.append(Message(bucket, free.pop(), self._layouts[bucket]))
         return self._in_hand[-1]
 
     def _settle_oldest(self, free: list[torch.Tensor]) -> Delivery:
@@ -192,15 +229,19 @@ class PointToPoint:
         _wait(message.leaving)
         free.append(self._in_hand.popleft().buffer)
 
-    def _arrive(self, message: _Message) -> Delivery:
+    def _arrive(self, message: Message) -> Delivery:
         """Waits for what is received, and delivers it."""
         if message.sender is None:
             return
         _wait(message.arriving)
         sender, message.sender = self._plan.holders[message.sender], None
+        for part, elements in self._unpacked(message):
+            yield Copy(sender, self._member, part.move), elements
+
+    def _unpacked(self, message: Message) -> Iterator[tuple[Part, torch.Tensor | None]]:
+        """Elements as a transport delivers them."""
         for part in message.layout.parts:
-            copy = Copy(sender, self._member, part.move)
-            yield copy, None if part.start is None else part.in_buffer(message.buffer)
+            yield part, None if part.start is None else part.in_buffer(message.buffer)
 
 
 def _wait(works: list[dist.Work]) -> None:
@@ -226,7 +267,7 @@ def _process_group(meeting: Meeting, rank: int, size: int) -> dist.Backend:
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _end_connections(group: dist.Backend, neighbours: Iterable[int], unused_tag: int) -> None:
+def _end_connections(group: dist.Backend, neighbours: Iterable[int]) -> None:
     """neighbours: whom the group is connected to."""
     if device.backend() == "nccl":
         group.abort()
@@ -235,4 +276,4 @@ def _end_connections(group: dist.Backend, neighbours: Iterable[int], unused_tag:
     # group while something comes in can hang. Connections that are broken already fail without a wait.
     for neighbour in neighbours:
         with suppress(RuntimeError):
-            group.recv([torch.empty(1, dtype=torch.uint8)], neighbour, unused_tag).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, dtype=torch.uint8)], neighbour, UNUSED_TAG).wait(timedelta(milliseconds=1))

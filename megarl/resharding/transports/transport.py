@@ -22,6 +22,9 @@ class Transport(Protocol):
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """Of a source's parameter. Raises ValueError for one that the source does not have."""
 
+    def forget(self) -> None:
+        """What was delivered last has been rewritten since."""
+
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         """The copies, whole or in parts and in any order, each with its elements, or None where they are in their place
         already. They are valid until the next is asked for, and by then the destination has written them."""
@@ -41,6 +44,9 @@ class Readable(ABC):
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan) -> Self:
         return self
+
+    def forget(self) -> None:  # noqa: B027  nothing hangs on it
+        """See Transport."""
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         for copy in copies:

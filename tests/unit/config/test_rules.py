@@ -58,6 +58,11 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
     ("overrides", "message"),
     [
         (
+            ["rollout.refit_delta=true", "rollout.transport=auto"],
+            "rollout.refit_delta=true: with rollout.transport=auto weights may be read where they lie, and nothing is "
+            "sent; set rollout.transport=p2p or rollout.refit_delta=false",
+        ),
+        (
             ["batch.prompts_per_update=5"],
             "batch.prompts_per_update=5: 16 prompts per step do not divide by 5 (16 / 5 = 3.2); "
             "choose from 1, 2, 4, 8, 16",

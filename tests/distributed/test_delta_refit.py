@@ -1,0 +1,162 @@
+"""Refits that send what has changed: the weights are those of a full refit, whatever happens in between."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.resharding.check import check_plan
+from megarl.resharding.execute import execute
+from megarl.resharding.plan import Link
+from megarl.resharding.planner import make_plan
+from megarl.resharding.schedule import ordered
+from megarl.resharding.transports import delta, delta_p2p
+from megarl.resharding.transports.delta_p2p import DeltaMeeting
+from megarl.resharding.transports.p2p import Sent
+from tests.distributed.test_p2p import Case, in_layouts
+from tests.forked import run_ranks
+from tests.unit.resharding.cases import layout_of
+
+INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch):
+    """Which ranks inherit: the tiny model's tensors have several."""
+    monkeypatch.setattr(delta_p2p, "SLAB", 100)
+    monkeypatch.setattr(delta, "BLOCK", 16)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(INTEGERS[tensor.itemsize])
+
+
+def change(parameters: dict[str, torch.Tensor], divisor: int, rest: int, value: int) -> None:
+    """Elements that are chosen by their bits get other bits: alike wherever they are. Padding, zero, stays."""
+    for tensor in parameters.values():
+        own = bits(tensor)
+        own.copy_(torch.where((own % divisor == rest) & (own != 0), value, own))
+
+
+CHANGES = ((9, 4, 0x7FC5), (11, 3, -(2**15)))
+"""A NaN with a payload, and in bfloat16 a negative zero."""
+
+
+class Member:
+    def __init__(self, store: dist.Store, rank: int, case: Case):
+        self.holder, self.receives = case.members[rank], case.members[rank] in case.destinations
+        self._store, self._rank, self._case = store, rank, case
+        self.transport, self.parameters = case.open(store, rank, DeltaMeeting)
+        self._meetings = 1
+
+    def meet_again(self) -> None:
+        self._meetings += 1
+        self.transport = self._case.meeting(self._store, DeltaMeeting, f"refit.{self._meetings}").open(
+            self.holder.name, self.parameters, self._case.part(self._rank)
+        )
+
+    def refit(self) -> Sent:
+        if self.receives:
+            execute(self._case.plan.into(self.holder.name), self.parameters, self.transport)
+            return self.transport.sent
+        return self.transport.send()
+
+    def wrong(self, *changes: tuple[int, int, int]) -> list[str]:
+        """Parameters that are not those of the case after these changes."""
+        expected = {name: tensor.clone() for name, tensor in self._case.weights[self.holder.name].items()}
+        for one in changes:
+            change(expected, *one)
+        return [name for name, own in self.parameters.items() if not torch.equal(bits(own), bits(expected[name]))]
+
+    def wait_for_all(self, what: str) -> None:
+        self._store.add(what, 1)
+        while self._store.add(what, 0) < len(self._case.members):
+            time.sleep(0.01)
+
+
+def refit_three_times(store: dist.Store, rank: int, case: Case) -> list[Sent]:
+    member = Member(store, rank, case)
+    sent, done = [member.refit()], []
+    assert not member.wrong()
+    for one in CHANGES:
+        done.append(one)
+        if not member.receives:
+            change(member.parameters, *one)
+        sent.append(member.refit())
+        assert not member.wrong(*done)
+    sent.append(member.refit())
+    assert not member.wrong(*done)
+    member.wait_for_all("done")
+    return sent
+
+
+@in_layouts
+def test_two_deltas_in_a_row_are_a_full_refit(layout, vllm_tp, replicas, nodes):
+    case = Case(layout, vllm_tp, replicas, 1024, nodes)
+    of_sources = run_ranks(len(case.members), refit_three_times, case)[: len(case.sources)]
+    full, first, second, unchanged = (list(sent) for sent in zip(*of_sources, strict=True))
+    assert all(sent.compared == 0 for sent in full)
+    for sent in (first, second):
+        assert 0 < sum(s.changed for s in sent) < 0.3 * sum(s.compared for s in sent)
+        assert sum(s.num_bytes for s in sent) < 0.9 * sum(s.num_bytes for s in full)
+    assert all(sent.changed == 0 < sent.compared for sent in unchanged)
+
+
+def spoilt(store: dist.Store, rank: int, case: Case) -> tuple[str, Sent]:
+    """Says what a member sees of a refit into an engine that is not as it was left, and what the next one sends."""
+    member = Member(store, rank, case)
+    member.refit()
+    if member.holder.name == "vllm:0.0":
+        bits(member.parameters["model.norm.weight"])[1] ^= 1
+    seen = ""
+    try:
+        member.refit()
+    except RuntimeError as error:
+        seen = str(error)
+    member.wait_for_all("seen")
+    member.meet_again()
+    sent = member.refit()
+    assert not member.wrong()
+    member.wait_for_all("done")
+    return seen, sent
+
+
+def test_a_spoilt_receiver_is_named_and_then_gets_all():
+    case = Case(layout_of(), vllm_tp=1, replicas=2, bucket_bytes=2**20)
+    (_, sent), (seen, _), _ = run_ranks(3, spoilt, case)
+    assert "vllm:0.0: model.norm.weight is not what its source has, after 0 changes to" in seen
+    assert sent.compared == 0
+
+
+def rewritten(store: dist.Store, rank: int, case: Case) -> Sent:
+    member = Member(store, rank, case)
+    member.refit()
+    if member.holder.name == "vllm:1.0":
+        member.parameters["model.norm.weight"].zero_()
+        member.transport.forget()
+    sent = member.refit()
+    assert not member.wrong()
+    member.wait_for_all("done")
+    return sent
+
+
+def test_a_receiver_that_has_rewritten_its_weights_gets_all():
+    case = Case(layout_of(), vllm_tp=1, replicas=2, bucket_bytes=1024)
+    source, *_ = run_ranks(3, rewritten, case)
+    assert source.compared == 0
+
+
+def test_who_hands_on_sends_all_to_one_that_has_rewritten_its_weights():
+    """While it gets deltas itself: the first engine brings everything into the node."""
+    case = Case(layout_of(), vllm_tp=1, replicas=2, bucket_bytes=1024, nodes=(1, 1))
+    to_one = make_plan(case.sources, case.destinations[:1], bucket_bytes=1024)
+    buckets = [replace(bucket, onward=(Link(1, 2),)) for bucket in to_one.buckets]
+    case.plan = ordered(replace(case.plan, buckets=tuple(buckets)))
+    check_plan(case.plan, case.sources, case.destinations)
+    source, entry, _ = run_ranks(3, rewritten, case)
+    assert source.compared > 0 == source.changed
+    assert entry.num_bytes > case.plan.num_bytes // 2 > source.num_bytes
