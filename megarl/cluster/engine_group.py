@@ -109,7 +109,8 @@ class EngineGroup(VllmGroup):
         )
         self._holders = {p.name: holders[p.index * tp : (p.index + 1) * tp] for p in processes}
         self._whole_model = huggingface_holder(read_config(model_folder), config.model.dtype)
-        self._by_loader = False
+        self.by_loader = False
+        """Whether they take weights by vLLM's own loader, which does not keep them as they came."""
 
     def start(self) -> None:
         """And finds out whether the engines' parameters are those of the model's family, which a plan can write."""
@@ -132,7 +133,7 @@ class EngineGroup(VllmGroup):
             f"{'; …' if len(misfits) > SHOWN else ''}",
             flush=True,
         )
-        self._by_loader = True
+        self.by_loader = True
         self._holders = {
             name: [replace(self._whole_model, name=holder.name) for holder in holders]
             for name, holders in self._holders.items()
@@ -179,7 +180,7 @@ class EngineGroup(VllmGroup):
         """From now on a refit is this plan. Returns whether all engines know; those that do not are lost."""
         own = parts(plan, [[holder.name for holder in self._holders[name]] for name in self._actors])
         calls = {
-            name: actor.connect.remote(part, channel, self._holders[name], self._by_loader)
+            name: actor.connect.remote(part, channel, self._holders[name], self.by_loader)
             for (name, actor), part in zip(self._actors.items(), own, strict=True)
         }
         _, lost = self._session.gather(calls, "connecting for the refit", expendable=self.expendable)

@@ -97,5 +97,10 @@ class Refit:
         """A new one each time: one that somebody left cannot go on."""
         self._connections += 1
         host, port = self._trainers.rendezvous
-        meeting = DeltaMeeting if self._config.rollout.refit_delta else Meeting
+        sends_deltas = self._config.rollout.refit_delta and not self._engines.by_loader
+        if self._config.rollout.refit_delta and not sends_deltas:
+            print(
+                "refit: all is sent each time, since vLLM's own loader does not keep weights as they come", flush=True
+            )
+        meeting = DeltaMeeting if sends_deltas else Meeting
         return meeting(host, port, f"refit.{self._connections}", self._config.rollout.refit_timeout_s)

@@ -60,6 +60,7 @@ class Assembly:
         missing = {name: prod(shape) for name, shape in shapes.items()}
         begun: dict[str, torch.Tensor] = {}
         for copy, part in self._transport.deliver(self._writes.copies):
+            assert part is not None, f"{copy}: delivered into parameters that are not the plan's"
             name, rectangle = copy.move.destination
             if name not in begun:
                 dtype = getattr(torch, copy.move.destination_dtype)

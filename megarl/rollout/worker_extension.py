@@ -111,7 +111,7 @@ class RefitExtension:
         self._by_loader = by_loader
         self._holder = holders[self.rank]
         self._writes = plan.into(self._holder.name)
-        self._transport = channel.open(self._holder.name, self._parameters(), plan)
+        self._transport = channel.open(self._holder.name, self._parameters(), plan, in_place=not by_loader)
 
     def _refit(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
         num_bytes = execute(self._writes, self._parameters(), self._transport)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.resharding.check import check_plan
-from megarl.resharding.execute import execute
+from megarl.resharding.execute import Assembly, execute
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.parts import parts
 from megarl.resharding.piece import Holder
@@ -255,3 +255,27 @@ def test_a_source_that_is_not_as_planned_says_so():
     parameters["chunk0.embedding.word_embeddings.weight"] = torch.zeros(40, 12)
     with pytest.raises(ValueError, match=r"megatron:0 has \S+word_embeddings.weight as torch.float32"):
         transport.send()
+
+
+def assembled(store: dist.Store, rank: int, case: Case) -> None:
+    """The engine has a parameter of the plan's name, which is not the plan's."""
+    holder = case.members[rank]
+    if holder in case.sources:
+        transport, _ = case.open(store, rank)
+        transport.send()
+    else:
+        other = {"model.norm.weight": torch.zeros(3)}
+        transport = case.meeting(store, Meeting, "refit").open(holder.name, other, case.part(rank), in_place=False)
+        for name, tensor in Assembly(case.plan.into(holder.name), transport).parameters():
+            assert torch.equal(tensor, case.weights[holder.name][name][: len(tensor)])  # without padding
+        assert not other["model.norm.weight"].any()
+    store.add("done", 1)
+    while store.add("done", 0) < len(case.members):
+        time.sleep(0.01)
+
+
+def test_parameters_that_nobody_has_yet_are_put_together(monkeypatch):
+    monkeypatch.setattr(bucket_layout, "ALONE_BYTES", 8)
+    case = Case(layout_of(tp=2), vllm_tp=1, replicas=1, bucket_bytes=1024)
+    case.plan = replace(case.plan, padding=())
+    run_ranks(3, assembled, case)

@@ -491,6 +491,6 @@ def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path
     engine.call("connect", plan, meeting, [target], True)
     trainers.begin("send")
     [worker] = engine.call("refit", 4, right)
-    assert sum(trainers.end()) == worker.num_bytes
+    assert sum(sent.num_bytes for sent in trainers.end()) == worker.num_bytes
     assert engine.call("checksums") == expected, "what a failed refit has left counts in the next"
     assert engine.call("greedy", prompts()) == answers

@@ -74,17 +74,22 @@ class BucketLayout:
 
 
 def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.Tensor]) -> BucketLayout:
-    """moves: each with where its elements are at this holder, whose parameters these are. The messages are the same at
-    all holders."""
+    """moves: each with where its elements are at this holder, whose parameters these are; what is none of them goes by
+    way of the buffer. The messages are the same at all holders."""
     alone, together = [], []
     offset = 0
     for move, place in sorted(moves, key=lambda item: (not _is_alone(item[0]), *_by_size(item))):
-        lies = view(parameters[place.parameter], place.rectangle)
-        is_ready = lies.is_contiguous() and lies.dtype == getattr(torch, move.destination_dtype)
-        in_place = _is_alone(move) and is_ready
+        in_place = _is_alone(move) and _lies_in_one_stretch(move, place, parameters)
         (alone if _is_alone(move) else together).append(Part(move, place, None if in_place else offset))
         offset += 0 if in_place else _num_bytes(move)
     return BucketLayout(tuple(alone), tuple(together), offset)
+
+
+def _lies_in_one_stretch(move: Move, place: Place, parameters: Mapping[str, torch.Tensor]) -> bool:
+    if place.parameter not in parameters:
+        return False
+    elements = view(parameters[place.parameter], place.rectangle)
+    return elements.is_contiguous() and elements.dtype == getattr(torch, move.destination_dtype)
 
 
 def lay_out_together(moves: Iterable[tuple[Move, Place]]) -> BucketLayout:

@@ -32,13 +32,17 @@ WHOLE = -1
 class DeltaMeeting(Meeting):
     """Of members that send deltas."""
 
-    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan) -> DeltaPointToPoint:
+    def open(
+        self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True
+    ) -> DeltaPointToPoint:
+        """Deltas are of parameters that stay as they came."""
+        assert in_place, f"{member}: nothing to apply deltas to"
         return DeltaPointToPoint(self, member, parameters, plan)
 
 
 class DeltaPointToPoint(PointToPoint):
     def __init__(self, meeting: Meeting, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan):
-        super().__init__(meeting, member, parameters, plan)
+        super().__init__(meeting, member, parameters, plan, in_place=True)
         self._has_last = False
         """Whether this member's weights are those of the last exchange."""
         self._last: dict[int, torch.Tensor] = {}

@@ -47,9 +47,11 @@ class Meeting:
     name: str
     timeout_s: float
 
-    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan) -> PointToPoint:
+    def open(
+        self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True
+    ) -> PointToPoint:
         """Does not wait for the others: connections are made when they are used."""
-        return PointToPoint(self, member, parameters, plan)
+        return PointToPoint(self, member, parameters, plan, in_place)
 
 
 @dataclass
@@ -85,8 +87,11 @@ class Sent:
 class PointToPoint:
     """One member's end. After an error it is closed, which ends the others' waiting for it: a new meeting is needed."""
 
-    def __init__(self, meeting: Meeting, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan):
-        self._member, self._parameters, self._plan = member, parameters, plan
+    def __init__(
+        self, meeting: Meeting, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool
+    ):
+        self._member, self._plan = member, plan
+        self._parameters = parameters if in_place else {}
         self._rank = plan.holders.index(member)
         assert plan.order or not plan.buckets, "a plan without an order; see schedule.ordered"
         self._hops = [hop for hop in plan.order if self._rank in hop.link]

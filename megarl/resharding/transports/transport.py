@@ -33,8 +33,12 @@ class Transport(Protocol):
 class Channel(Protocol):
     """A transport before it is opened: can be pickled and sent to those that take part in it."""
 
-    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan) -> Transport:
-        """Called by the process that is `member`, a holder, and has these parameters. plan: its part."""
+    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> Transport:
+        """Called by the process that is `member`, a holder, and has these parameters.
+
+        plan      its part
+        in_place  whether the parameters are those that the plan writes. If not, they only tell the device
+        """
 
 
 class Readable(ABC):
@@ -42,7 +46,7 @@ class Readable(ABC):
 
     staging_bytes = 0
 
-    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan) -> Self:
+    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> Self:
         return self
 
     def forget(self) -> None:  # noqa: B027  nothing hangs on it
