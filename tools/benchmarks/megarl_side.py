@@ -58,6 +58,7 @@ def main() -> None:
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {
+        "saves": [saving(worker, folder / f"checkpoint-{i}", rank) for i in range(case.saves)],
         "seconds": seconds,
         "measured_bytes": peak - baseline,
         "baseline_bytes": baseline,
@@ -68,6 +69,31 @@ def main() -> None:
     (folder / f"megarl-{rank}.json").write_text(json.dumps(result), encoding="utf-8")
     worker.close()
     os._exit(0)  # threads of gloo may wait for ranks that have ended
+
+
+def saving(worker: ActorWorker, folder: Path, rank: int) -> dict[str, float]:
+    """Seconds that a save keeps the rank from training, those of a plain copy of as many bytes to fresh host memory,
+    and those until the files are on the disk."""
+    weights = [weight.detach() for weight in worker.parameters().values()]
+    dist.barrier()
+    start = time.perf_counter()
+    copies = [weight.clone() for weight in weights for _ in range(4)]  # and Adam's state: three more, in float32
+    copied = time.perf_counter()
+    num_bytes = sum(copy.nbytes for copy in copies)
+    del copies
+    (folder / "actor").mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    begin = time.perf_counter()
+    worker.save_checkpoint(folder, "actor")
+    saved = time.perf_counter()
+    worker.finish_checkpoint(folder)
+    written = time.perf_counter()
+    return {
+        "bytes": num_bytes,
+        "copy_seconds": copied - start,
+        "stall_seconds": saved - begin,
+        "seconds_to_the_disk": written - begin,
+    }
 
 
 def config_of(case: Case, folder: Path) -> Config:

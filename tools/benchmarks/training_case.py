@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True, slots=True)
 class Case:
     """lengths: prompt and response tokens of each sample; layout: overrides of actor.layout; padded: every sample to
-    the longest. microbatch: tokens of megarl's, samples of transformers'."""
+    the longest. microbatch: tokens of megarl's, samples of transformers'. saves: checkpoints after the updates."""
 
     shape: str
     lengths: list[list[int]]
@@ -53,6 +53,7 @@ class Case:
     padded: bool = False
     dtype: str = "float32"
     recompute: str = "none"
+    saves: int = 0
 
     @property
     def hf_config(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""megarl's training step on this machine: against plain transformers, packed against padded, memory against its form.
+"""megarl's training step on this machine: against plain transformers, packed against padded, memory against its form,
+and what a checkpoint makes it wait for.
 
 .venv/bin/python tools/benchmarks/training_step.py equal --out tools/benchmarks/results/step_equal.json
 """
@@ -51,7 +52,7 @@ def main() -> None:
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    (show_memory if arguments.what == "memory" else show_speed)(result)
+    {"memory": show_memory, "saving": show_saving}.get(arguments.what, show_speed)(result)
     print(f"result: {arguments.out}")
     if result["cpu_percent_elsewhere"] > QUIET_PERCENT:
         print(
@@ -107,11 +108,34 @@ def memory_against_closed_form(arguments: argparse.Namespace, cores: int, work: 
     return {"lengths": lengths, "environment": RETURN_FREED_MEMORY, "layouts": layouts}
 
 
+def saving_against_copy(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
+    """How long a checkpoint keeps training waiting, against a plain copy of its bytes to fresh host memory."""
+    lengths, layouts = _lengths(arguments, mixed=False)[:4], {}
+    for name in ("1 process", "PP2"):
+        layout = LAYOUTS[name]
+        case = Case(
+            arguments.shape,
+            lengths,
+            updates=1,
+            threads=1 if layout else cores,
+            microbatch=arguments.tokens_per_microbatch,
+            layout=layout,
+            saves=arguments.saves,
+        )
+        ranks = run("megarl", case, work / name.replace(" ", "-"), num_ranks=2 if layout else 1)
+        layouts[name] = [
+            {key: median(save[key] for save in rank["saves"]) for key in rank["saves"][0]} | {"saves": rank["saves"]}
+            for rank in ranks
+        ]
+    return {"layouts": layouts}
+
+
 MEASUREMENTS = {
     "equal": against_transformers,
     "mixed": against_transformers,
     "padded": packed_against_padded,
     "memory": memory_against_closed_form,
+    "saving": saving_against_copy,
 }
 
 
@@ -165,6 +189,16 @@ def show_memory(result: Mapping[str, Any]) -> None:
     Console().print(table)
 
 
+def show_saving(result: Mapping[str, Any]) -> None:
+    table = Table("rank", "GB", "stall, s", "plain copy, s", "ratio", "to the disk, s", title=_title(result))
+    for layout, ranks in result["layouts"].items():
+        for number, rank in enumerate(ranks):
+            stall, copy = rank["stall_seconds"], rank["copy_seconds"]
+            figures = (rank["bytes"] / 1e9, stall, copy, stall / copy, rank["seconds_to_the_disk"])
+            table.add_row(f"{layout}, {number}", *(f"{figure:.2f}" for figure in figures))
+    Console().print(table)
+
+
 def _title(result: Mapping[str, Any]) -> str:
     facts = result["machine"]
     return f"{result['what']}: {result['shape']}, float32, {facts['cores']} cores of {facts['cpu']}"
@@ -197,6 +231,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--response", type=int, default=32, help="tokens, at equal lengths (default: 32)")
     parser.add_argument("--longest-response", type=int, default=384, help="tokens, at mixed lengths (default: 384)")
     parser.add_argument("--tokens-per-microbatch", type=int, default=1024, help="of megarl (default: 1024)")
+    parser.add_argument("--saves", type=int, default=3, help="checkpoints, of which the median counts (default: 3)")
     parser.add_argument(
         "--transformers-microbatch",
         type=int,
