@@ -46,9 +46,11 @@ class Cast:
 
     @contextmanager
     def offloaded(self) -> Iterator[dict[str, Metric]]:
-        """The trainers' devices have the room inside that their keys `offload` make. Yields how much."""
+        """The devices have the room inside that the trainers' keys `offload` make, and outside that which sleeping
+        engines leave. Yields how much the trainers make."""
         groups = [group for group in self.trained if group.offloads]
         yield {name: metric for group in groups for name, metric in group.offload().items()}
+        self.engines.sleep()
         for group in groups:
             group.onload()
 

@@ -65,6 +65,10 @@ class EngineActor(VllmActor):
         segments.note(self._scratch)  # vLLM makes some only when it generates
         return [[SampleInfo.of(sample) for sample in samples], *samples]
 
+    def sleep(self) -> None:
+        with self._whole():
+            self._engine.sleep()
+
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         return self._engine.parameters()
 
@@ -100,6 +104,7 @@ class EngineGroup(VllmGroup):
         tp, extra = config.rollout.tp, config.rollout.vllm_extra
         super().__init__(session, config, model_folder, processes, tp)
         self._started_with = len(processes)
+        self._sleeps = config.rollout.sleep
         holders = vllm_holders(
             read_config(model_folder),
             tp,
@@ -124,6 +129,13 @@ class EngineGroup(VllmGroup):
         ]
         if misfits:
             self._take_whole_tensors(misfits)
+        self.sleep()
+
+    def sleep(self) -> None:
+        """If they are to, until the next refit: see Engine.sleep."""
+        calls = {name: actor.sleep.remote() for name, actor in self._actors.items()} if self._sleeps else {}
+        _, lost = self._session.gather(calls, "engines: giving memory back", expendable=self.expendable)
+        self.drop(lost, "rollout")
 
     def _take_whole_tensors(self, misfits: Sequence[str]) -> None:
         """Every worker then gets the whole model, as the checkpoint has it."""

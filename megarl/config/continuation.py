@@ -25,6 +25,7 @@ FREE = (
     "rollout.tp",
     "*.kv_cache_gib",
     "*.vllm_extra*",
+    "rollout.sleep",
     "rollout.transport",
     "rollout.refit_*",
     "rollout.verify_refit",

@@ -25,6 +25,7 @@ VERL = {
     "entropy_coeff": "algorithm.objective.entropy_coefficient",
     "experiment_name": "run.name",
     "expert_model_parallel_size": "actor.layout.ep",
+    "free_cache_engine": "rollout.sleep",
     "gpu_memory_utilization": "rollout.vllm_extra.gpu_memory_utilization (on CPU: rollout.kv_cache_gib)",
     "grad_clip": "actor.optimizer.clip_grad_norm",
     "grad_offload": "actor.offload",

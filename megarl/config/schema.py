@@ -179,6 +179,7 @@ class Rollout(Section):
     max_new_tokens: PositiveInt
     context_length: PositiveInt
     kv_cache_gib: PositiveFloat
+    sleep: bool
     transport: Literal["auto", "shared_memory", "p2p"]
     refit_bucket_mib: PositiveInt | None
     refit_timeout_s: PositiveFloat

@@ -51,6 +51,10 @@ class Engine(Protocol):
     def has_lost_a_rank(self) -> bool:
         """Whether a process of its own has died, after which it can do nothing."""
 
+    def sleep(self) -> None:
+        """Gives its device's memory back: that of the weights, which move to host memory, until the next refit or
+        `generate`, that of the KV cache until the next `generate`. Not while it generates."""
+
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """Of each worker: name -> shape and dtype, of what a refit writes."""
 

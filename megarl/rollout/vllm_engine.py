@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
@@ -61,6 +61,8 @@ class VllmEngine:
             max_num_batched_tokens=max(2048, config.context_length),
             # Of a mixture of experts' kernels on GPU, the one that leaves the weights as they are, to be written into.
             moe_backend="triton" if device.on_cuda() else "auto",
+            # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.
+            enable_sleep_mode=config.sleep and device.on_cuda(),
             seed=seed,
         )
         self._llm = LLM(**{**arguments, **config.vllm_extra})
@@ -68,6 +70,7 @@ class VllmEngine:
     async def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
         if self.version is None:
             raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
+        self._wake("weights", "kv_cache")
         own = {str(next(self._numbers)): request for request in requests}
         self._under_way |= {name: _UnderWay(request, self._submit(name, request)) for name, request in own.items()}
         try:
@@ -81,6 +84,15 @@ class VllmEngine:
             for name in own:
                 del self._under_way[name]
 
+    def sleep(self) -> None:
+        assert not self._under_way, "asleep, it would lose the samples under way"
+        self._llm.sleep(level=1)
+
+    def _wake(self, *tags: Literal["weights", "kv_cache"]) -> None:
+        for tag in tags:
+            if tag in self._llm.llm_engine.model_executor.sleeping_tags:
+                self._llm.wake_up(tags=[tag])
+
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         return self._llm.collective_rpc("parameters")
 
@@ -89,6 +101,8 @@ class VllmEngine:
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
         self.version = None
+        # The KV cache sleeps on: the trainer may not have made room for it yet.
+        self._wake("weights")
         self._pause()
         refitted = self._ask_workers("refit", expected)
         self._num_refits += 1

@@ -138,6 +138,27 @@ class EngineSide:
 
         return asyncio.run(sample())
 
+    def sleep(self):
+        self.engine.sleep()
+
+    def record(self):
+        """From now on `calls` are those of vLLM that wake it, put it to sleep or make it work."""
+        self.calls, llm = [], self.engine._llm
+        llm.sleep = self._recorded(llm.sleep, lambda level, **_: f"sleep {level}")
+        llm.wake_up = self._recorded(llm.wake_up, lambda tags: f"wake {tags[0]}")
+        llm.collective_rpc = self._recorded(llm.collective_rpc, lambda method, **_: method)
+        llm.llm_engine.step = self._recorded(llm.llm_engine.step, lambda: "step")
+
+    def _recorded(self, function, name):
+        def call(*args, **kwargs):
+            self.calls.append(name(*args, **kwargs))
+            return function(*args, **kwargs)
+
+        return call
+
+    def recorded(self):
+        return self.calls
+
     def parameters(self):
         return self.engine.parameters()
 
@@ -427,6 +448,16 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         assert all(0 < worker.staging_bytes <= 2 * BUCKET_BYTES for worker in workers)
         assert engine.call("checksums") == expected
     assert engine.call("greedy", prompts()) == after
+
+    # On CPU it keeps its memory, and takes the same way.
+    engine.call("sleep")
+    engine.call("record")
+    trainers.begin("send")
+    engine.call("refit", 6)
+    trainers.end()
+    assert engine.call("greedy", prompts()) == after
+    pause = ["sleep 0", "step", "wake scheduling"]
+    assert engine.call("recorded")[:7] == ["wake weights", *pause, "refit", "wake kv_cache", "step"]
 
 
 def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sample], reference: Remote) -> None:

@@ -18,6 +18,8 @@ from tests.tiny_model import write_tiny_llama
 pytestmark = pytest.mark.slow
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 OFFLOAD = "actor.offload=[gradients, optimizer]"
+TURNS = (OFFLOAD, "rollout.sleep=true")
+"""Trainers and engines make room for each other."""
 REWARD = Path(__file__).with_name("digits.py")
 METRICS = {
     *("step", "reward/mean", "reward/std", "response/length_mean", "policy/entropy", "policy/grad_norm"),
@@ -123,10 +125,10 @@ def test_run_folder_is_complete(learned):
     ("overrides", "ranks"),
     [
         (["actor.layout.tp=3", "actor.layout.sequence_parallel=true"], 3),
-        (["actor.layout.dp=2", "batch.prompts_per_update=4", "algorithm.kl.coefficient=0.01", OFFLOAD], 2),
+        (["actor.layout.dp=2", "batch.prompts_per_update=4", "algorithm.kl.coefficient=0.01", *TURNS], 2),
         (["actor.layout.cp=2", "actor.layout.pp=2", "actor.layout.vpp=2"], 4),
     ],
-    ids=["tp3-sp", "dp2-two-updates-kl-offload", "cp2-pp2-vpp2"],
+    ids=["tp3-sp", "dp2-two-updates-kl-offload-sleep", "cp2-pp2-vpp2"],
 )
 def test_other_layouts_run(tmp_path, overrides, ranks):
     model = write_tiny_llama(

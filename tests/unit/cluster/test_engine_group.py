@@ -26,6 +26,7 @@ class FakeActor:
     """Those that die when they are next asked."""
     misfit = False
     connected: list[tuple]
+    asleep: list[str]
 
     def __init__(self, name: str):
         self.generate = self
@@ -43,6 +44,10 @@ class FakeActor:
         if FakeActor.misfit:
             own["model.other.weight"] = own.pop("model.norm.weight")
         return SimpleNamespace(remote=lambda: lambda: [own])
+
+    @property
+    def sleep(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda: lambda: FakeActor.asleep.append(self._name) or True)
 
     @property
     def connect(self) -> SimpleNamespace:
@@ -82,15 +87,18 @@ class FakeSession:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """start(replicas): an EngineGroup of such engines."""
-    FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.misfit = {}, set(), [], False
+    """start(replicas, *overrides): an EngineGroup of such engines."""
+    FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.asleep = {}, set(), [], []
+    FakeActor.misfit = False
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     options = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
     monkeypatch.setattr(EngineGroup, "actor_class", SimpleNamespace(options=lambda **_: options))
     monkeypatch.setattr(vllm_group, "ray", SimpleNamespace(cluster_resources=dict))
-    config = load(QUICKSTART, ["model.dtype=float32"])
-    return lambda replicas: EngineGroup(
-        FakeSession(), config, tmp_path, [Process("engine", index, 1) for index in range(replicas)]
+    return lambda replicas, *overrides: EngineGroup(
+        FakeSession(),
+        load(QUICKSTART, ["model.dtype=float32", *overrides]),
+        tmp_path,
+        [Process("engine", index, 1) for index in range(replicas)],
     )
 
 
@@ -164,3 +172,12 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
         "family's; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_engines_sleep_from_the_start_if_they_are_to(start, sleep: bool) -> None:
+    engines = start(2, f"rollout.sleep={str(sleep).lower()}")
+    engines.start()
+    assert FakeActor.asleep == (["engine-0", "engine-1"] if sleep else [])
+    engines.sleep()
+    assert FakeActor.asleep == (2 * ["engine-0", "engine-1"] if sleep else [])
