@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.interpreted_head import CASES, check
 from tests.parity import config_of, plain_training, random_groups, train
 from tests.tiny_model import write_tiny_llama
 
@@ -24,3 +25,10 @@ def test_updates_equal_plain_torch(tmp_path):
     reference = plain_training(folder, updates, 0.0)
     assert rank.metrics["policy/loss"].value == pytest.approx(reference.loss, rel=1e-4, abs=1e-6)
     assert rank.metrics["policy/grad_norm"].value == pytest.approx(reference.norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_on_its_kernels_equals_full_logits(dtype):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for case in CASES:
+        check(dtype, *case, device="cuda")

@@ -1,0 +1,132 @@
+"""What the head does with a tile of logits, as kernels for CUDA: see `megarl/ops/head_tile.py`.
+
+One program works on one row of the tile, BLOCK columns at a time. Both kernels read the tile once and keep nothing of
+its size: the first leaves four numbers a row, the second writes the gradient over the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megarl.ops.head_tile import NEVER
+
+BLOCK = 1024
+NO_LOGIT = tl.constexpr(NEVER)
+
+
+def fold(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    sums: torch.Tensor,
+) -> None:
+    """As of head_tile.fold; it leaves the logits as they are."""
+    rows, width = logits.shape
+    _fold[(rows,)](logits, targets, scale, kept, sums, width, logits.stride(0), sums.stride(0), **_options(scale, kept))
+
+
+def to_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    log_sum_exp: torch.Tensor,
+    coefficients: torch.Tensor,
+) -> None:
+    """As of head_tile.to_gradient."""
+    rows, width = logits.shape
+    strides = logits.stride(0), coefficients.stride(0)
+    _to_gradient[(rows,)](
+        logits, targets, scale, kept, log_sum_exp, coefficients, width, *strides, **_options(scale, kept)
+    )
+
+
+def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str, object]:
+    return dict(has_scale=scale is not None, has_kept=kept is not None, block=BLOCK)
+
+
+@triton.jit
+def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
+    """float32 [block]: the row's logits at these columns, −1e30 where they have no probability."""
+    inside = columns < width
+    z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32) * scale
+    if has_kept:
+        inside = inside & (tl.load(kept + row * width + columns, mask=inside, other=0) != 0)
+    return tl.where(inside, z, NO_LOGIT)
+
+
+@triton.jit
+def _fold(
+    logits,
+    targets,
+    scales,
+    kept,
+    sums,
+    width,
+    row_stride,
+    sums_stride,
+    has_scale: tl.constexpr,
+    has_kept: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    scale = 1.0
+    if has_scale:
+        scale = tl.load(scales + row)
+    sums += row
+    maximum = tl.load(sums)
+    total = tl.load(sums + sums_stride)
+    total_d = tl.load(sums + 2 * sums_stride)
+    target_z = tl.load(sums + 3 * sums_stride)
+    for start in range(0, width, block):
+        columns = start + tl.arange(0, block)
+        z = _load(logits, kept, row, columns, width, row_stride, scale, has_kept)
+        target_z += tl.sum(tl.where((columns == target) & (columns < width), z, 0.0))
+        raised = tl.maximum(maximum, tl.max(z))
+        rise = raised - maximum
+        shrunk = tl.exp(-rise)
+        d = z - raised
+        p = tl.exp(d)
+        total_d = (total_d - rise * total) * shrunk + tl.sum(p * d)
+        total = total * shrunk + tl.sum(p)
+        maximum = raised
+    tl.store(sums, maximum)
+    tl.store(sums + sums_stride, total)
+    tl.store(sums + 2 * sums_stride, total_d)
+    tl.store(sums + 3 * sums_stride, target_z)
+
+
+@triton.jit
+def _to_gradient(
+    logits,
+    targets,
+    scales,
+    kept,
+    log_sum_exps,
+    coefficients,
+    width,
+    row_stride,
+    coefficients_stride,
+    has_scale: tl.constexpr,
+    has_kept: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    scale = 1.0
+    if has_scale:
+        scale = tl.load(scales + row)
+    log_sum_exp = tl.load(log_sum_exps + row)
+    a = tl.load(coefficients + row)
+    b = tl.load(coefficients + coefficients_stride + row)
+    c = tl.load(coefficients + 2 * coefficients_stride + row)
+    for start in range(0, width, block):
+        columns = start + tl.arange(0, block)
+        log_p = _load(logits, kept, row, columns, width, row_stride, scale, has_kept) - log_sum_exp
+        gradient = tl.exp(log_p) * (a + b * log_p) + tl.where(columns == target, c, 0.0)
+        at = logits + row * row_stride + columns
+        tl.store(at, gradient.to(logits.dtype.element_ty), mask=columns < width)

@@ -1,0 +1,53 @@
+"""Compares the head on Triton's kernels with full logits: TRITON_INTERPRET=1 python -m tests.interpreted_head DTYPE"""
+
+import itertools
+import sys
+
+import torch
+
+from megarl.ops import head_tile_triton, linear_head
+from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
+from tests.closeness import relative_error
+
+TOKENS, HIDDEN, VOCAB, PADDED = 11, 8, 75, 80
+CASES = list(itertools.product((False, True), repeat=3))
+"""With or without a temperature, a bias, kept tokens."""
+
+
+def check(dtype: torch.dtype, has_scale: bool, has_bias: bool, has_kept: bool, device: str = "cpu") -> None:
+    """Value and gradients of the head on a device, against full logits in float32 on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, HIDDEN, generator=generator).to(dtype) / 2 for n in (TOKENS, PADDED))
+    leaves = [x.to(device).requires_grad_() for x in (hidden, weight, torch.linspace(-1, 1, PADDED).to(dtype))]
+    kept = torch.randint(-VOCAB, VOCAB, (TOKENS, 9), generator=generator).clamp(min=-1)
+    kept[::3] = -1
+    given = dict(
+        targets=torch.randint(VOCAB, (TOKENS,), generator=generator),
+        temperature=torch.rand(TOKENS, generator=generator) + 0.5 if has_scale else 1.0,
+        vocab_size=VOCAB,
+        kept=kept if has_kept else None,
+    )
+    gradients = torch.randn(TOKENS, 2, generator=generator)
+    wide = [x.detach().float().cpu().requires_grad_() for x in leaves]
+    parts = slice(None) if has_bias else slice(0, 2)
+    there = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    ours = log_prob_and_entropy(*leaves[:2], bias=leaves[2] if has_bias else None, **there).cpu()
+    theirs = torch.stack(plain_log_prob_and_entropy(*wide[:2], bias=wide[2] if has_bias else None, **given), -1)
+    own = torch.autograd.grad((ours * gradients).sum(), leaves[parts])
+    expected = torch.autograd.grad((theirs * gradients).sum(), wide[parts])
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    assert relative_error(ours.detach(), theirs.detach()) <= tolerance
+    for a, b in zip(own, expected, strict=True):
+        assert relative_error(a.float().cpu(), b) <= tolerance
+
+
+def main() -> None:
+    linear_head._tile_functions = lambda: head_tile_triton
+    linear_head.TOKENS_PER_TILE, linear_head.VOCABULARY_PER_TILE, head_tile_triton.BLOCK = 4, 30, 16
+    for case in CASES:
+        check(getattr(torch, sys.argv[1]), *case)
+    print(f"{len(CASES)} cases")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The kernels for CUDA: what they compute under Triton's interpreter, and that they compile for a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megarl.ops import head_tile_triton
+
+ROOT = Path(__file__).parents[3]
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {"targets": "*i64", "sums": "*fp32", "log_sum_exps": "*fp32", "coefficients": "*fp32"}
+OPTIONAL = {"scales": "*fp32", "kept": "*i1"}
+OPTIONS = ("has_scale", "has_kept", "block")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_equal_full_logits(dtype):
+    """In a process of their own: an import of Triton decides on its interpreter."""
+    command = [sys.executable, "-m", "tests.interpreted_head", dtype]
+    variables = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "8 cases"
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_kernels_compile_for_hopper(tmp_path, monkeypatch, dtype, given):
+    """given: whether there are temperatures of tokens, and kept tokens."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = TYPES | {"logits": f"*{dtype}"} | (OPTIONAL if given else dict.fromkeys(OPTIONAL, "constexpr"))
+    types |= dict.fromkeys(OPTIONS, "constexpr")
+    constants = dict(has_scale=given, has_kept=given, block=head_tile_triton.BLOCK)
+    constants |= {} if given else dict.fromkeys(OPTIONAL)
+    for kernel in (head_tile_triton._fold, head_tile_triton._to_gradient):
+        signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+        compiled = triton.compile(ASTSource(kernel, signature, constants), target=HOPPER)
+        assert compiled.asm["cubin"]
