@@ -110,7 +110,9 @@ def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) ->
 
 
 def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: Path, hold: Path) -> None:
-    with Run(recipe, tmp_path, "rollout.replicas=2", "rollout.transport=p2p") as run:
+    """The other one gets all, and from then on what has changed."""
+    overrides = ("rollout.replicas=2", "rollout.transport=p2p", "rollout.refit_delta=true", "model.dtype=bfloat16")
+    with Run(recipe, tmp_path, *overrides, "rollout.verify_refit=always") as run:
         run.find("ray::RewardActor.score")
         stopped = run.find_all("ray::EngineActor")[1]
         stopped.suspend()
@@ -121,6 +123,7 @@ def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: 
         [line] = lines_of_loss(run)
         assert line.startswith("refit: ")
         check_samples(run, 3)
+        assert ["refit/changed_share" in step for step in run.metrics[:3]] == [False, True, True]
 
 
 def test_loss_of_an_engine_while_it_samples(recipe: Path, tmp_path: Path, hold: Path) -> None:

@@ -155,20 +155,18 @@ def measure(case: Case, folder: Path, rounds: int) -> Rounds:
         for rank in ranks:
             rank.end()
 
-        def by_shared_memory() -> float:
+        def open_shared_memory() -> None:
             engine.call("open", case.plan, shared, case.engine)
-            return engine.call("refit")
 
-        def by_gloo() -> float:
+        def open_gloo() -> None:
             meeting = Meeting("127.0.0.1", store.port, next(meetings), 60.0)
             on_all("open", case.plan, meeting)
             engine.call("open", case.plan, meeting, case.engine)
-            return received("send", "refit")
 
-        ways: dict[str, Callable[[], float]] = {
-            "shared memory": by_shared_memory,
-            "common way, gloo": lambda: received("send_common", "receive_common"),
-            "gloo": by_gloo,
+        ways: dict[str, tuple[Callable[[], None], Callable[[], float]]] = {
+            "shared memory": (open_shared_memory, lambda: engine.call("refit")),
+            "common way, gloo": (lambda: None, lambda: received("send_common", "receive_common")),
+            "gloo": (open_gloo, lambda: received("send", "refit")),
         }
         found, checksums = Rounds(), Counter()
         for number in range(rounds + 1):  # the first warms up
@@ -176,7 +174,9 @@ def measure(case: Case, folder: Path, rounds: int) -> Rounds:
                 found = Rounds()
             found.seconds["plain copy"].append(engine.call("plain_copy", case.engine.shapes))
             found.link.append(link_speed())
-            for name, run in ways.items():
+            for name, (prepare, run) in ways.items():
+                prepare()
+                run()  # as in a run, whose processes are connected from the first refit on
                 engine.call("wipe")
                 before = cpu_seconds()
                 found.seconds[name].append(run())
