@@ -25,7 +25,6 @@ from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.megatron.actor_worker import ActorWorker
 from megarl.resharding.families import huggingface_holder, vllm_holder
-from megarl.resharding.piece import num_elements
 from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
 from megarl.resharding.schedule import ordered
@@ -426,34 +425,49 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         assert sample.response_ids == from_fresh[sample.id].response_ids
         assert difference(sample.response_logprobs, from_fresh[sample.id].response_logprobs) <= 1e-5
 
-    meeting = trainers.meeting()
-    trainers.call("connect", plan, meeting)
-    engine.call("connect", plan, meeting, targets)
-    right = trainers.expected(hf_config, targets)
+    # Two engines on a machine of their own: what both want is sent there once, and handed on.
+    engines = [engine, fresh]
+    of_engines = [[replace(vllm_holder(hf_config, tp, k, replica), node=1) for k in range(tp)] for replica in range(2)]
+    plan = ordered(make_plan(trainers.holders, [holder for own in of_engines for holder in own], BUCKET_BYTES))
+    assert any(bucket.onward for bucket in plan.buckets)
+    trainers.call("connect", plan, meeting := trainers.meeting())
+    for remote, own in zip(engines, of_engines, strict=True):
+        remote.call("connect", plan, meeting, own)
+    right = trainers.expected(hf_config, of_engines[0])
     spoiled = "model.layers.1.input_layernorm.weight"
     region = next(region for region in right if region.tensor == spoiled)
     trainers.begin("send")
+    fresh.send("refit", 3, right)
     # With two workers, both fail, and the next call must not get the second one's answer.
     wrong = rf"not the trainer's: {spoiled}\[.* in megatron:1 "
     with pytest.raises(RuntimeError, match=wrong):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
+    fresh.receive()
     trainers.end()
     with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
         engine.call("sample", prompts())
+    entering = sum(b.num_bytes for b in plan.buckets for link in b.links if link.source < plan.num_sources)
+    assert entering <= sum(bytes_of_model)
     for version in (4, 5):
-        engine.call("wipe")
+        for remote in engines:
+            remote.call("wipe")
         trainers.begin("send")
-        workers = engine.call("refit", version, right)
-        assert sum(trainers.end()) == sum(worker.num_bytes for worker in workers) - bytes_of_padding(plan)
+        for remote in engines:
+            remote.send("refit", version, right)
+        workers = [worker for remote in engines for worker in remote.receive()]
+        assert sum(sent.num_bytes for sent in trainers.end()) == entering
+        assert [worker.num_bytes for worker in workers] == 2 * bytes_of_model
         assert all(0 < worker.staging_bytes <= 2 * BUCKET_BYTES for worker in workers)
-        assert engine.call("checksums") == expected
-    assert engine.call("greedy", prompts()) == after
+        assert [remote.call("checksums") for remote in engines] == [expected, expected]
+    assert [remote.call("greedy", prompts()) for remote in engines] == [after, after]
 
     # On CPU it keeps its memory, and takes the same way.
     engine.call("sleep")
     engine.call("record")
     trainers.begin("send")
+    fresh.send("refit", 6)
     engine.call("refit", 6)
+    fresh.receive()
     trainers.end()
     assert engine.call("greedy", prompts()) == after
     pause = ["sleep 0", "step", "wake scheduling"]
@@ -476,11 +490,6 @@ def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sam
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-
-
-def bytes_of_padding(plan: Plan) -> int:
-    fills = [fill for name in plan.destinations for fill in plan.into(name).fills]
-    return sum(4 * num_elements(fill.place.rectangle) for fill in fills)
 
 
 QUANTISED = (

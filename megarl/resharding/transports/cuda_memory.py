@@ -7,7 +7,7 @@ publishes anew). It waits for its own device before it lets others read what it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from megarl import device
 from megarl.resharding.piece import Rectangle
 from megarl.resharding.plan import Copy
-from megarl.resharding.transports.transport import Readable, view
+from megarl.resharding.transports.transport import Delivery, Readable, view
 
 DEVICE_INDEX = 6
 """Of the owner's number for the GPU among the arguments of rebuild_cuda_tensor; the reader may have another."""
@@ -54,7 +54,7 @@ class CudaMemory(Readable):
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         return self._published(source, parameter).dtype
 
-    def deliver(self, copies: Sequence[Copy]) -> Iterator[tuple[Copy, torch.Tensor]]:
+    def deliver(self, copies: Sequence[Copy]) -> Delivery:
         yield from super().deliver(copies)
         device.synchronize()  # from here on the owner may change them
 
