@@ -40,7 +40,8 @@ class RewardActor:
         """Of this step's samples, where the reward model does not read the sampled ids."""
 
     def start(self) -> None:
-        self._scorer = Scorer(self._config.rewards.functions, self._config.reward_model.weight)
+        rewards = self._config.rewards
+        self._scorer = Scorer(rewards.functions, self._config.reward_model.weight, rewards.judge)
         folder = self._models.reward_model
         if folder is not None:
             self._reader = model_reader(self._config, folder, self._models.actor)
@@ -65,7 +66,8 @@ class RewardActor:
         reward model's are, if there is one. Returns, too, where rewards of single tokens are, if it gives them."""
         samples: list[Sample] = ray.get(list(refs))
         of_model = self._model_rewards(samples, model_scores)
-        scores = [self._scorer.score(sample, of_model.get(sample.id)) for sample in samples]
+        verdicts = self._scorer.verdicts(samples)
+        scores = [self._scorer.score(sample, of_model.get(sample.id), verdicts.get(sample.id)) for sample in samples]
         with rollouts.open("a", encoding="utf-8") as file:
             for sample, score in zip(samples, scores, strict=True):
                 file.write(json.dumps(_row(step, sample, score), ensure_ascii=False) + "\n")

@@ -30,8 +30,11 @@ OF_ADVANTAGES: Mapping[str, Any] = {
 
 OF_ROLLOUTS: Mapping[str, Any] = {
     "rollout.temperature": 1.0,
+    "rollout.top_p": 1.0,
+    "rollout.top_k": None,
     "actor.offload": [],
     "reward_model.path": None,
+    "rewards.judge": None,
     "rewards.overlong_buffer": None,
 }
 """Likewise: what belongs to runs that sample."""
@@ -90,15 +93,6 @@ def aggregation_has_a_reader(config: Config) -> str | None:
     return None
 
 
-def given_data_is_in_a_file(config: Config) -> str | None:
-    if not config.on_given_data or config.data.source != "arithmetic":
-        return None
-    return (
-        f"data.source=arithmetic: it has prompts and answers, no {config.data.rows}; give a .jsonl or .parquet file, "
-        "or set data.rows=prompts"
-    )
-
-
 def messages_have_a_chat_template(config: Config) -> str | None:
     if config.data.rows != "messages" or config.data.chat_template:
         return None
@@ -134,7 +128,6 @@ OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
     keys_of_advantages_have_a_reader,
     keys_of_rollouts_have_a_reader,
     aggregation_has_a_reader,
-    given_data_is_in_a_file,
     messages_have_a_chat_template,
     pairs_are_sampled,
 )

@@ -190,11 +190,22 @@ def reward_engines_keep_their_parameters(config: Config) -> str | None:
 
 
 def something_gives_rewards(config: Config) -> str | None:
-    if config.on_given_data or config.rewards.functions or config.has_reward_model:
+    rewards = config.rewards
+    if config.on_given_data or rewards.functions or rewards.judge is not None or config.has_reward_model:
         return None
     return (
         "rewards.functions=[]: nothing would reward the samples; list a function such as exact_match, or set "
-        "reward_model.path"
+        "reward_model.path or rewards.judge"
+    )
+
+
+def judge_has_samples_to_compare(config: Config) -> str | None:
+    samples, judge = config.batch.samples_per_prompt, config.rewards.judge
+    if judge is None or config.on_given_data or samples > 1:
+        return None
+    return (
+        f"rewards.judge={judge}: it compares the samples of a prompt with each other, and batch.samples_per_prompt=1; "
+        "set it to at least 2"
     )
 
 
@@ -376,6 +387,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     reward_engines_have_tensor_and_data_parallel_ranks_only,
     reward_engines_keep_their_parameters,
     something_gives_rewards,
+    judge_has_samples_to_compare,
     correction_is_of_another_old_policy,
     correction_keeps_some_tokens,
     overlong_buffer_fits_a_response,

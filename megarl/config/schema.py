@@ -346,6 +346,7 @@ class RewardFunction(Section):
 
 class Rewards(Section):
     functions: list[RewardFunction]
+    judge: Annotated[str, Field(min_length=1)] | None
     overlong_buffer: PositiveInt | None
     failure_limit: Annotated[float, Field(ge=0, le=1)]
 

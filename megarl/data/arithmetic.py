@@ -1,11 +1,14 @@
-"""Procedural prompts: additions of two single-digit numbers."""
+"""Procedural data: additions of two single-digit numbers."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 
-from megarl.data.row import Row
+from megarl.data.row import MessageRow, PreferenceRow, Row
+
+DEFAULT_SIZE = 4096
+LARGEST_SUM = 18
 
 
 def arithmetic_rows(seed: int, size: int) -> Iterator[Row]:
@@ -14,6 +17,21 @@ def arithmetic_rows(seed: int, size: int) -> Iterator[Row]:
     for number in range(1, size + 1):
         left, right = _digit(generator), _digit(generator)
         yield Row(number, f"What is {left}+{right}? Answer with just the number.", str(left + right))
+
+
+def arithmetic_messages(seed: int, size: int) -> Iterator[MessageRow]:
+    """The same rows, with their answers as the assistant's."""
+    for row in arithmetic_rows(seed, size):
+        said = (("user", row.prompt), ("assistant", row.answer))
+        yield MessageRow(row.number, [{"role": role, "content": content} for role, content in said])
+
+
+def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
+    """The same rows, with the answer as the chosen response, and one of the other possible sums as the rejected one."""
+    generator = random.Random(f"wrong arithmetic {seed}")
+    for row in arithmetic_rows(seed, size):
+        wrong = (int(row.answer) + 1 + int(generator.random() * LARGEST_SUM)) % (LARGEST_SUM + 1)
+        yield PreferenceRow(row.number, row.prompt, row.answer, str(wrong))
 
 
 def _digit(generator: random.Random) -> int:

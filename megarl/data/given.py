@@ -1,4 +1,4 @@
-"""Responses that are given, not sampled: conversations and preferences, read from a file and tokenised once."""
+"""Responses that are given, not sampled: conversations and preferences, read and tokenised once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megarl.batch import Prompt, Sample, VersionRun
 from megarl.config.schema import Config
+from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_messages, arithmetic_preferences
 from megarl.data.chat import as_messages, conversation, plain, prompt_ids
 from megarl.data.files import message_rows, preference_rows
 from megarl.data.prompts import require_chat_template, require_size, too_long
@@ -51,38 +52,43 @@ def load_given(config: Config, model_folder: Path) -> GivenData:
     """
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
-    path = Path(config.data.source).expanduser()
-    read = list(_samples(config, path, tokenizer))
+    read = list(_samples(config, tokenizer))
     rows = tuple(row for row in read if row is not None)
     require_size(len(read), len(rows), config.data)
     return GivenData(rows, _hash(rows), len(read) - len(rows))
 
 
-def _samples(config: Config, path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Sample, ...] | None]:
+def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Sample, ...] | None]:
     """Of each row; None for one that is dropped."""
-    data = config.data
-    if data.rows == "messages":
-        rows = message_rows(path, data.messages_column)
-    else:
-        rows = preference_rows(path, data.prompt_column, data.chosen_column, data.rejected_column)
-    for row in islice(rows, data.size):
-        place = f"{data.source}:{row.number}"
-        read = (
-            _conversation(row, tokenizer, place)
-            if isinstance(row, MessageRow)
-            else _pair(row, tokenizer, config, place)
-        )
+    name = Path(config.data.source).name
+    for row in islice(_rows(config), config.data.size):
+        place = f"{config.data.source}:{row.number}"
+        of_row = _conversation if isinstance(row, MessageRow) else _pair
+        read = of_row(row, tokenizer, config, place)
         longest = max(len(ids) for _, (ids, _) in read)
         if too_long(longest, "the row", config, place):
             yield None
             continue
         yield tuple(
-            _sample(f"{path.name}:{row.number}", number, num_prompt_tokens, tokens)
+            _sample(f"{name}:{row.number}", number, num_prompt_tokens, tokens)
             for number, (num_prompt_tokens, tokens) in enumerate(read)
         )
 
 
-def _conversation(row: MessageRow, tokenizer: PreTrainedTokenizerBase, place: str) -> list[tuple[int, Tokens]]:
+def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow]:
+    data = config.data
+    path, seed, size = Path(data.source).expanduser(), config.run.seed, data.size or DEFAULT_SIZE
+    procedural = data.source == "arithmetic"
+    if data.rows == "messages":
+        return arithmetic_messages(seed, size) if procedural else message_rows(path, data.messages_column)
+    if procedural:
+        return arithmetic_preferences(seed, size)
+    return preference_rows(path, data.prompt_column, data.chosen_column, data.rejected_column)
+
+
+def _conversation(
+    row: MessageRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str
+) -> list[tuple[int, Tokens]]:
     """The prompt is what comes before the first token that is trained on."""
     ids, said = conversation(tokenizer, row.messages, place)
     if said[0]:

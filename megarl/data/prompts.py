@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megarl.batch import Prompt
 from megarl.config.schema import Config, Data
-from megarl.data.arithmetic import arithmetic_rows
+from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import as_messages, prompt_ids
 from megarl.data.files import file_rows
 from megarl.data.row import Row
@@ -20,8 +20,6 @@ from megarl.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-DEFAULT_ARITHMETIC_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, mo
 def _rows(config: Config) -> Iterator[Row]:
     data = config.data
     if data.source == "arithmetic":
-        return arithmetic_rows(config.run.seed, data.size or DEFAULT_ARITHMETIC_SIZE)
+        return arithmetic_rows(config.run.seed, data.size or DEFAULT_SIZE)
     rows = file_rows(Path(data.source).expanduser(), data.prompt_column, data.answer_column)
     return islice(rows, data.size)
 

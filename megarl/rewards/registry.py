@@ -23,9 +23,8 @@ def resolve(name: str) -> RewardFunction:
     """A function of FUNCTIONS, or `path/to/file.py:function`. Raises ValueError if there is none."""
     if name in FUNCTIONS:
         return FUNCTIONS[name]
-    path, colon, function = name.rpartition(":")
-    if colon:
-        return _from_file(Path(path).expanduser(), function)
+    if ":" in name:
+        return from_file("rewards.functions", name, "prompt, response, answer")
     if name.endswith(".py"):
         raise ValueError(f"rewards.functions: {name} names a file but no function; write {name}:FUNCTION")
     close = difflib.get_close_matches(name, FUNCTIONS, n=1)
@@ -35,18 +34,19 @@ def resolve(name: str) -> RewardFunction:
     )
 
 
-def _from_file(path: Path, function: str) -> RewardFunction:
+def from_file(key: str, name: str, arguments: str) -> Callable[..., float | bool]:
+    """`path/to/file.py:function`, named by a key of the config. Raises ValueError if there is none."""
+    file, _, function = name.rpartition(":")
+    path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"rewards.functions: {path} is not a Python file; check the path (now in {Path.cwd()})")
-    found = getattr(_load(path), function, None)
+        raise ValueError(f"{key}: {path} is not a Python file; check the path (now in {Path.cwd()})")
+    found = getattr(_load(key, path), function, None)
     if not callable(found):
-        raise ValueError(
-            f"rewards.functions: {path} has no function {function!r}; define it as {function}(prompt, response, answer)"
-        )
+        raise ValueError(f"{key}: {path} has no function {function!r}; define it as {function}({arguments})")
     return found
 
 
-def _load(path: Path) -> ModuleType:
+def _load(key: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"reward file {path.resolve()}", path)
     assert spec is not None and spec.loader is not None, f"{path} has a loader by its suffix"
     module = importlib.util.module_from_spec(spec)
@@ -54,7 +54,5 @@ def _load(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything
-        raise ValueError(
-            f"rewards.functions: importing {path} raised {type(error).__name__}: {error}; fix the file"
-        ) from error
+        raise ValueError(f"{key}: importing {path} raised {type(error).__name__}: {error}; fix the file") from error
     return module

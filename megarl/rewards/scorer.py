@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.batch import Sample, Score, TokenTotals
 from megarl.config import schema
-from megarl.rewards import registry
+from megarl.rewards import judge, registry
 from megarl.rewards.classifier import ModelReward
 
 MODEL = "reward_model"
@@ -22,18 +22,28 @@ class Scorer:
     A function that never returns is stopped by whoever runs the scorer in a process that it can kill.
     """
 
-    def __init__(self, functions: Sequence[schema.RewardFunction], model_weight: float = 1.0) -> None:
-        """model_weight: of a reward model's score, which others compute."""
+    def __init__(
+        self, functions: Sequence[schema.RewardFunction], model_weight: float = 1.0, judge_name: str | None = None
+    ) -> None:
+        """model_weight: of a reward model's score, which others compute. judge_name: path/to/file.py:function."""
         names = [entry.function for entry in functions]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"rewards.functions: {twice} is listed twice; list it once, with the sum of the weights")
         self._functions = {name: registry.resolve(name) for name in names}
-        self._weights = {entry.function: entry.weight for entry in functions} | {MODEL: model_weight}
+        self._judge: judge.Judge | None = None
+        if judge_name is not None:
+            self._judge = registry.from_file("rewards.judge", judge_name, "prompt, first, second, answer")
+        weights = {MODEL: model_weight, judge.NAME: 1.0}
+        self._weights = {entry.function: entry.weight for entry in functions} | weights
 
-    def score(self, sample: Sample, of_model: ModelReward | None = None) -> Score:
-        """Calls every function; the value is the weighted sum of what they and the model (None: there is none) say, if
-        all of them say something."""
+    def verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
+        """The judge's, by sample id; empty if there is none. samples: all of their prompts."""
+        return {} if self._judge is None else judge.verdicts(self._judge, samples)
+
+    def score(self, sample: Sample, of_model: ModelReward | None = None, verdict: judge.Verdict | None = None) -> Score:
+        """Calls every function; the value is the weighted sum of what they, the model and the judge (None: there is
+        none) say, if all of them say something."""
         results: dict[str, Any] = {}
         parts: dict[str, float] = {}
         failures: list[str] = []
@@ -41,6 +51,10 @@ class Scorer:
             results[MODEL] = of_model.value
         elif of_model is not None:
             failures.append(f"{MODEL} {of_model.failure}, on sample {sample.id}")
+        if isinstance(verdict, str):
+            failures.append(f"{judge.NAME} {verdict}, on sample {sample.id}")
+        elif verdict is not None:
+            results[judge.NAME] = verdict
         for name, function in self._functions.items():
             try:
                 results[name] = function(sample.prompt.text, sample.text, sample.prompt.answer)

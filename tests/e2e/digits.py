@@ -20,3 +20,8 @@ def even_share_of_another(prompt: str, response: str, answer: object) -> float:
     SEEN.append(even_share(prompt, response, answer))
     del SEEN[:-64]
     return CHOICE.choice(SEEN[:-1] or SEEN)
+
+
+def judge(prompt: str, first: str, second: str, answer: object) -> float:
+    one, other = digit_share(prompt, first, answer), digit_share(prompt, second, answer)
+    return 0.5 if one == other else float(one > other)

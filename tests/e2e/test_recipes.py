@@ -14,7 +14,7 @@ from tests.tiny_model import write_tiny_llama
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TINY = (
-    *("run.steps=3", "run.name=tiny", "run.export=false", "model.dtype=float32", "actor.layout={pp: 1}"),
+    *("run.steps=3", "run.export=false", "model.dtype=float32", "actor.layout={pp: 1}"),
     *("actor.layout.last_stage_layers=null", "actor.optimizer.lr=0.003", "rollout.kv_cache_gib=0.02"),
     *("batch.prompts_per_step=4", "batch.prompts_per_update=4", "cluster.object_store_mib=80"),
     f"rewards.functions=[{{function: '{REWARD}:digit_share', weight: 1.0}}]",
@@ -22,14 +22,18 @@ TINY = (
 
 
 def run(name: str, folder: Path, *overrides: str) -> list[dict]:
-    model = write_tiny_llama(folder / "model", num_kv_heads=2)
-    recipe = ROOT / "configs" / f"smollm2-cpu-{name}.yaml"
-    arguments = [str(recipe), f"model.path={model}", f"run.folder={folder / 'runs'}", *TINY, *overrides]
-    command = [sys.executable, "-m", "megarl.cli", "train", *arguments]
+    return metrics_of(stage(name, folder, write_tiny_llama(folder / "model", num_kv_heads=2), "tiny", *overrides))
+
+
+def stage(name: str, folder: Path, model: Path, run_name: str, *overrides: str) -> Path:
+    """Runs a recipe. Returns the run's folder."""
+    recipe, made = ROOT / "configs" / f"smollm2-cpu-{name}.yaml", folder / "runs" / run_name
+    arguments = [str(recipe), f"model.path={model}", f"run.folder={made.parent}", f"run.name={run_name}"]
+    command = [sys.executable, "-m", "megarl.cli", "train", *arguments, *TINY, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    logs = "\n".join(file.read_text()[-2000:] for file in (folder / "runs/tiny/logs/attempt_1").glob("*"))
+    logs = "\n".join(file.read_text()[-2000:] for file in (made / "logs/attempt_1").glob("*"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
-    return metrics_of(folder / "runs" / "tiny")
+    return made
 
 
 def test_vc_ppo_with_the_kl_in_the_reward(tmp_path):
@@ -43,3 +47,12 @@ def test_vc_ppo_with_the_kl_in_the_reward(tmp_path):
 def test_prime_rewards_tokens_by_what_it_learns_from_outcomes(tmp_path):
     steps = run("prime", tmp_path, "implicit_reward.layout.pp=1", "implicit_reward.success_above=0.2")
     assert all(step["implicit_reward/grad_norm"] > 0 and step["policy/grad_norm"] > 0 for step in steps)
+
+
+def test_online_dpo_of_pairs_that_a_judge_prefers(tmp_path):
+    """Who wins against whom: the mean of all shares is a half. The policy then says it of other samples."""
+    steps = run("online-dpo", tmp_path, "rewards.functions=[]", f"rewards.judge={REWARD}:judge", "actor.layout.dp=2")
+    assert all(step["reward/mean"] == step["reward/judge"] == pytest.approx(0.5) for step in steps)
+    assert steps[0]["policy/loss"] == pytest.approx(0.693, abs=1e-3)  # it is still its reference
+    assert steps[2]["policy/loss"] < 0.68 and steps[2]["preference/accuracy"] > 0.5
+    assert all(step["preference/tied_share"] < 0.5 and step["mismatch/logprob_abs_max"] < 1e-4 for step in steps)

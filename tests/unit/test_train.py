@@ -16,7 +16,7 @@ from megarl.config.load import load
 from megarl.handout import hand_out
 from megarl.metrics import Metric, values
 from megarl.sampling import requests
-from megarl.selection import select
+from megarl.selection import ScoredSample, select
 from megarl.train import train
 from tests.packing import packing
 
@@ -250,3 +250,29 @@ def test_groups_are_compared_by_rewards_with_their_kl():
     groups, _ = select(settings, GROUPS[:1], [*map(score, [1.0, 0.0])])
     of_kl = {"1.0.0": TokenTotals(4, -3.0, 9.0), "1.0.1": TokenTotals(4, -1.0, 1.0)}
     assert [item.baseline.value for item in compared(settings, groups, {}, of_kl, MovingAverage())] == [-1.5, -1.5]
+
+
+ONLINE_DPO = ("algorithm.objective.name=dpo", "rollout.context_length=32")
+
+
+def test_online_dpo_learns_from_the_best_and_the_worst_of_each_group():
+    """Of two updates of two prompts each; in the second all rewards are equal, and it is left out."""
+    settings = config(*ONLINE_DPO, "batch.prompts_per_step=4", "batch.prompts_per_update=2")
+    samples = [[sample(prompt, k) for k in range(3)] for prompt in range(4)]
+    groups, _ = select(settings, samples, [*map(score, [0.5, 0.0, 1.0, 1.0, 1.0, 1.0, *[0.0] * 6])])
+    actor = Group()
+    actor.score = lambda scorer, shares: actor.updates.append([scorer])
+    metrics = train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
+    assert actor.updates == [["reference"], ["0.2", "0.1"]] and actor.ended
+    assert values(metrics)["preference/tied_share"] == 0.75
+
+
+def test_pairs_are_handed_out_side_by_side_with_one_weight():
+    settings = config(*ONLINE_DPO, "actor.layout.dp=2")
+    pairs = [ScoredSample(sample(prompt, k, 3 + 5 * k), 1.0 - k) for prompt in range(3) for k in range(2)]
+    shares = hand_out(settings, pairs, packing(num_ranks=2, shares_prompts=False))
+    handed = [share.samples[i] for share in shares for members in share.microbatches for i in members]
+    assert all(item.weight == pytest.approx(1 / 6) for item in handed)
+    names = [item.sample for item in handed]
+    better, worse = names[::2], names[1::2]
+    assert sorted(better) == ["0.0", "1.0", "2.0"] and worse == [f"{name[0]}.1" for name in better]

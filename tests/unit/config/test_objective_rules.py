@@ -91,7 +91,6 @@ def test_what_only_rollouts_read_is_no_hindrance():
             ["algorithm.objective.aggregation=sequence_mean_over_max_tokens"],
             "algorithm.objective.aggregation=sequence_mean_over_max_tokens: it divides by rollout.max_new_tokens",
         ),
-        ("sft", ["data.source=arithmetic"], "data.source=arithmetic: it has prompts and answers, no messages"),
         ("sft", ["data.chat_template=false"], "data.chat_template=false: with data.rows=messages it is the chat"),
         ("online", ["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: algorithm.objective.name=dpo compares"),
         (

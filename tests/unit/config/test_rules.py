@@ -611,3 +611,13 @@ def test_layout_rules_hold_for_the_reward_model() -> None:
     (line,) = errors("reward_model.path=rm", "reward_model.layout.vpp=2")
     assert line.startswith("reward_model.layout.vpp=2: virtual stages interleave")
     recipe("reward_model.path=rm", "rewards.functions=[]")
+
+
+def test_a_judge_rewards_samples_that_it_can_compare() -> None:
+    judge = ("rewards.functions=[]", "rewards.judge=judge.py:better")
+    assert recipe(*judge).rewards.judge == "judge.py:better"
+    one = ("batch.samples_per_prompt=1", "algorithm.advantage.estimator=policy_gradient")
+    with pytest.raises(ValueError, match=r"^rewards.judge=judge.py:better: it compares the samples of a prompt with"):
+        recipe(*judge, *one)
+    with pytest.raises(ValueError, match=r"^rewards.functions=\[\]: nothing would reward .* or rewards.judge$"):
+        recipe("rewards.functions=[]")

@@ -1,7 +1,7 @@
 import re
 from collections import Counter
 
-from megarl.data.arithmetic import arithmetic_rows
+from megarl.data.arithmetic import arithmetic_messages, arithmetic_preferences, arithmetic_rows
 
 
 def test_every_answer_is_the_sum_and_every_pair_of_digits_occurs():
@@ -22,3 +22,17 @@ def test_the_seed_decides():
 
 def test_the_first_rows_are_the_same_on_every_machine():
     assert [row.answer for row in arithmetic_rows(seed=0, size=8)] == ["9", "0", "11", "11", "11", "6", "5", "13"]
+
+
+def test_given_answers_are_those_of_the_prompts():
+    rows = list(arithmetic_rows(seed=3, size=50))
+    said = [[(m["role"], m["content"]) for m in row.messages] for row in arithmetic_messages(seed=3, size=50)]
+    assert said == [[("user", row.prompt), ("assistant", row.answer)] for row in rows]
+    preferences = list(arithmetic_preferences(seed=3, size=50))
+    assert [(row.prompt, row.chosen) for row in preferences] == [(row.prompt, row.answer) for row in rows]
+
+
+def test_every_other_sum_is_rejected_somewhere():
+    rows = list(arithmetic_preferences(seed=0, size=2000))
+    assert all(row.rejected != row.chosen for row in rows)
+    assert {row.rejected for row in rows} == {str(total) for total in range(19)}

@@ -1,0 +1,113 @@
+"""The road of RLHF on a tiny model, by its three recipes: each stage begins with what the one before has made."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from tests.e2e.test_recipes import stage
+from tests.e2e.test_reward_model import readable, rows_of, scores_of
+from tests.e2e.test_train import metrics_of
+from tests.tiny_model import write_tiny_llama
+
+pytestmark = pytest.mark.slow
+CHARACTERS = "0123456789abcdefghijklmnopqrst"
+"""What fine-tuning teaches to say, three of them; the reward model learns to want digits, which are a third."""
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def spoken(source: random.Random, length: int = 3) -> str:
+    return "".join(source.choice(CHARACTERS) for _ in range(length))
+
+
+def digits(text: str) -> int:
+    return sum(character.isdigit() for character in text)
+
+
+def conversations(folder: Path) -> Path:
+    source = random.Random(1)
+    said = [(("user", f"{i}?"), ("assistant", spoken(source))) for i in range(1024)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in said]
+    return write(folder / "conversations.jsonl", rows)
+
+
+def preferences(folder: Path) -> Path:
+    """Of two responses of up to four characters, the one with more digits is chosen."""
+    source, rows = random.Random(2), []
+    for i in range(1024):
+        rejected, chosen = sorted((spoken(source, source.randrange(5)) for _ in range(2)), key=digits)
+        if digits(chosen) > digits(rejected):
+            rows.append({"prompt": f"{i}?", "chosen": chosen, "rejected": rejected})
+    return write(folder / "preferences.jsonl", rows)
+
+
+def prompts(folder: Path) -> Path:
+    return write(folder / "prompts.jsonl", [{"prompt": f"{i}?", "answer": None} for i in range(1024)])
+
+
+@pytest.fixture(scope="module")
+def road(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """The runs of the three stages."""
+    folder = tmp_path_factory.mktemp("rlhf")
+    start = write_tiny_llama(folder / "model", num_kv_heads=2)
+    batch = ("batch.prompts_per_step=32", "batch.prompts_per_update=32", "run.export=true")
+    given = (*batch, "run.steps=32", "actor.optimizer.lr=0.01", "actor.tokens_per_microbatch=2048")
+    sft = stage("sft", folder, start, "sft", *given, f"data.source={conversations(folder)}")
+    two_stages = ("actor.layout.pp=2", f"data.source={preferences(folder)}")
+    judge = stage("reward-model", folder, sft / "model", "reward-model", *given, *two_stages)
+    of_judge = (f"critic.path={judge / 'model'}", f"reward_model.path={judge / 'model'}")
+    layouts = ("critic.layout.pp=1", "reward_model.layout.pp=1", f"data.source={prompts(folder)}")
+    keys = (
+        "run.steps=8",
+        "critic.optimizer.lr=0.003",
+        "rewards.functions=[]",
+        "rollout.max_new_tokens=8",
+        "actor.optimizer.lr=0.002",
+    )
+    ppo = stage("rlhf", folder, sft / "model", "rlhf", *batch, *of_judge, *layouts, *keys, "batch.samples_per_prompt=2")
+    return sft, judge, ppo
+
+
+def test_fine_tuning_teaches_what_is_said(road):
+    """Three characters of thirty and the end: (3 · ln 30 + 0) / 4 per token."""
+    losses = [step["policy/loss"] for step in metrics_of(road[0])]
+    assert losses[0] > 4 and losses[-1] == pytest.approx(2.55, abs=0.3)
+
+
+def test_a_reward_model_learns_what_is_preferred(road):
+    steps = metrics_of(road[1])
+    assert steps[0]["reward_model/loss"] == pytest.approx(0.693, abs=1e-3)  # its head starts at zero
+    assert fmean(step["preference/accuracy"] for step in steps[-8:]) > 0.85
+
+
+def test_the_policy_begins_with_what_was_fine_tuned_and_is_rewarded_by_the_reward_model(road):
+    _, judge, ppo = road
+    rows = [row for row in rows_of(ppo) if readable(row)]
+    first = [row for row in rows if row["step"] == 1]
+    assert fmean(set(row["response"]) <= set(CHARACTERS) for row in first) > 0.9
+    classifier = AutoModelForSequenceClassification.from_pretrained(judge / "model", attn_implementation="eager")
+    for row in first[:16]:
+        assert row["reward"] == pytest.approx(scores_of(classifier, row)[-1], rel=1e-4, abs=1e-4)
+
+
+def test_the_critic_begins_as_the_reward_model(road):
+    assert abs(metrics_of(road[2])[0]["value/mean"]) > 0.05  # a head of its own starts at zero
+
+
+def test_the_policy_learns_what_is_preferred(road):
+    by_step: dict[int, list[float]] = {}
+    for row in rows_of(road[2]):
+        by_step.setdefault(row["step"], []).append(digits(row["response"]))
+    assert fmean(by_step[1]) < 1.5  # of three characters
+    assert fmean(by_step[8]) > fmean(by_step[1]) + 0.5
+    rewards = [step["reward/mean"] for step in metrics_of(road[2])]
+    assert rewards[-1] > rewards[0] + 0.5
