@@ -36,7 +36,8 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     except subprocess.TimeoutExpired as error:
         raise RunFailure(f"megatron_extra and fp8: no answer from {PROGRAM} in {error.timeout:g} s") from None
     if child.returncode:
-        raise RunFailure(f"megatron_extra and fp8: {PROGRAM} ended with status {child.returncode}: {child.stderr}")
+        [said] = child.stderr.splitlines()[-1:] or ["nothing"]
+        raise RunFailure(f"megatron_extra and fp8: {PROGRAM} ended with status {child.returncode} and said {said}")
     raise_all(json.loads(child.stdout.splitlines()[-1]))
 
 

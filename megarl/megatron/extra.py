@@ -42,12 +42,17 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
     return values
 
 
-def build(section: str, target: type[T], fields: Mapping[str, Any]) -> T:
-    """The dataclass. What it refuses of fields that do not go together is a ValueError that names the section."""
+def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
+    """The dataclass. What it refuses of fields that do not go together is a ValueError that names the settings."""
     try:
         return target(**fields)
     except (AssertionError, ValueError) as error:
-        raise ValueError(f"{section}: Megatron's {target.__name__} refuses these settings: {error}") from error
+        raise ValueError(f"{settings}: Megatron's {target.__name__} refuses these settings: {error}") from error
+
+
+def described(section: str, key: str, extra: Mapping[str, Any]) -> str:
+    """Settings of a section for a message: what is passed through under the key, or the section if that is nothing."""
+    return ", ".join(f"{key}.{name}={value}" for name, value in extra.items()) or section
 
 
 def _converted(key: str, value: Any, hint: Any) -> Any:

@@ -14,7 +14,7 @@ from megarl import device
 from megarl.config.schema import Layout, Trained
 from megarl.megatron import kernels, parallel
 from megarl.megatron.architecture import FORM, architecture
-from megarl.megatron.extra import build, checked
+from megarl.megatron.extra import build, checked, described
 from megarl.megatron.head import replace_output_layer
 from megarl.megatron.layer_spec import block_spec, replace_activations, uses_transformer_engine
 from megarl.megatron.precision import precision
@@ -153,24 +153,22 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
     ours = dict.fromkeys(MODEL_DEFAULTS) | dict.fromkeys(FORM, "the model's config.json")
     ours |= dict.fromkeys(PLACEMENT, f"{section}.layout") | dict.fromkeys(("fp8", "fp8_recipe"), f"{section}.fp8")
     ours |= {name: home for home, fields in groups.items() for name in fields}
-    extra = checked(f"{section}.megatron_extra.model", settings.megatron_extra.model, config_class, ours)
+    key = f"{section}.megatron_extra.model"
+    extra = checked(key, settings.megatron_extra.model, config_class, ours)
     fields = {name: value for group in groups.values() for name, value in group.items()}
     defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING
-    return build(section, config_class, {**fields, **defaults, **extra})
+    return build(described(section, key, extra), config_class, {**fields, **defaults, **extra})
 
 
 def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
     """Gradients are accumulated and reduced in float32, also those of bfloat16 parameters."""
-    key, overlap = f"{settings.section}.overlap_communication", settings.overlap_communication
+    section, overlap = settings.section, settings.overlap_communication
     overlapped = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     fixed = dict(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    extra = checked(
-        f"{settings.section}.megatron_extra.ddp",
-        settings.megatron_extra.ddp,
-        DistributedDataParallelConfig,
-        dict.fromkeys((*DDP_DEFAULTS, *fixed)) | dict.fromkeys(overlapped, key),
-    )
-    return build(settings.section, DistributedDataParallelConfig, fixed | overlapped | extra)
+    homes = dict.fromkeys((*DDP_DEFAULTS, *fixed)) | dict.fromkeys(overlapped, f"{section}.overlap_communication")
+    key = f"{section}.megatron_extra.ddp"
+    extra = checked(key, settings.megatron_extra.ddp, DistributedDataParallelConfig, homes)
+    return build(described(section, key, extra), DistributedDataParallelConfig, fixed | overlapped | extra)
 
 
 def parallelism(layout: Layout) -> dict[str, Any]:

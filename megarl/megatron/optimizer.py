@@ -16,7 +16,7 @@ from megatron.core.optimizer import (
 
 from megarl.config.schema import Trained
 from megarl.megatron import kernels
-from megarl.megatron.extra import build, checked
+from megarl.megatron.extra import build, checked, described
 
 WITHOUT_DECAY = ParamKey(
     name="*.bias", attr="without_decay", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1)
@@ -73,7 +73,7 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
     homes = dict.fromkeys((*fixed, *DEFAULTS)) | dict.fromkeys(ours, f"{settings.section}.optimizer")
     key, extra = f"{settings.section}.megatron_extra.optimizer", settings.megatron_extra.optimizer
     extra = checked(key, extra, OptimizerConfig, homes)
-    return build(settings.section, OptimizerConfig, ours | fixed | extra)
+    return build(described(settings.section, key, extra), OptimizerConfig, ours | fixed | extra)
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.megatron.architecture import FORM
-from megarl.megatron.extra import build, checked
+from megarl.megatron.extra import build, checked, described
 from megarl.megatron.model import MODEL_DEFAULTS, PLACEMENT, data_parallel_config, transformer_config
 from megarl.megatron.optimizer import DEFAULTS, optimizer_config
 from megarl.megatron.preflight import refusals
@@ -101,10 +101,14 @@ def test_refusal_names_the_field(target: type, fields: dict[str, Any], message: 
     assert message in str(error.value)
 
 
-def test_what_megatron_refuses_is_an_error_of_the_section():
-    message = r"actor: Megatron's OptimizerConfig refuses these settings: exp_avg_dtype can only be fp32"
-    with pytest.raises(ValueError, match=message):
-        build("actor", OptimizerConfig, extra(OptimizerConfig, exp_avg_dtype="bfloat16"))
+def test_what_megatron_refuses_names_what_was_passed_through():
+    refusal = "Megatron's OptimizerConfig refuses these settings: exp_avg_dtype can only be fp32"
+    config = config_of_llama("critic", "optimizer", exp_avg_dtype="bfloat16", decoupled_weight_decay=False)
+    given = "critic.megatron_extra.optimizer.exp_avg_dtype=torch.bfloat16, .*decoupled_weight_decay=False"
+    with pytest.raises(ValueError, match=f"^{given}: {refusal}"):
+        optimizer_config(config.critic, torch.float32)
+    with pytest.raises(ValueError, match=f"^actor: {refusal}"):
+        build(described("actor", "x", {}), OptimizerConfig, {"exp_avg_dtype": torch.bfloat16})
 
 
 def config_of_llama(role: str, part: str, **fields: Any) -> Config:
