@@ -129,7 +129,7 @@ def test_mixture_of_experts(experts, of_experts, layout, variant):
     check(experts, of_experts, EXPERTS[layout], variant)
 
 
-@pytest.mark.parametrize("variant", ["packed, several microbatches", "padded", "full recompute"])
+@pytest.mark.parametrize("variant", ["packed, several microbatches", "full recompute", "selective recompute, padded"])
 @pytest.mark.parametrize("layout", LATENT)
 def test_latent_attention(latent, of_latent, layout, variant):
     check(latent, of_latent, LATENT[layout], variant)
