@@ -1,0 +1,68 @@
+"""The driver hands new weights to engines that are in the middle of sampling, and waits for both."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.batch import Prompt
+from megarl.cluster import session
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.placement import place
+from megarl.cluster.supervisor import supervised
+from megarl.config.load import load
+from megarl.data.model_folder import read_config
+from megarl.resharding.families import huggingface_holder
+from megarl.resharding.planner import make_plan
+from megarl.resharding.transports.shared_memory import SharedMemory, publish
+from megarl.rollout.engine import SamplingRequest
+from tests.e2e.test_refit import SIZES
+from tests.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.slow
+BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+LONG, DEADLINE_S = 400, 600
+
+
+def drive(folder: Path, result: Path) -> None:
+    """Eight long samples, and the weights change as soon as the driver waits for them."""
+    overrides = [f"model.path={folder}", "model.dtype=float32", "data.source=arithmetic"]
+    overrides += [f"rollout.max_new_tokens={LONG}", f"rollout.context_length={LONG + 8}", "rollout.kv_cache_gib=0.05"]
+    config, session.CHECK_S = load(BASE, [*overrides, "cluster.object_store_mib=80"]), 0.01
+    source = huggingface_holder(read_config(folder), "float32")
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in source.shapes.items()}
+    with supervised() as scratch, session.Session(config.cluster, folder, scratch) as ray_session:
+        engines = EngineGroup(ray_session, config, folder, place(config, cores=1).engines)
+        engines.start()
+        channel = SharedMemory({source.name: publish(weights)})
+        assert engines.connect(make_plan([source], engines.holders), channel)
+        refits: list[int] = []
+
+        def refit() -> None:
+            if len(refits) < 2:
+                for weight in weights.values():
+                    weight.mul_(1.1)
+                ray_session.wait(engines.refitting(len(refits), None), "refit")
+                refits.append(len(refits))
+
+        refit()
+        requests = [SamplingRequest(f"{i}", Prompt(f"{i}", "", (i + 5, 7)), seed=i) for i in range(8)]
+        samples = engines.generate([requests], meanwhile=refit)[0]
+        infos = [sample.info for sample in samples]
+        result.write_text(json.dumps([(info.version_oldest, info.version_newest) for info in infos]))
+
+
+def test_samples_go_on_through_a_refit(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(max_position_embeddings=LONG + 8))
+    process = multiprocessing.get_context("spawn").Process(target=drive, args=(folder, tmp_path / "versions.json"))
+    process.start()
+    process.join(DEADLINE_S)
+    assert process.exitcode == 0
+    versions = json.loads((tmp_path / "versions.json").read_text())
+    assert [oldest for oldest, _ in versions] == 8 * [0]
+    assert max(newest for _, newest in versions) == 1, "no sample was under way when the weights came"
