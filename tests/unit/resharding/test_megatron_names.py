@@ -130,6 +130,7 @@ def test_layers_of_transformer_engine():
         (CONFIGS["SmolLM2-135M"], layout_of(tp=3, pp=2), 5),
         (CONFIGS["Llama-3.1-8B"] | {"attention_bias": True, "mlp_bias": True}, layout_of(tp=4), 1),
         (CONFIGS["Mistral-7B-v0.3"], layout_of(tp=8), 7),
+        (CONFIGS["Phi-4"], layout_of(tp=10), 3),
         (CONFIGS["Qwen2.5-7B"], layout_of(tp=4, vpp=2, pp=2), 4),
         (CONFIGS["Qwen3-0.6B"], layout_of(tp=2, pp=2), 3),
         (CONFIGS["Mixtral-8x7B"], layout_of(tp=2, dp=8, ep=4, etp=4), 9),
