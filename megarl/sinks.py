@@ -9,7 +9,6 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -69,6 +68,13 @@ COLUMNS_OF_GIVEN = (
 )
 """Of runs on given data; tokens are those that are trained on."""
 
+ALTERNATIVES = {
+    "loss": ("policy/nll", "preference/loss"),
+    "grad_norm": ("policy/grad_norm", "reward_model/grad_norm"),
+    "memory": ("memory/peak_rss_gb", "memory/peak_pss_gb"),  # the second counts shared pages once
+}
+"""Cell -> the metrics that it shows: the last of them that a step has."""
+
 HEADER_EVERY = 20  # lines
 ETA_STEPS = 10  # the estimate follows the latest steps, as their length drifts with the responses'
 
@@ -95,12 +101,9 @@ class ConsoleSink:
         if "time/step" in metrics:
             self._step_times.append(metrics["time/step"])
             cells["eta"] = duration((self._total - step) * sum(self._step_times) / len(self._step_times))
-        for model, name in product(("policy", "reward_model"), ("loss", "grad_norm")):
-            if f"{model}/{name}" in metrics:
-                cells[name] = metrics[f"{model}/{name}"]
-        for name in ("memory/peak_rss_gb", "memory/peak_pss_gb"):  # the second counts shared pages once
-            if name in metrics:
-                cells["memory"] = metrics[name]
+        for cell, names in ALTERNATIVES.items():
+            if given := [metrics[name] for name in names if name in metrics]:
+                cells[cell] = given[-1]
         self._print(f"{step}/{self._total}", [_cell(template, cells) for _, _, template in self._columns])
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ def sft_objective(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor
     return loss, {
         "policy/loss": total(loss),
         "policy/entropy": mean(entropy, batch.mask),
-        "policy/logprob_mean": mean(log_prob, batch.mask),
+        "policy/nll": mean(-log_prob, batch.mask),
     }
 
 
@@ -174,11 +174,13 @@ def _pairs_objective(
     model; loss_of: from their margins [P] to a loss each."""
     margin = preference_loss.margins(rewards)
     weight = _sample_weight(batch, samples).view(-1, 2).sum(-1)
-    loss = (weight * loss_of(margin)).sum()
+    losses = loss_of(margin)
+    loss = (weight * losses).sum()
     every = torch.ones_like(margin, dtype=torch.bool)
     chosen, rejected = rewards.view(-1, 2).unbind(-1)
     return loss, {
         f"{name}/loss": _whole_loss(loss),
+        "preference/loss": mean(losses, every),
         "preference/accuracy": mean(margin > 0, every),
         "preference/margin": mean(margin, every),
         "preference/chosen": mean(chosen, every),

@@ -82,6 +82,14 @@ REWARD = Chart(
     ),
 )
 CHARTS = (
+    Chart("Negative log-likelihood", "Of the given tokens, in nats a token.", (("policy/nll", "mean"),)),
+    Chart("Loss of the pairs", "Mean over the pairs of a step.", (("preference/loss", "mean"),)),
+    Chart(
+        "Preferences",
+        "Share of the pairs in which the model is for the better response.",
+        (("preference/accuracy", "accuracy"),),
+        share=True,
+    ),
     Chart(
         "Response length",
         "Tokens a response: mean, and the range from shortest to longest.",

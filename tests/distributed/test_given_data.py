@@ -20,6 +20,7 @@ from megarl.config.schema import Config
 from megarl.data.given import load_given
 from megarl.handout import hand_out
 from megarl.megatron.actor_worker import ActorWorker
+from megarl.metrics import merge
 from megarl.selection import ScoredSample
 from tests.forked import run_ranks
 from tests.parity import EPS, LR, TOLERANCE, RankResult, assert_equal, config_of, whole_tensors
@@ -220,6 +221,8 @@ def test_two_updates_equal_plain_torch(folder, classifier, tmp_path, name, layou
     expected, loss = plain(case, model, of_kind, rows)
     reported = [rank.metrics for rank in ranks if rank.metrics]
     assert sum(metrics[f"{case.name}/loss"].value for metrics in reported) == pytest.approx(loss, rel=TOLERANCE)
+    per_unit = "policy/nll" if name == "SFT" else "preference/loss"
+    assert merge(reported)[per_unit].value == pytest.approx(loss, rel=TOLERANCE)
     hf_config = json.loads((model / "config.json").read_text())
     assert_equal(whole_tensors(hf_config, ranks, "weights"), dict(expected.named_parameters()), "weight")
 

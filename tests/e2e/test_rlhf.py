@@ -36,6 +36,7 @@ def digits(text: str) -> int:
 def conversations(folder: Path) -> Path:
     source = random.Random(1)
     said = [(("user", f"{i}?"), ("assistant", spoken(source))) for i in range(1024)]
+    said.append((("user", "?"), ("assistant", "a" * 100)))  # too long
     rows = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in said]
     return write(folder / "conversations.jsonl", rows)
 
@@ -61,7 +62,8 @@ def road(tmp_path_factory) -> tuple[Path, Path, Path]:
     start = write_tiny_llama(folder / "model", num_kv_heads=2)
     batch = ("batch.prompts_per_step=32", "batch.prompts_per_update=32", "run.export=true")
     given = (*batch, "run.steps=32", "actor.optimizer.lr=0.01", "actor.tokens_per_microbatch=2048")
-    sft = stage("sft", folder, start, "sft", *given, f"data.source={conversations(folder)}")
+    long = ("data.overlong=drop", "rollout.context_length=64")
+    sft = stage("sft", folder, start, "sft", *given, *long, f"data.source={conversations(folder)}")
     two_stages = ("actor.layout.pp=2", f"data.source={preferences(folder)}")
     judge = stage("reward-model", folder, sft / "model", "reward-model", *given, *two_stages)
     of_judge = (f"critic.path={judge / 'model'}", f"reward_model.path={judge / 'model'}")
@@ -79,8 +81,10 @@ def road(tmp_path_factory) -> tuple[Path, Path, Path]:
 
 def test_fine_tuning_teaches_what_is_said(road):
     """Three characters of thirty and the end: (3 · ln 30 + 0) / 4 per token."""
-    losses = [step["policy/loss"] for step in metrics_of(road[0])]
+    steps = metrics_of(road[0])
+    losses = [step["policy/nll"] for step in steps]
     assert losses[0] > 4 and losses[-1] == pytest.approx(2.55, abs=0.3)
+    assert all(step["data/dropped_rows"] == 1 for step in steps)
 
 
 def test_a_reward_model_learns_what_is_preferred(road):

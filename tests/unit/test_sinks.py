@@ -43,8 +43,8 @@ def console_lines(*steps: tuple[int, dict], total: int = 14) -> list[str]:
 def test_a_run_on_given_data_has_columns_of_its_own():
     stream = io.StringIO()
     sink = ConsoleSink(3, stream, given=True)
-    sink.write(1, {"reward_model/loss": 0.6931, "reward_model/grad_norm": 1.5, "preference/accuracy": 0.75})
-    sink.write(2, {"policy/loss": 2.5, "policy/entropy": 1.25, "data/trained_tokens": 12345})
+    sink.write(1, {"preference/loss": 0.6931, "reward_model/grad_norm": 1.5, "preference/accuracy": 0.75})
+    sink.write(2, {"policy/nll": 2.5, "policy/entropy": 1.25, "data/trained_tokens": 12345})
     header, first, second = (line.split() for line in stream.getvalue().splitlines())
     assert header[:6] == ["step", "ETA", "loss", "accuracy", "margin", "entropy"] and "reward±std" not in header
     assert first[:7] == ["1/3", "–", "0.6931", "75%", "–", "–", "1.5"]
