@@ -30,7 +30,7 @@ class RankMemory:
     optimizer     P / d · 8, beside bfloat16 P / d · 12: Adam's two moments and the main weight, sharded over the
                   d = dp · cp data-parallel ranks; of experts over the d = tp · cp · dp / (etp · ep) that have the same
     activations   what the layers keep of the microbatches whose backward pass is still to come
-    head          hidden states of the scored rows, their gradient, and the head's tiles; on the last stage
+    head          hidden states of the scored rows, their gradient, and a tile of the head; on the last stage
     """
 
     weights: int
@@ -189,8 +189,8 @@ def _activations(shape, layout, has_experts, in_flight, own_tokens, num_bytes, r
 
 
 def _head(shape, layout, own_tokens, own_rows, num_bytes) -> int:
-    """The final norm keeps as much as any; a tile of logits, its gradient and one intermediate exist at a time."""
+    """The final norm keeps as much as any; one tile of logits exists at a time, and its gradient is written over it."""
     norm = own_tokens * (2 * shape.hidden + 1) * FLOAT32
     rows = own_rows * shape.hidden * (num_bytes + FLOAT32)
-    tiles = 3 * min(own_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1]) * FLOAT32
-    return norm + rows + tiles
+    tile = min(own_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1]) * num_bytes
+    return norm + rows + tile
