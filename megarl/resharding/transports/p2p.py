@@ -1,9 +1,9 @@
 """Weights sent from process to process, on one machine or between several: over gloo on CPU, over NCCL on GPU.
 
 The members have a process group of their own, so that neither the trainer's nor the engine's is disturbed. The buckets
-of the plan are the messages, and every member has two buffers for them: one is filled or emptied while the other is on
-its way. They travel in the plan's order; one that is to leave again when its buffer has been used for others is packed
-anew.
+of the plan travel in its order, and every member has two buffers for them: one is filled or emptied while the other is
+on its way. What is large and lies in one stretch of a parameter needs none. A bucket that is to leave again when its
+buffer has been used for others is packed anew.
 """
 
 from __future__ import annotations
