@@ -12,8 +12,8 @@ help:
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
 	@echo "make test        everything but the two below and what needs a GPU: under 25 minutes on 2 cores"
 	@echo "make test-fast   the unit tests, under 3 minutes"
-	@echo "make test-learn  the quickstart learns what it should: about 7 minutes"
-	@echo "make test-exhaustive  every rank of layouts of up to 1,024 against Megatron's own models: about 15 minutes"
+	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective: about 25 minutes"
+	@echo "make test-exhaustive  every rank of layouts of up to 1,024 against Megatron's own models, every family's refit: about 20 minutes"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)
