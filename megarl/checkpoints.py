@@ -127,8 +127,7 @@ class Checkpoints:
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for leftover in self.path.glob(f".{PREFIX}*"):
-            shutil.rmtree(leftover)
+        self._sweep()
         folder = self._hidden(step)
         folder.mkdir()
         return folder
@@ -165,10 +164,16 @@ class Checkpoints:
             self._remove(self._named(step))
 
     def go_back_to(self, step: int) -> None:
-        """Points to the checkpoint of `step`, and removes those after it."""
+        """Points to the checkpoint of `step`, and removes those after it and what a killed run has left."""
+        self._sweep()
         self.point_to(self._named(step))
         for later in [other for other in _steps(self.path) if other > step]:
             self._remove(self._named(later))
+
+    def _sweep(self) -> None:
+        """Removes what was being written, or removed, when its run was killed."""
+        for leftover in self.path.glob(f".{PREFIX}*"):
+            shutil.rmtree(leftover)
 
     def _remove(self, checkpoint: Path) -> None:
         """Takes its name away first: what has a name is whole."""

@@ -73,6 +73,7 @@ def start(config: Config, data: PromptSet | GivenData) -> Start:
             checkpoint.verify(checkpoint.files)  # those after it are removed, which may be the only good ones
         # In this order: killed in between, the run is one that was killed before it went on.
         checkpoints.go_back_to(checkpoint.step)
+        checkpoints.keep(config.checkpoint.keep)  # the killed run may not have come to it
         folder = RunFolder.reopen(config, checkpoint.step, data.data_hash)
     else:
         folder = RunFolder.create(config, data.data_hash)

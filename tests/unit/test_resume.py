@@ -65,6 +65,16 @@ def test_auto_goes_on_from_the_newest(root: Path) -> None:
     assert again.state.average == first.state.average and again.state.average.weight > 2
 
 
+def test_what_a_killed_run_did_not_come_to_is_done(root: Path) -> None:
+    """It was killed while it removed a checkpoint, before it came to the next."""
+    first = start(config(root), PROMPTS)
+    saved = [save(first, config(root), step) for step in (1, 2, 3, 4)]
+    saved[0].rename(saved[0].with_name(".step_000001.removed"))
+    again = start(config(root, "resume=auto", "checkpoint.keep=2"), PROMPTS)
+    left = sorted(path.name for path in again.folder.checkpoints.iterdir())
+    assert left == ["latest", "step_000003", "step_000004"]
+
+
 def test_a_folder_of_the_same_run_goes_back_to_it(root: Path) -> None:
     first = start(config(root), PROMPTS)
     earlier, later = save(first, config(root), 2), save(first, config(root), 4)
