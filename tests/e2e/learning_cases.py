@@ -81,3 +81,12 @@ CASES: dict[str, Case] = {
     "KL-Cov": objective("kl_cov", "algorithm.objective.covariance_share=0.01"),
     "DRO": objective("dro", "algorithm.objective.tau=0.1", "algorithm.advantage.std=none"),
 }
+
+
+def markdown(rows: dict[str, dict]) -> str:
+    """The README's table of what was seen."""
+    lines = ["| | first step | last three | steps until 0.9 | with others' rewards |", "|---|---|---|---|---|"]
+    for name, row in rows.items():
+        of_control = f"{row['control_last']:.2f}"
+        lines.append(f"| {name} | {row['first']:.2f} | {row['last']:.2f} | {row['steps_to_optimum']} | {of_control} |")
+    return "\n".join(lines)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from megarl.config.huggingface import FAMILIES
+from tests.e2e.learning_cases import CASES, markdown
 from tests.published_models import CONFIGS
 from tests.readme import ROOT, command_blocks, commands
 from tests.unit.megatron.test_conversion import assert_same, weights_of, write_model
@@ -109,6 +110,12 @@ def test_adding_a_family_touches_what_the_readme_names():
     dense = "|".join(family for family, defaults in FAMILIES.items() if "num_experts_per_tok" not in defaults)
     knowing = [path for path in (ROOT / "megarl").rglob("*.py") if re.search(f'"({dense})"', path.read_text())]
     assert {str(path.relative_to(ROOT)) for path in knowing} <= named
+
+
+def test_the_table_of_what_learns_is_the_result():
+    rows = json.loads((ROOT / "tools" / "benchmarks" / "results" / "learning.json").read_text())["runs"]
+    assert f"<!-- learning:begin -->\n{markdown(rows)}\n<!-- learning:end -->" in (ROOT / "README.md").read_text()
+    assert rows.keys() == CASES.keys()
 
 
 def test_our_names_in_the_table_of_verl_are_keys_of_the_base_recipe():
