@@ -13,7 +13,7 @@ help:
 	@echo "make test        everything but the two below and what needs a GPU: under 25 minutes on 2 cores"
 	@echo "make test-fast   the unit tests, under 3 minutes"
 	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective: about 25 minutes"
-	@echo "make test-exhaustive  every rank of layouts of up to 1,024 against Megatron's own models, every family's refit: about 20 minutes"
+	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs: about 25 minutes"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)

@@ -33,6 +33,7 @@ def test_remax_has_a_greedy_response_for_each_prompt(model, tmp_path):
     assert all(step["policy/grad_norm"] > 0 for step in steps)
 
 
+@pytest.mark.exhaustive
 def test_a_moving_average_goes_on_bit_by_bit(model, tmp_path):
     """From its checkpoint: the third step is compared with the rewards of the first two."""
     overrides = ["algorithm.advantage={estimator: reinforce, baseline_decay: 0.5}", *SMALL, *ALONE]

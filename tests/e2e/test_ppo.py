@@ -54,6 +54,7 @@ def test_the_critic_has_processes_of_its_own(learned):
     assert {"trainer-0", "trainer-1", "critic-0", "critic-1"} <= logs
 
 
+@pytest.mark.exhaustive
 def test_a_critic_and_an_implicit_reward_model_run_together(tmp_path):
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
     run = train(
@@ -79,6 +80,7 @@ def test_a_critic_and_an_implicit_reward_model_run_together(tmp_path):
     assert {"implicit-reward-0", "implicit-reward-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
 
 
+@pytest.mark.exhaustive
 def test_the_critic_may_be_a_head_on_the_actor(tmp_path):
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
     overrides = ["algorithm.advantage.estimator=gae", "critic.trunk=actor", "actor.layout.pp=2"]
@@ -92,6 +94,7 @@ def test_the_critic_may_be_a_head_on_the_actor(tmp_path):
     assert exported.num_parameters() == AutoModelForCausalLM.from_pretrained(model).num_parameters()
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_a_critic_goes_on_bit_by_bit(tmp_path):
     """From its checkpoint, with one thread a process: several add up numbers in an order of their own."""
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)

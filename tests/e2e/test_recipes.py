@@ -36,6 +36,7 @@ def stage(name: str, folder: Path, model: Path, run_name: str, *overrides: str) 
     return made
 
 
+@pytest.mark.exhaustive
 def test_vc_ppo_with_the_kl_in_the_reward(tmp_path):
     steps = run("vc-ppo", tmp_path, "critic.layout.pp=1", "critic.warmup_steps=1", "batch.samples_per_prompt=2")
     assert ["policy/loss" in step for step in steps] == [False, True, True]
@@ -44,6 +45,7 @@ def test_vc_ppo_with_the_kl_in_the_reward(tmp_path):
     assert all(step["value/grad_norm"] > 0 for step in steps)
 
 
+@pytest.mark.exhaustive
 def test_prime_rewards_tokens_by_what_it_learns_from_outcomes(tmp_path):
     steps = run("prime", tmp_path, "implicit_reward.layout.pp=1", "implicit_reward.success_above=0.2")
     assert all(step["implicit_reward/grad_norm"] > 0 and step["policy/grad_norm"] > 0 for step in steps)

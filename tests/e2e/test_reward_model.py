@@ -60,7 +60,9 @@ def test_run_is_rewarded_by_a_model_and_a_function(tmp_path):
     assert {"reward-model-0", "reward-model-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("sequence", "dp"), ("token", "tp")])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("sequence", "dp"), pytest.param("token", "tp", marks=pytest.mark.exhaustive)]
+)
 def test_a_reward_model_in_vllm_scores_as_transformers(tmp_path, kind, layout):
     """By two engines, or one of two ranks. grpo compares the sums of a token classifier's scores."""
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
@@ -85,6 +87,7 @@ def test_a_reward_model_in_vllm_scores_as_transformers(tmp_path, kind, layout):
 
 
 @pytest.mark.parametrize("engine", ["megatron", "vllm"])
+@pytest.mark.exhaustive
 def test_a_reward_model_reads_the_conversation_in_its_own_chat_template(tmp_path, engine):
     """Its vocabulary is another than the actor's, and what it reads is longer than what the actor has sampled."""
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)

@@ -124,9 +124,9 @@ def test_run_folder_is_complete(learned):
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
-        (["actor.layout.tp=3", "actor.layout.sequence_parallel=true"], 3),
+        pytest.param(["actor.layout.tp=3", "actor.layout.sequence_parallel=true"], 3, marks=pytest.mark.exhaustive),
         (["actor.layout.dp=2", "batch.prompts_per_update=4", "algorithm.kl.coefficient=0.01", *TURNS], 2),
-        (["actor.layout.cp=2", "actor.layout.pp=2", "actor.layout.vpp=2"], 4),
+        pytest.param(["actor.layout.cp=2", "actor.layout.pp=2", "actor.layout.vpp=2"], 4, marks=pytest.mark.exhaustive),
     ],
     ids=["tp3-sp", "dp2-two-updates-kl-offload-sleep", "cp2-pp2-vpp2"],
 )

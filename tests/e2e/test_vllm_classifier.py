@@ -55,6 +55,7 @@ def test_it_scores_as_megatron_does(reward_model):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.exhaustive
 def test_every_family_is_scored_as_transformers_does(tmp_path, kind):
     # Models with experts first: vLLM makes the groups of a process for its first model, and others need fewer.
     names = sorted(MODELS, key=lambda name: not any("experts" in key for key in MODELS[name][1]))

@@ -52,6 +52,15 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.fixture(autouse=True)
+def signals_are_heard() -> Iterator[None]:
+    """Who starts the tests may ignore some, as nohup does, and processes inherit that."""
+    previous = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
 @contextmanager
 def program(body: str) -> Iterator[Program]:
     with subprocess.Popen(
