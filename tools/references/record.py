@@ -1,0 +1,55 @@
+"""What public libraries compute of a small batch, as data that the unit tests compare megarl with.
+
+pip install --no-deps --target FOLDER -r tools/references/requirements.txt
+PYTHONPATH=FOLDER .venv/bin/python tools/references/record.py
+
+Writes tests/published_numbers/: batch.json, and a file for each library with its name and version.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import of_torchrl
+import of_trl
+import of_verl
+from batch import make
+
+FOLDER = Path(__file__).resolve().parents[2] / "tests" / "published_numbers"
+LIBRARIES = {"verl": of_verl, "trl": of_trl, "torchrl": of_torchrl}
+
+
+def main() -> None:
+    batch = make()
+    FOLDER.mkdir(exist_ok=True)
+    write("batch", batch)
+    for name, library in LIBRARIES.items():
+        write(name, {"library": name, "version": version(name), "numbers": library.numbers(batch)})
+
+
+def write(name: str, content: dict[str, Any]) -> None:
+    """A line for each entry of an object, so that a change is seen where it is."""
+    lines = [f"{json.dumps(key)}: {_shown(value)}" for key, value in content.items()]
+    (FOLDER / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, dict):
+        return json.dumps(_rounded(value))
+    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(_rounded(own))}" for key, own in value.items()) + "\n}"
+
+
+def _rounded(value: Any) -> Any:
+    """To 12 digits: less than the tests see, and no noise of the last bits."""
+    if isinstance(value, float):
+        return float(f"{value:.12g}")
+    if isinstance(value, list):
+        return [_rounded(own) for own in value]
+    return {key: _rounded(own) for key, own in value.items()} if isinstance(value, dict) else value
+
+
+if __name__ == "__main__":
+    main()
