@@ -1,16 +1,20 @@
 # `make` alone lists the targets.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3.11
 LOCK := tools/environment/cpu-py311.lock
 VENV := .venv
 DONE := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 
-.PHONY: help env quickstart test test-fast test-learn test-exhaustive lint clean
+.PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
 	@echo "make test        everything but the two below and what needs a GPU: under 25 minutes on 2 cores"
+	@echo "make test-runs   its whole runs: the half of it that starts Ray and engines"
+	@echo "make test-ranks  its other half: ranks in one process tree, and the unit tests"
 	@echo "make test-fast   the unit tests, under 3 minutes"
 	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective: about 25 minutes"
 	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs: about 25 minutes"
@@ -25,8 +29,15 @@ $(DONE): $(LOCK) pyproject.toml tools/environment/build.sh
 quickstart: $(DONE)
 	$(VENV)/bin/megarl train configs/quickstart.yaml
 
+# Whole runs mostly wait for processes that start; beside them there is room for the rest.
 test: lint
-	$(RUN) -m pytest -m "not learn and not exhaustive"
+	@$(MAKE) --no-print-directory --jobs=2 test-runs test-ranks
+
+test-runs: $(DONE)
+	@$(RUN) -m pytest tests/e2e -m "not learn and not exhaustive" | sed --unbuffered 's/^/runs | /'
+
+test-ranks: $(DONE)
+	@$(RUN) -m pytest --ignore=tests/e2e -m "not learn and not exhaustive" | sed --unbuffered 's/^/ranks | /'
 
 test-fast: $(DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive"
