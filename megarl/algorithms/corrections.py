@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.algorithms.ratio import ratio_of
 from megarl.algorithms.whole_samples import WholeSamples
-
-LARGEST_LOG_WEIGHT = 20.0
-"""exp of more would drown every other token, and end in infinity over long samples."""
 
 
 class Factors(NamedTuple):
@@ -60,5 +58,4 @@ def factors(
 
 
 def _ratio(level: str, log_ratio: torch.Tensor, samples: WholeSamples) -> torch.Tensor:
-    bound = LARGEST_LOG_WEIGHT
-    return samples.at_level(level, log_ratio.detach()).clamp(-bound, bound).exp()
+    return ratio_of(samples.at_level(level, log_ratio.detach()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.policy_loss import PolicyLoss, clip
+from megarl.algorithms.ratio import ratio_of
 from megarl.algorithms.shapes import require_one_shape
 
 
@@ -59,5 +60,5 @@ def kl_cov(
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage, selected=selected)
     log_ratio = log_prob - old
-    ratio = log_ratio.exp()
+    ratio = ratio_of(log_ratio)
     return PolicyLoss.of(-ratio * advantage + torch.where(selected, penalty * log_ratio.abs(), 0.0), ratio)

@@ -2,13 +2,15 @@
 
 Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html), with r = exp(−d):
 k1 = d (unbiased, may be negative) · k2 = d²/2 (biased, but its gradient is unbiased) · k3 = r − 1 − log r (unbiased,
-never negative; the one in GRPO's loss, https://arxiv.org/abs/2402.03300, eq. 4) · abs = |d|.
+never negative; the one in GRPO's loss, https://arxiv.org/abs/2402.03300, eq. 4) · abs = |d|. r is bounded as ratio.py
+says.
 """
 
 from __future__ import annotations
 
 import torch
 
+from megarl.algorithms.ratio import bounded
 from megarl.config.schema import KL
 
 
@@ -21,7 +23,8 @@ def k2(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    return torch.expm1(-log_ratio) + log_ratio
+    inverse = bounded(-log_ratio)
+    return torch.expm1(inverse) - inverse
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": torch.abs}

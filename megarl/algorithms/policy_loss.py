@@ -1,7 +1,7 @@
 """Policy objectives, token by token: from log-probs and advantages to a loss per token.
 
 In all of them log_prob, old and advantage are float32 [N], gradients flow into log_prob only, and the ratio is
-ρ = π/π_old = exp(log_prob − old).
+ρ = π/π_old = exp(log_prob − old), bounded as ratio.py says.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.algorithms.ratio import bounded, ratio_of
 from megarl.algorithms.shapes import require_one_shape
 
 SMALLEST = 1e-8
@@ -79,7 +80,7 @@ def kl_penalty(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tenso
     TRPO's penalty form (https://arxiv.org/abs/1502.05477, section 4; PPO, https://arxiv.org/abs/1707.06347, eq. 8).
     """
     ratio = _ratio(log_prob, old, advantage)
-    log_ratio = log_prob - old
+    log_ratio = bounded(log_prob - old)
     return PolicyLoss.of(-ratio * advantage + penalty * (torch.expm1(log_ratio) - log_ratio), ratio)
 
 
@@ -142,4 +143,4 @@ def _masked_surrogate(ratio: torch.Tensor, advantage: torch.Tensor, far: torch.T
 
 def _ratio(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
-    return (log_prob - old).exp()
+    return ratio_of(log_prob - old)

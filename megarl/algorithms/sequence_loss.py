@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.policy_loss import PolicyLoss, clipped_surrogate
+from megarl.algorithms.ratio import ratio_of
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.whole_samples import WholeSamples
 
@@ -28,7 +29,7 @@ def gspo(
     GSPO (https://arxiv.org/abs/2507.18071, eq. 5 and 7).
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
-    return clipped_surrogate(samples.mean(log_prob - old).exp(), advantage, clip_low, clip_high)
+    return clipped_surrogate(ratio_of(samples.mean(log_prob - old)), advantage, clip_low, clip_high)
 
 
 def gmpo(
@@ -47,7 +48,7 @@ def gmpo(
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
     log_ratio = log_prob - old
     clipped = torch.where(advantage > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    ratio = samples.mean(clipped).exp()
+    ratio = ratio_of(samples.mean(clipped))
     low = (log_ratio < -clip_low) & (advantage < 0)
     high = (log_ratio > clip_high) & (advantage > 0)
     return PolicyLoss.of(-advantage * ratio, ratio, low, high)
@@ -68,4 +69,4 @@ def dro(
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
     log_ratio = log_prob - old
-    return PolicyLoss.of((advantage - tau * samples.at_level(level, log_ratio)).square() / 2, log_ratio.exp())
+    return PolicyLoss.of((advantage - tau * samples.at_level(level, log_ratio)).square() / 2, ratio_of(log_ratio))

@@ -1,0 +1,71 @@
+"""Policies so far apart that the ratio of their probabilities is no number: e^200."""
+
+import pytest
+import torch
+
+from megarl.algorithms import kl
+from megarl.algorithms.corrections import factors
+from megarl.algorithms.objectives import loss_of_policy
+from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.whole_samples import WholeSamples
+from megarl.config.objectives import OBJECTIVES
+
+MASK = torch.tensor([True, True, False, True, True, True])
+SAMPLES = WholeSamples(MASK, torch.tensor([0, 0, 0, 1, 1, 2]), 3)
+OLD = torch.tensor([-1.5, -0.3, -2.0, -300.0, -0.7, -1.0])
+NOW = torch.tensor([-1.2, -0.5, -1.0, -100.0, -0.8, -0.9])
+FAR = 3
+NEAR = torch.where(torch.arange(6) == FAR, OLD, NOW)
+OTHERS = [0, 1, 5]
+"""The trained tokens of other samples."""
+
+
+def gradient(name: str, now: torch.Tensor, sign: float) -> tuple[torch.Tensor, torch.Tensor]:
+    now = now.clone().requires_grad_()
+    advantage = sign * torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, -0.8])
+    selected = torch.tensor([True, False, False, False, True, False])
+    out = loss_of_policy(name, OBJECTIVES[name].options, now, OLD, advantage, SAMPLES, selected)
+    return torch.autograd.grad((out.loss * MASK).sum(), now)[0], torch.cat((out.loss.detach(), out.ratio))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("name", [name for name, reads in OBJECTIVES.items() if reads.of_policy])
+def test_every_objective_stays_finite_and_leaves_the_other_samples_alone(name, sign):
+    far, numbers = gradient(name, NOW, sign)
+    near, _ = gradient(name, NEAR, sign)
+    assert torch.isfinite(far).all() and torch.isfinite(numbers).all()
+    assert torch.equal(far[OTHERS], near[OTHERS]) and far[OTHERS].any()
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+@pytest.mark.parametrize("estimator", kl.ESTIMATORS)
+def test_every_divergence_stays_finite(estimator, straight_through):
+    log_ratio = torch.tensor([200.0, -200.0], requires_grad=True)
+    estimate = kl.estimate(estimator, log_ratio, straight_through)
+    [slope] = torch.autograd.grad(estimate.sum(), log_ratio)
+    assert torch.isfinite(estimate).all() and torch.isfinite(slope).all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_every_correction_stays_finite(level):
+    assert torch.isfinite(factors(NOW - OLD, SAMPLES, level, None, None, 0.5, 5.0).factor).all()
+
+
+def slopes(function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = function(x)
+    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+
+def test_up_to_the_bound_nothing_changes_bit_by_bit():
+    log_ratio = torch.linspace(-120, 20, 4001)
+    for ours, plain, x in (
+        (ratio_of, torch.exp, log_ratio),
+        (kl.k3, lambda d: torch.expm1(-d) + d, -log_ratio),
+    ):
+        for found, expected in zip(slopes(ours, x), slopes(plain, x), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_a_log_prob_that_is_no_number_is_not_hidden():
+    assert ratio_of(torch.tensor([torch.nan])).isnan().all()
