@@ -218,8 +218,8 @@ class TokenBatch:
     values            float32 [N]    the critic's value of the state in which each target was sampled, from the start of
                                      the step; None: there is no critic
     token_reward      float32 [N]    an implicit reward model's, beside the sample's; None: there is none
-    process_reward    float32 [N]    a reward model's for each token, which `reward` then does not contain; None: there
-                                     is none
+    process_reward    float32 [N]    a reward model's for each token, and those of turns, which `reward` then does not
+                                     contain; None: there are none
     kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: it is no reward
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    what the critic learns; None: not estimated yet, or there is no critic

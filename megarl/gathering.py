@@ -21,7 +21,7 @@ from megarl.stopwatch import Stopwatch
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """sampled: all samples of the step, by prompt. chosen: those that it learns from. token_rewards: where the rewards
-    of single tokens are that a reward model gave, if it did."""
+    of single tokens are, if there are any."""
 
     sampled: Sequence[Sequence[RemoteSample]]
     chosen: Sequence[Sequence[ScoredSample]]

@@ -70,8 +70,8 @@ def train(
     average: MovingAverage,
 ) -> Metrics:
     """One optimizer step of every model that is trained for every prompts_per_update groups: first of those that score
-    tokens for others. process: where the rewards of single tokens are that a reward model gave, if it did. average: of
-    the rewards of earlier steps; it takes up this one's."""
+    tokens for others. process: where the rewards of single tokens are, if there are any. average: of the rewards of
+    earlier steps; it takes up this one's."""
     updates = updates_of(config, groups)
     if config.algorithm.objective.kind.of_pairs:
         return train_on_pairs(config, cast.trainers, updates, number)

@@ -41,7 +41,8 @@ class RewardActor:
 
     def start(self) -> None:
         rewards = self._config.rewards
-        self._scorer = Scorer(rewards.functions, self._config.reward_model.weight, rewards.judge)
+        rewards_tokens = self._config.algorithm.advantage.credits_tokens
+        self._scorer = Scorer(rewards.functions, self._config.reward_model.weight, rewards.judge, rewards_tokens)
         folder = self._models.reward_model
         if folder is not None:
             self._reader = model_reader(self._config, folder, self._models.actor)
@@ -63,15 +64,17 @@ class RewardActor:
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
     ) -> tuple[list[Score], Scores]:
         """Scores the samples and appends them, decoded, to a JSONL file for people to read. model_scores: where the
-        reward model's are, if there is one. Returns, too, where rewards of single tokens are, if it gives them."""
+        reward model's are, if there is one. Returns, too, where rewards of single tokens are, if it or a function gives
+        them."""
         samples: list[Sample] = ray.get(list(refs))
         of_model = self._model_rewards(samples, model_scores)
         verdicts = self._scorer.verdicts(samples)
-        scores = [self._scorer.score(sample, of_model.get(sample.id), verdicts.get(sample.id)) for sample in samples]
+        judged = [self._scorer.score(sample, of_model.get(sample.id), verdicts.get(sample.id)) for sample in samples]
         with rollouts.open("a", encoding="utf-8") as file:
-            for sample, score in zip(samples, scores, strict=True):
+            for sample, (score, _) in zip(samples, judged, strict=True):
                 file.write(json.dumps(_row(step, sample, score), ensure_ascii=False) + "\n")
-        return scores, self._of_tokens(of_model)
+        by_token = {sample.id: own for sample, (_, own) in zip(samples, judged, strict=True) if own is not None}
+        return [score for score, _ in judged], _put(by_token)
 
     def _model_rewards(self, samples: Sequence[Sample], model_scores: Scores) -> dict[str, ModelReward]:
         if self._models.reward_model is None:
@@ -86,21 +89,20 @@ class RewardActor:
         assert scores is not None, f"the reward model left out sample {sample.id}"
         return self._of_model.reward(sample, scores.tolist(), reading)
 
-    def _of_tokens(self, of_model: Mapping[str, ModelReward]) -> Scores:
-        """Sample id -> float32 [R]."""
-        given = {name: reward.by_token for name, reward in of_model.items() if reward.by_token is not None}
-        if not given:
-            return {}
-        import torch
-
-        weight = self._config.reward_model.weight
-        return {name: ray.put(weight * torch.tensor(rewards)) for name, rewards in given.items()}
-
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
     """Of the reward model in this folder."""
     rewards_tokens = config.algorithm.advantage.credits_tokens
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
+
+
+def _put(by_token: Mapping[str, list[float]]) -> Scores:
+    """Sample id -> float32 [R]."""
+    if not by_token:
+        return {}
+    import torch
+
+    return {name: ray.put(torch.tensor(rewards)) for name, rewards in by_token.items()}
 
 
 def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
@@ -152,8 +154,8 @@ class RewardWorker:
         self._session.wait({self._name: self._actor.start.remote()}, "reward start")
 
     def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> tuple[list[Score], Scores]:
-        """By the reward model, then by the functions. Returns, too, where rewards of single tokens are, if the reward
-        model gives them: float32 [R]."""
+        """By the reward model, then by the functions. Returns, too, where rewards of single tokens are, if one of them
+        gives such: float32 [R]."""
         model_scores = {} if self._model is None else self._model_scores(self._model, samples)
         call = self._actor.score.remote([sample.ref for sample in samples], model_scores, step, rollouts.resolve())
         [answer] = self._session.wait({self._name: call}, "rewards")

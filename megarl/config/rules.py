@@ -199,6 +199,17 @@ def something_gives_rewards(config: Config) -> str | None:
     )
 
 
+def turns_are_rewarded_by_functions_of_ones_own(config: Config) -> str | None:
+    per_turn = [entry.function for entry in config.rewards.functions if entry.per_turn]
+    of_response = [name for name in per_turn if ":" not in name]
+    if not of_response:
+        return None
+    return (
+        f"rewards.functions: {of_response[0]} with per_turn=true: it returns one reward, of the whole response; set "
+        "per_turn=false, or name path/to/file.py:function, a function of your own that returns a list of them"
+    )
+
+
 def judge_has_samples_to_compare(config: Config) -> str | None:
     samples, judge = config.batch.samples_per_prompt, config.rewards.judge
     if judge is None or config.on_given_data or samples > 1:
@@ -387,6 +398,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     reward_engines_have_tensor_and_data_parallel_ranks_only,
     reward_engines_keep_their_parameters,
     something_gives_rewards,
+    turns_are_rewarded_by_functions_of_ones_own,
     judge_has_samples_to_compare,
     correction_is_of_another_old_policy,
     correction_keeps_some_tokens,

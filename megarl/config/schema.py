@@ -342,6 +342,7 @@ class Data(Section):
 class RewardFunction(Section):
     function: Annotated[str, Field(min_length=1)]
     weight: FiniteFloat = 1.0
+    per_turn: bool = False
 
 
 class Rewards(Section):

@@ -1,4 +1,4 @@
-"""Process rewards: from scores of a response's tokens to those of its steps, and to one reward for the sample."""
+"""Process rewards: from scores of a response's tokens to those of its steps and turns, and to one for the sample."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ def on_trained_tokens(scores: Mapping[int, float], mask: Sequence[bool]) -> list
         if i in scores and action is not None:
             rewards[action] = scores[i] if math.isnan(rewards[action]) else rewards[action] + scores[i]
     return rewards
+
+
+def turn_ends(mask: Sequence[bool]) -> list[int]:
+    """Indexes of the tokens that end a turn, ascending. A turn is a run of trained tokens: what stands between two of
+    them is not the policy's, such as the answer of a tool."""
+    return [i for i, trained in enumerate(mask) if trained and not any(mask[i + 1 : i + 2])]
+
+
+def on_turns(rewards: Sequence[float], mask: Sequence[bool]) -> list[float]:
+    """Rewards of the turns, in their order, as rewards of tokens: that of the last token of each, NaN elsewhere."""
+    return on_trained_tokens(dict(zip(turn_ends(mask), rewards, strict=True)), mask)
+
+
+def together(rewards: Sequence[Sequence[float]]) -> list[float]:
+    """The sum of each token's rewards, NaN for a token that has none. rewards: from each of their givers, R of them."""
+    given = ([reward for reward in own if not math.isnan(reward)] for own in zip(*rewards, strict=True))
+    return [math.fsum(own) if own else math.nan for own in given]
 
 
 def step_ends(pieces: Sequence[str], step_end: str) -> list[int]:

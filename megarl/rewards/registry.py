@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 from megarl.rewards.exact import exact_match
 from megarl.rewards.numeric import numeric_match
 
-RewardFunction = Callable[[str, str, Any], float | bool]
-"""f(prompt, response, answer): a finite number or a bool; raising says that it could not tell."""
+RewardFunction = Callable[[str, str, Any], float | bool | Sequence[float | bool]]
+"""f(prompt, response, answer): a finite number or a bool, or with per_turn a list of them, one for each turn; raising
+says that it could not tell."""
 
 FUNCTIONS: dict[str, RewardFunction] = {"exact_match": exact_match, "numeric_match": numeric_match}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config
 from megarl.megatron.actor_worker import ActorWorker
 from megarl.megatron.critic_worker import CriticWorker
+from megarl.rewards.process import on_turns, turn_ends
 from tests.forked import run_ranks
 from tests.parity import (
     EPS,
@@ -175,9 +177,10 @@ def assert_same_weights(ranks: list[RankResult], hf_config: dict, model: torch.n
 def check(
     config: Config, actor: Path, critic: Path, settings: PpoSettings, steps, of_tokens: dict | None = None
 ) -> None:
-    """of_tokens: rewards of single tokens, by sample."""
+    """of_tokens: rewards of single tokens, by sample, NaN for one that has none."""
     actors, critics = run_both(config, actor, critic, steps, {"process_reward": of_tokens} if of_tokens else {})
-    reference = PpoReference(actor, critic, settings, of_tokens)
+    plain = of_tokens and {name: own.nan_to_num(nan=0.0) for name, own in of_tokens.items()}
+    reference = PpoReference(actor, critic, settings, plain)
     for updates in steps:
         policy_loss, value_loss = reference.step(updates)
     reported = [rank.metrics for rank in actors if rank.metrics]
@@ -215,13 +218,24 @@ def test_actor_and_critic_may_have_lambdas_of_their_own(actor, critic, layouts):
     check(config, actor, critic, DECOUPLED, [[random_groups(0)]])
 
 
-@pytest.mark.parametrize("layouts", [("{pp: 2}", "{dp: 2}"), ("{dp: 2}", "{cp: 2}"), ("{cp: 2}", "{}")])
-def test_rewards_of_single_tokens_reach_both_models(actor, critic, layouts):
+@pytest.mark.parametrize(
+    ("layouts", "per"),
+    [(("{pp: 2}", "{dp: 2}"), "token"), (("{dp: 2}", "{cp: 2}"), "turn"), (("{cp: 2}", "{}"), "token")],
+)
+def test_rewards_of_single_tokens_and_of_turns_reach_both_models(actor, critic, layouts, per):
     groups = random_groups(0)
     generator = torch.Generator().manual_seed(11)
     of_tokens = {s.id: torch.randn(len(s.response_ids), generator=generator) for group in groups for s, _ in group}
+    if per == "turn":
+        masks = {sample.id: sample.response_mask for group in groups for sample, _ in group}
+        of_tokens = {name: of_turns(own, masks[name]) for name, own in of_tokens.items()}
     config = ppo_config(actor, critic, layouts, EVERYTHING)
     check(config, actor, critic, EVERYTHING, [[groups]], of_tokens)
+
+
+def of_turns(rewards: torch.Tensor, mask: Sequence[bool]) -> torch.Tensor:
+    """As many of the rewards as there are turns, of which some sample has several."""
+    return torch.tensor(on_turns(rewards.tolist()[: len(turn_ends(mask))], mask))
 
 
 def test_ranks_without_a_sample_keep_in_step(actor, critic):

@@ -10,6 +10,11 @@ def digit_share(prompt: str, response: str, answer: object) -> float:
     return sum(character.isdigit() for character in response) / max(len(response), 1)
 
 
+def digit_share_of_turns(prompt: str, response: str, answer: object) -> list[float]:
+    """An engine samples one turn."""
+    return [digit_share(prompt, response, answer)]
+
+
 def even_share(prompt: str, response: str, answer: object) -> float:
     """Of even digits. A random model starts near 0.1."""
     return sum(character in "02468" for character in response) / max(len(response), 1)

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from megarl.config.value_head import KEY
-from tests.e2e.test_train import metrics_of, train
+from tests.e2e.test_train import REWARD, metrics_of, train
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -55,13 +55,14 @@ def test_the_critic_has_processes_of_its_own(learned):
 
 
 @pytest.mark.exhaustive
-def test_a_critic_and_an_implicit_reward_model_run_together(tmp_path):
+def test_a_critic_an_implicit_reward_model_and_rewards_of_turns_run_together(tmp_path):
     model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
     run = train(
         tmp_path,
         model,
         "run.steps=3",
         "algorithm.advantage.estimator=gae",
+        f"rewards.functions=[{{function: '{REWARD}:digit_share_of_turns', per_turn: true}}]",
         "implicit_reward.coefficient=1.0",
         "implicit_reward.success_above=0.2",
         "implicit_reward.layout.dp=2",
@@ -72,6 +73,7 @@ def test_a_critic_and_an_implicit_reward_model_run_together(tmp_path):
     )
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
+    assert all(step["reward/mean"] > 0 for step in steps)
     # At its start it is its reference: its rewards are 0, and its loss that of a coin.
     assert steps[0]["implicit_reward/loss"] > 0 and steps[0]["implicit_reward/grad_norm"] > 0
     assert all(step["value/grad_norm"] > 0 and step["policy/grad_norm"] > 0 for step in steps)

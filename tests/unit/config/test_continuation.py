@@ -56,8 +56,8 @@ def test_where_and_how_long_may_change(overrides: list[str]) -> None:
         ("rollout.temperature=0.5", "rollout.temperature=0.5", "1.0"),
         (
             "rewards.functions=[{function: numeric_match}]",
-            "rewards.functions=[{function: numeric_match, weight: 1.0}]",
-            "[{function: exact_match, weight: 1.0}]",
+            "rewards.functions=[{function: numeric_match, per_turn: false, weight: 1.0}]",
+            "[{function: exact_match, per_turn: false, weight: 1.0}]",
         ),
         (
             "actor.megatron_extra.model.attention_dropout=0.1",

@@ -153,6 +153,11 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         ),
         (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples; list a function"),
         (
+            ["rewards.functions=[{function: numeric_match, per_turn: true}]"],
+            "rewards.functions: numeric_match with per_turn=true: it returns one reward, of the whole response; set "
+            "per_turn=false, or name path/to/file.py:function, a function of your own that returns a list",
+        ),
+        (
             ["algorithm.kl.adaptive_target=0.1"],
             "algorithm.kl.adaptive_target=0.1: algorithm.kl.coefficient=0 stays 0 whatever it is multiplied with",
         ),

@@ -60,9 +60,9 @@ def test_the_verdict_is_a_part_of_the_reward(tmp_path):
     scorer = Scorer([], judge_name=f"{file}:longer")
     samples = [sample(0, "aa"), sample(0, "a")]
     found = scorer.verdicts(samples)
-    scores = [scorer.score(item, verdict=found[item.id]) for item in samples]
+    scores = [scorer.score(item, verdict=found[item.id])[0] for item in samples]
     assert [(score.value, score.parts) for score in scores] == [(1.0, {"judge": 1.0}), (0.0, {"judge": 0.0})]
-    failed = scorer.score(samples[0], verdict="raised KeyError: 1")
+    failed, _ = scorer.score(samples[0], verdict="raised KeyError: 1")
     assert failed.value is None and failed.failure == "rewards.functions: judge raised KeyError: 1, on sample 0.aa"
     assert Scorer([]).verdicts(samples) == {}
 

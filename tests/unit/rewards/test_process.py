@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from megarl.rewards.process import aggregated, on_trained_tokens, step_ends
+from megarl.rewards.process import aggregated, on_trained_tokens, step_ends, turn_ends
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,17 @@ def test_a_score_of_an_untrained_token_is_a_reward_of_the_action_before_it():
     assert on_trained_tokens(scores, mask) == [math.nan, 2.0 + 4.0, math.nan, math.nan, 8.0 + 16.0, math.nan]
     assert on_trained_tokens(scores, [True] * 6) == [1.0, 2.0, 4.0, math.nan, 8.0, 16.0]
     assert on_trained_tokens(scores, [False] * 6) == [math.nan] * 6
+
+
+@pytest.mark.parametrize(
+    ("mask", "ends"),
+    [
+        ([True] * 3, [2]),
+        ([False, True, True, False, False, True, False], [2, 5]),
+        ([True, False, True], [0, 2]),
+        ([False, False], []),
+        ([], []),
+    ],
+)
+def test_a_turn_ends_before_a_token_that_is_not_trained_on(mask, ends):
+    assert turn_ends(mask) == ends
