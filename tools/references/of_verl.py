@@ -15,6 +15,9 @@ from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 
 GAMMA, LAMBDA = 0.9, 0.8
+DIVERGENCES = [0.05, 0.3, 0.105, 0.1]
+"""Of four steps of an adaptive coefficient, around its target."""
+
 Numbers = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
@@ -88,7 +91,25 @@ def estimates(batch: dict[str, Any]) -> Numbers:
     def of_form(form: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda now: (core_algos.kl_penalty(now, padded(batch["reference"]), form) * mask).sum()
 
-    return {f"kl/{form}": value_and_gradient(batch, of_form(form)) for form in forms}
+    return {f"kl/{form}": value_and_gradient(batch, of_form(form)) for form in forms} | {
+        "kl/reward": _kl_rewards(batch)[mask.bool()].tolist(),
+        "kl/adaptive": _coefficients(),
+    }
+
+
+def _kl_rewards(batch: dict[str, Any]) -> torch.Tensor:
+    old = padded(batch["old"])
+    return core_algos.compute_rewards(torch.zeros_like(old), old, padded(batch["reference"]), kl_ratio=0.3)
+
+
+def _coefficients() -> list[float]:
+    """After each step of 256 samples."""
+    controller = core_algos.AdaptiveKLController(init_kl_coef=0.3, target_kl=0.1, horizon=1000)
+    found = []
+    for divergence in DIVERGENCES:
+        controller.update(divergence, n_steps=256)
+        found.append(float(controller.value))
+    return found
 
 
 def losses(batch: dict[str, Any]) -> Numbers:

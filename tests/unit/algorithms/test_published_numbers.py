@@ -20,6 +20,7 @@ from megarl.algorithms.advantages.whitening import mean_and_std, whiten
 from megarl.algorithms.aggregation import sample_weights
 from megarl.algorithms.baselines import Member, amplification, group_baselines
 from megarl.algorithms.corrections import factors
+from megarl.algorithms.kl_reward import kl_reward
 from megarl.algorithms.preference_loss import bradley_terry
 from megarl.algorithms.whole_samples import WholeSamples
 from megarl.batch import Baseline
@@ -182,6 +183,22 @@ def test_verls_kl(estimator, plus):
         return kl.estimate(estimator, now - rows("reference"), straight_through=bool(plus))[MASK].sum()
 
     assert_loss("verl", f"kl/{estimator}{plus}", total)
+
+
+def test_verls_kl_as_a_reward():
+    of_each = [
+        kl_reward(rows("old")[own], rows("reference")[own], MASK[own], coefficient=0.3, estimator="k1", level="token")
+        for own in (sample == ROW_SAMPLE for sample in range(len(PROMPTS)))
+    ]
+    assert_equal(torch.cat(of_each)[MASK], theirs("verl", "kl/reward"))
+
+
+def test_verls_adaptive_coefficient():
+    """Of four steps of 256 samples, with a target of 0.1."""
+    coefficients = [0.3]
+    for divergence in (0.05, 0.3, 0.105, 0.1):
+        coefficients.append(kl.adapted(coefficients[-1], divergence, target=0.1, num_samples=256, horizon=1000))
+    assert_equal(torch.tensor(coefficients[1:], dtype=torch.float64), theirs("verl", "kl/adaptive"))
 
 
 def weights(mode: str) -> torch.Tensor:

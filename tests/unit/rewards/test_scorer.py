@@ -165,6 +165,7 @@ def test_a_response_without_a_trained_token_has_no_turn(tmp_path):
         ("1.0", "1.0"),
         ("[1.0, 2.0]", "a list of 2"),
         ("[1.0, 2.0, None]", "a list of 3"),
+        ("[1.0, None, 2.0, 3.0]", "a list of 4"),
         ("[1.0, 2.0, float('nan')]", "a list of 3"),
         ("[1e308, 1e308, 1e308]", "a list of 3"),
     ],
