@@ -1,5 +1,5 @@
-"""megarl's training step on this machine: against plain transformers, packed against padded, memory against its form,
-and what a checkpoint makes it wait for.
+"""megarl's training step on this machine: against plain transformers and TRL, packed against padded, memory against
+its form, and what a checkpoint makes it wait for.
 
 .venv/bin/python tools/benchmarks/training_step.py equal --out tools/benchmarks/results/step_equal.json
 """
@@ -25,6 +25,7 @@ from machine import QUIET_PERCENT, children_cpu_seconds, machine, machine_cpu_se
 from rich.console import Console
 from rich.table import Table
 from training_case import SHAPES, Case, equal_lengths, mixed_lengths
+from trl_environment import build
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900
@@ -52,7 +53,7 @@ def main() -> None:
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    {"memory": show_memory, "saving": show_saving}.get(arguments.what, show_speed)(result)
+    {"memory": show_memory, "saving": show_saving, "trl": show_trl}.get(arguments.what, show_speed)(result)
     print(f"result: {arguments.out}")
     if result["cpu_percent_elsewhere"] > QUIET_PERCENT:
         print(
@@ -77,6 +78,36 @@ def against_transformers(arguments: argparse.Namespace, cores: int, work: Path) 
         "transformers": fastest,
         "transformers_slower_settings": [side for side in theirs if side is not fastest],
     }
+
+
+def against_trl(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
+    """An update of GRPO on the same samples, at mixed and at equal lengths: seconds, and, in runs of their own, the
+    highest resident memory less what there was before the model and less weights, gradients and Adam's state."""
+    trl = build(work / "environment")
+    found = {}
+    for mix in ("mixed", "equal"):
+        lengths = _lengths(arguments, mixed=mix == "mixed")
+        case = Case(arguments.shape, lengths, arguments.updates, cores, arguments.tokens_per_microbatch, [])
+        theirs = [replace(case, microbatch=size) for size in arguments.trl_microbatch]
+        speeds = [_speed(run("trl", own, work / f"trl-{mix}-{own.microbatch}", python=trl)[0], own) for own in theirs]
+        fastest = max(speeds, key=lambda side: side["tokens_per_second"])
+        own = replace(case, microbatch=fastest["settings"]["samples_per_microbatch"], updates=1)
+        [memory] = run("trl", own, work / f"trl-{mix}-memory", environment=RETURN_FREED_MEMORY, python=trl)
+        megarl = _speed(run("megarl", case, work / f"megarl-{mix}")[0], case)
+        own = replace(case, updates=1)
+        [megarl_memory] = run("megarl", own, work / f"megarl-{mix}-memory", environment=RETURN_FREED_MEMORY)
+        for side, measured in ((megarl, megarl_memory), (fastest, memory)):
+            side["bytes_above_state"] = measured["measured_bytes"] - memory["state_bytes"]
+        found[mix] = {
+            "lengths": lengths,
+            "ratio_of_seconds": megarl["median_seconds"] / fastest["median_seconds"],
+            "ratio_of_bytes_above_state": megarl["bytes_above_state"] / fastest["bytes_above_state"],
+            "state_bytes": memory["state_bytes"],
+            "megarl": megarl,
+            "trl": fastest,
+            "trl_slower_settings": [side for side in speeds if side is not fastest],
+        }
+    return {"environment_for_memory": RETURN_FREED_MEMORY, "mixes": found}
 
 
 def packed_against_padded(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
@@ -133,6 +164,7 @@ def saving_against_copy(arguments: argparse.Namespace, cores: int, work: Path) -
 MEASUREMENTS = {
     "equal": against_transformers,
     "mixed": against_transformers,
+    "trl": against_trl,
     "padded": packed_against_padded,
     "memory": memory_against_closed_form,
     "saving": saving_against_copy,
@@ -140,7 +172,12 @@ MEASUREMENTS = {
 
 
 def run(
-    side: str, case: Case, folder: Path, num_ranks: int = 1, environment: Mapping[str, str] = MappingProxyType({})
+    side: str,
+    case: Case,
+    folder: Path,
+    num_ranks: int = 1,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    python: Path = Path(sys.executable),
 ) -> list[dict[str, Any]]:
     """Every rank in a process of its own. Returns what each wrote."""
     case.write(folder)
@@ -151,7 +188,7 @@ def run(
     ranks = []
     for rank in range(num_ranks):
         with (folder / f"log-{rank}").open("w", encoding="utf-8") as log:
-            command = [sys.executable, script, str(folder), str(rank)]
+            command = [str(python), script, str(folder), str(rank)]
             ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
     try:
         statuses = [rank.wait(TIMEOUT_S) for rank in ranks]
@@ -173,6 +210,17 @@ def show_speed(result: Mapping[str, Any]) -> None:
             side = result[name]
             table.add_row(name, f"{side['median_seconds']:.2f}", f"{side['tokens_per_second']:.0f}")
     table.add_row("ratio", "", f"{result['ratio_of_tokens_per_second']:.2f}")
+    Console().print(table)
+
+
+def show_trl(result: Mapping[str, Any]) -> None:
+    table = Table("", "seconds an update", "tokens/s", "MB above the state", title=_title(result))
+    for mix, found in result["mixes"].items():
+        for name in ("megarl", "trl"):
+            side = found[name]
+            figures = (f"{side['median_seconds']:.2f}", f"{side['tokens_per_second']:.0f}")
+            table.add_row(f"{mix}, {name}", *figures, f"{side['bytes_above_state'] / 1e6:.0f}")
+        table.add_row("ratio", f"{found['ratio_of_seconds']:.2f}", "", f"{found['ratio_of_bytes_above_state']:.2f}")
     Console().print(table)
 
 
@@ -239,6 +287,9 @@ def _parse() -> argparse.Namespace:
         default=[8],
         metavar="SAMPLES",
         help="several are run one by one, and the fastest counts (default: 8)",
+    )
+    parser.add_argument(
+        "--trl-microbatch", type=int, nargs="+", default=[8], metavar="SAMPLES", help="the same for TRL (default: 8)"
     )
     return parser.parse_args()
 
