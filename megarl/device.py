@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 import torch
 
@@ -19,6 +20,21 @@ def device() -> torch.device:
     if on_cuda():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def num_gpus() -> int:
+    """Of this machine, as far as this process may use them."""
+    return torch.cuda.device_count() if on_cuda() else 0
+
+
+def memory_bytes(gpu: int) -> int:
+    """Of a GPU, by its number in this process."""
+    return torch.cuda.get_device_properties(gpu).total_memory
+
+
+def memory_transport() -> Literal["shared_memory", "cuda_ipc"]:
+    """How a process reads weights of another one on the same machine."""
+    return "cuda_ipc" if on_cuda() else "shared_memory"
 
 
 def backend() -> str:
@@ -55,8 +71,9 @@ def set_random_state(state: torch.Tensor | None) -> None:
 
 
 def release_cache() -> None:
-    """Gives memory that torch keeps for reuse back to the device, where other processes may take it."""
+    """Gives memory that torch keeps, for reuse or for other processes that read it until now, back to the device."""
     if on_cuda():
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl import report
 from megarl.batch import Sample
 from megarl.cluster.engine_group import RemoteSample
+from megarl.cluster.machine import check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import find_models, trained_hf_config
 from megarl.cluster.session import Session
@@ -30,6 +31,7 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
+    check_machine(config)
     models = find_models(config)
     check_megatron_settings(config, models)
     loop = Loop.prepare(config, models, load_given(config, models.actor))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl import device
 from megarl.announcement import announce
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.memory import MemorySampler
@@ -54,7 +55,7 @@ class Loop:
         begin = start(config, data)
         num_bytes = checkpoint_bytes(config, models.trained(config))
         saver = Saver(begin.folder.checkpoints, config, num_bytes, data.data_hash)
-        placement = place(config)
+        placement = place(config, on_gpus=device.on_cuda())
         announce(config, begin, models.actor, data, placement.describe())
         return cls(config, data, begin, saver, placement)
 

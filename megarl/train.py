@@ -10,7 +10,7 @@ from megarl.algorithms import passes
 from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.kl import metric_name
 from megarl.cluster.cast import Cast, assemble
-from megarl.cluster.machine import check_machine
+from megarl.cluster.machine import check_gpu_memory, check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import find_models
 from megarl.cluster.session import Session
@@ -36,12 +36,13 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     check_machine(config)
     models = find_models(config)
+    check_gpu_memory(config, models)
     check_megatron_settings(config, models)
     loop = Loop.prepare(config, models, load_prompts(config, models.actor))
     with Session(config.cluster, loop.folder.logs, scratch) as session:
         cast = assemble(session, config, models, loop.placement, loop.begin.checkpoint)
         cast.refit.run(version=loop.state.step)
-        print(f"kernels: {cast.trainers.kernels}", flush=True)
+        print(f"kernels: {cast.trainers.kernels}\nrefit: by {cast.refit.transport}", flush=True)
         loop.run(cast.trained, lambda: step(config, cast, loop))
         if config.run.export:
             cast.export(loop.folder.model)

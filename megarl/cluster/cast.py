@@ -80,6 +80,7 @@ def assemble(
             session, config, "implicit_reward", models.implicit_reward, placement.implicit_rewards
         )
     engines = EngineGroup(session, config, models.actor, placement.engines)
+    engines.start()  # first: asleep, they leave their memory to the others
     reward_model = None
     if models.reward_model is not None:
         reward_model = _reward_model(session, config, models.reward_model, placement)
@@ -91,7 +92,6 @@ def assemble(
             group.start()
             if checkpoint is not None:
                 group.load_checkpoint(checkpoint)
-    engines.start()
     export_plan = make_plan(trainers.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Cast(
         trainers=trainers,

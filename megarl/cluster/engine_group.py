@@ -112,7 +112,7 @@ class EngineGroup(VllmGroup):
             config.model.dtype,
             expert_parallel=bool(extra.get("enable_expert_parallel")),
         )
-        self._holders = {p.name: holders[p.index * tp : (p.index + 1) * tp] for p in processes}
+        self._holders = {p.name: p.hold(holders[p.index * tp : (p.index + 1) * tp]) for p in processes}
         self._whole_model = huggingface_holder(read_config(model_folder), config.model.dtype)
         self.by_loader = False
         """Whether they take weights by vLLM's own loader, which does not keep them as they came."""
@@ -147,7 +147,7 @@ class EngineGroup(VllmGroup):
         )
         self.by_loader = True
         self._holders = {
-            name: [replace(self._whole_model, name=holder.name) for holder in holders]
+            name: [replace(holder, shard=self._whole_model.shard) for holder in holders]
             for name, holders in self._holders.items()
         }
 

@@ -2,30 +2,114 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megarl import device
+from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.placement import ENGINE, gpu_spans
+from megarl.config.divisors import divisors
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
+from megarl.data.model_folder import read_config
+from megarl.planning.shared_gpu import Load, fullest_phase
 
 
 def check_machine(config: Config) -> None:
     """Raises ValueError with a line for each thing that the devices do not allow."""
-    raise_all([weights_reach_the_engines(config), parameters_can_move(config)])
+    raise_all([rule(config) for rule in (_GPU_RULES if device.on_cuda() else _CPU_RULES)])
 
 
-def weights_reach_the_engines(config: Config) -> str | None:
-    if not device.on_cuda() or config.rollout.transport != "shared_memory":
+def check_gpu_memory(config: Config, models: ModelFolders) -> None:
+    """Raises ValueError for GPUs that are shared and have no room for all who are on them at once."""
+    if not device.on_cuda() or not config.is_colocated or config.on_given_data:
+        return
+    trained = models.trained(config)
+    reward = None if models.reward_model is None else read_config(models.reward_model)
+    for gpu in gpu_spans(config)[ENGINE]:
+        load = fullest_phase(config, models.hf_config, trained, reward, gpu)
+        raise_all([fits(gpu, device.memory_bytes(gpu), load)])
+
+
+def fits(gpu: int, memory_bytes: int, load: Load) -> str | None:
+    needed = sum(load.parts.values())
+    if needed <= memory_bytes:
+        return None
+    parts = " + ".join(f"{size / 2**30:.1f} ({what})" for what, size in load.parts.items())
+    return (
+        f"cluster.placement=colocated: {load.phase}, GPU {gpu} would hold {parts} = {needed / 2**30:.1f} GiB, and has "
+        f"{memory_bytes / 2**30:.1f}; {load.remedy}"
+    )
+
+
+def gpus_suffice(config: Config) -> str | None:
+    spans, there = gpu_spans(config), device.num_gpus()
+    needed = max(span.stop for span in spans.values())
+    if needed <= there:
+        return None
+    ranks = [f"{len(span)} {role}" for role, span in spans.items()]
+    if config.is_colocated:
+        return (
+            f"cluster.placement=colocated: each role has a rank on each GPU, so that max({', '.join(ranks)}) = "
+            f"{needed} are needed, and this machine has {there}; lower dp of the layouts"
+        )
+    return (
+        f"cluster.placement=disaggregated: {' + '.join(ranks)} = {needed} ranks need a GPU each, and this machine has "
+        f"{there}; set cluster.placement=colocated, or lower dp of the layouts"
+    )
+
+
+def engines_fill_the_shared_gpus(config: Config) -> str | None:
+    rollout, ranks = config.rollout, config.actor.layout.world_size
+    workers = rollout.replicas * rollout.tp
+    if not _shares_gpus(config) or workers == ranks:
+        return None
+    replicas, rest = divmod(ranks, rollout.tp)
+    remedy = f"rollout.tp to one of {', '.join(map(str, divisors(ranks)))}" if rest else f"rollout.replicas={replicas}"
+    return (
+        f"rollout.replicas={rollout.replicas}: colocated, each GPU has a rank of the actor and one of an engine, and "
+        f"actor.layout has {ranks} ranks, but {rollout.replicas} x rollout.tp={rollout.tp} = {workers}; set {remedy}, "
+        "or cluster.placement=disaggregated"
+    )
+
+
+def sharing_engines_sleep(config: Config) -> str | None:
+    if not _shares_gpus(config) or config.rollout.sleep:
         return None
     return (
-        "rollout.transport=shared_memory: this machine has a CUDA device, and in its memory engines cannot read the "
-        "weights where they lie; set rollout.transport=p2p"
+        "rollout.sleep=false: colocated, engines would keep the memory of their weights and of "
+        f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g} while the models are trained on the same GPUs; set "
+        "rollout.sleep=true or cluster.placement=disaggregated"
+    )
+
+
+def sharing_ranks_do_not_send(config: Config) -> str | None:
+    if not _shares_gpus(config) or not config.sends_weights:
+        return None
+    return (
+        f"rollout.transport={config.rollout.transport}: NCCL does not send from a GPU to itself, and with "
+        "cluster.placement=colocated trainer and engine are on the same; set rollout.transport=auto"
     )
 
 
 def parameters_can_move(config: Config) -> str | None:
     """The actor's, from where the engines read them."""
-    if device.on_cuda() or "parameters" not in config.actor.offload:
+    if "parameters" not in config.actor.offload:
         return None
     return (
         f"actor.offload={config.actor.offload}: without a GPU the actor's parameters are in host memory already, where "
         "the engines read them; leave parameters out"
     )
+
+
+def _shares_gpus(config: Config) -> bool:
+    return config.is_colocated and not config.on_given_data
+
+
+_GPU_RULES: tuple[Callable[[Config], str | None], ...] = (
+    gpus_suffice,
+    engines_fill_the_shared_gpus,
+    sharing_engines_sleep,
+    sharing_ranks_do_not_send,
+)
+
+_CPU_RULES: tuple[Callable[[Config], str | None], ...] = (parameters_can_move,)

@@ -1,29 +1,59 @@
-"""Which processes a run has, as data: printed before anything starts."""
+"""Which processes a run has, and on which GPUs, as data: printed before anything starts."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from megarl.config.schema import Config, Placed, RewardModel
+from megarl.config.schema import Config, MegatronRole, Placed, RewardModel, Rollout
+from megarl.resharding.piece import Holder
+
+NAMES: dict[MegatronRole, str] = {
+    "actor": "trainer",
+    "critic": "critic",
+    "reward_model": "reward-model",
+    "implicit_reward": "implicit-reward",
+}
+"""Of the processes of a model."""
+
+ENGINE = "engine"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the run and the CPU threads that its operators use."""
+    """One process of the run, and the CPU threads that its operators use.
+
+    gpus    that its ranks compute on, in their order: numbers among those that the run may use; none on CPU
+    reads   others, where weights are that it may read
+    """
 
     role: str
     index: int
     threads: int
+    gpus: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         return f"{self.role}-{self.index}"
 
+    def environment(self, inherited: str | None) -> dict[str, str]:
+        """By which the process sees its GPUs, its own first. inherited: the run's value of CUDA_VISIBLE_DEVICES."""
+        numbers = (*self.gpus, *self.reads)
+        names = inherited.split(",") if inherited else [str(gpu) for gpu in range(max(numbers, default=0) + 1)]
+        return {VISIBLE: ",".join(names[gpu] for gpu in numbers)} if numbers else {}
+
+    def hold(self, holders: Sequence[Holder]) -> list[Holder]:
+        """The holders that its ranks are, on their GPUs."""
+        devices = self.gpus or (None,) * len(holders)
+        return [replace(holder, device=device) for holder, device in zip(holders, devices, strict=True)]
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Models and engines share this machine and take turns: each may use all of its cores. Without engines there is
+    """Models and engines take turns on this machine: on CPU, each may use all of its cores. Without engines there is
     nobody to reward."""
 
     trainers: tuple[Process, ...]
@@ -38,33 +68,61 @@ class Placement:
             *(self.trainers, self.critics, self.reward_models, self.implicit_rewards, self.engines),
             (self.rewards,) if self.rewards is not None else (),
         )
-        return ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads" for g in groups if g)
+        return ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads{_where(g)}" for g in groups if g)
 
 
-def place(config: Config, cores: int | None = None) -> Placement:
+def place(config: Config, cores: int | None = None, on_gpus: bool = False) -> Placement:
     """cores: of this machine (None: those that this process may run on)."""
     cores = cores or len(os.sched_getaffinity(0))
-    engine_threads = config.rollout.threads or max(1, cores // (config.rollout.replicas * config.rollout.tp))
-    num_engines = 0 if config.on_given_data else config.rollout.replicas
+    spans = gpu_spans(config) if on_gpus else {}
     return Placement(
-        trainers=_ranks("trainer", config.actor, cores),
-        critics=_ranks("critic", config.critic, cores) if config.has_critic else (),
-        reward_models=_reward_models(config.reward_model, cores) if config.has_reward_model else (),
-        implicit_rewards=(
-            _ranks("implicit-reward", config.implicit_reward, cores) if config.has_implicit_reward else ()
-        ),
-        engines=tuple(Process("engine", replica, engine_threads) for replica in range(num_engines)),
+        trainers=_ranks(config.actor, cores, spans),
+        critics=_ranks(config.critic, cores, spans) if config.has_critic else (),
+        reward_models=_ranks(config.reward_model, cores, spans) if config.has_reward_model else (),
+        implicit_rewards=_ranks(config.implicit_reward, cores, spans) if config.has_implicit_reward else (),
+        engines=() if config.on_given_data else _engines(config.rollout, cores, spans),
         rewards=None if config.on_given_data else Process("rewards", 0, 1),
     )
 
 
-def _reward_models(settings: RewardModel, cores: int) -> tuple[Process, ...]:
-    """A process for each rank, or for each engine, which has its other ranks itself."""
-    ranks = _ranks("reward-model", settings, cores)
-    return ranks if settings.engine == "megatron" else ranks[: settings.layout.dp]
+def gpu_spans(config: Config) -> dict[str, range]:
+    """The GPUs of each role, by the name of its processes; a rank of it is on each. Colocated, they all begin with the
+    first; else each begins where the one before ends."""
+    ranks = {NAMES[placed.section]: placed.layout.world_size for placed in config.all_placed}
+    if not config.on_given_data:
+        ranks[ENGINE] = config.rollout.replicas * config.rollout.tp
+    spans, first = {}, 0
+    for role, count in ranks.items():
+        spans[role] = range(first, first + count)
+        first += 0 if config.is_colocated else count
+    return spans
 
 
-def _ranks(role: str, settings: Placed, cores: int) -> tuple[Process, ...]:
-    ranks = settings.layout.world_size
-    threads = settings.threads or max(1, cores // ranks)
-    return tuple(Process(role, rank, threads) for rank in range(ranks))
+def _ranks(settings: Placed, cores: int, spans: Mapping[str, range]) -> tuple[Process, ...]:
+    """A process for each rank; of a reward model in vLLM for each engine, which has its other ranks itself."""
+    role, layout = NAMES[settings.section], settings.layout
+    threads, gpus = settings.threads or max(1, cores // layout.world_size), spans.get(role, range(0))
+    size = layout.tp if isinstance(settings, RewardModel) and settings.engine == "vllm" else 1
+    return tuple(Process(role, index, threads, _share(gpus, index, size)) for index in range(layout.world_size // size))
+
+
+def _engines(rollout: Rollout, cores: int, spans: Mapping[str, range]) -> tuple[Process, ...]:
+    threads = rollout.threads or max(1, cores // (rollout.replicas * rollout.tp))
+    own = [_share(spans.get(ENGINE, range(0)), replica, rollout.tp) for replica in range(rollout.replicas)]
+    weights = spans.get(NAMES["actor"], range(0))
+    return tuple(
+        Process(ENGINE, replica, threads, gpus, reads=tuple(gpu for gpu in weights if gpu not in gpus))
+        for replica, gpus in enumerate(own)
+    )
+
+
+def _share(gpus: range, index: int, size: int) -> tuple[int, ...]:
+    """Of the process with this index, of `size` ranks."""
+    return tuple(gpus[index * size : (index + 1) * size])
+
+
+def _where(group: Sequence[Process]) -> str:
+    gpus = [gpu for process in group for gpu in process.gpus]
+    if not gpus:
+        return ""
+    return f" on GPU {gpus[0]}" if len(gpus) == 1 else f" on GPUs {gpus[0]}-{gpus[-1]}"

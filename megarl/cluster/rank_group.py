@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.logs import log_to
-from megarl.cluster.placement import Process
+from megarl.cluster.placement import VISIBLE, Process
 from megarl.cluster.session import Session
 from megarl.cluster.share import Scores, Share
 from megarl.config.schema import Config, MegatronRole
@@ -37,6 +38,7 @@ class RankActor:
 
     def __init__(self, config: Config, role: MegatronRole, model_folder: Path, process: Process, logs: Path):
         log_to(logs / f"{process.name}.log")
+        os.environ.update(process.environment(os.environ.get(VISIBLE)))
         self._config, self._role, self._model_folder, self._process = config, role, model_folder, process
 
     def open_store(self) -> tuple[str, int]:
@@ -96,11 +98,9 @@ class RankGroup:
     ):
         self._session, self._role = session, role
         self._start_timeout_s = config.cluster.start_timeout_s
-        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        self._processes = processes
         self._actors = {
-            process.name: self.actor_class.options(num_gpus=gpus).remote(
-                config, role, model_folder, process, session.logs
-            )
+            process.name: self.actor_class.remote(config, role, model_folder, process, session.logs)
             for process in processes
         }
         session.watch(self._actors)
@@ -121,7 +121,8 @@ class RankGroup:
             self._start_timeout_s,
         )
         self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
-        self.holders = [rank.holder for rank in started]
+        ranks = zip(self._processes, started, strict=True)
+        self.holders = [holder for process, rank in ranks for holder in process.hold([rank.holder])]
         self.packing, self.kernels = started[0].packing, started[0].kernels
 
     def token_scores(self, shares: Sequence[Share]) -> Scores:

@@ -14,6 +14,7 @@ from megarl.metrics import Metric
 from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
 from megarl.resharding.schedule import ordered
+from megarl.resharding.transports.cuda_memory import CudaMemory
 from megarl.resharding.transports.delta_p2p import DeltaMeeting
 from megarl.resharding.transports.p2p import Meeting, Sent
 from megarl.resharding.transports.shared_memory import SharedMemory
@@ -22,7 +23,8 @@ from megarl.resharding.verification import Checksum, Region, regions
 
 
 class Refit:
-    """Plans once, and anew when an engine is lost: those that are left then take all weights again."""
+    """Plans once, and anew when an engine is lost: those that are left then take all weights again. Connects once for a
+    plan, or for each refit where the weights lie elsewhere each time."""
 
     def __init__(
         self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
@@ -33,6 +35,8 @@ class Refit:
         self._export_plan = export_plan
         self._verified = False
         self._connected: Collection[str] = ()
+        self._plan: Plan | None = None
+        self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
 
     def run(self, version: int) -> dict[str, Metric]:
@@ -43,6 +47,8 @@ class Refit:
         expected = self._expected()
         while True:
             if self._connected != self._engines.names:
+                self._plan = None
+            if self._plan is None or (self.transport == "cuda_ipc" and self._parameters_move):
                 self._connect()
             sending = self._trainers.sending() if self.transport == "p2p" else {}
             answers, lost = self._session.gather(
@@ -66,12 +72,9 @@ class Refit:
         return metrics
 
     @property
-    def transport(self) -> Literal["shared_memory", "p2p"]:
-        """Trainer and engines are on one machine, and each has devices of its own."""
-        chosen = self._config.rollout.transport
-        if chosen == "auto":
-            return "p2p" if device.on_cuda() else "shared_memory"
-        return chosen
+    def transport(self) -> Literal["shared_memory", "cuda_ipc", "p2p"]:
+        """Trainer and engines are on one machine."""
+        return "p2p" if self._config.sends_weights else device.memory_transport()
 
     def _expected(self) -> dict[Region, Checksum] | None:
         """What the engines should have, as far as the config says that it is verified."""
@@ -82,16 +85,23 @@ class Refit:
         return self._trainers.checksums(regions(self._engines.holders), self._export_plan)
 
     def _connect(self) -> None:
+        if self._plan is None:
+            self._plan = self._make_plan()
+        channel: Channel
+        if self.transport == "p2p":
+            channel = self._meeting()
+            self._trainers.connect(self._plan, channel)
+        elif self.transport == "cuda_ipc":
+            channel = CudaMemory(self._trainers.publish_on_gpu(self._plan), self._parameters_move)
+        else:
+            channel = SharedMemory(self._trainers.publish())
+        self._connected = self._engines.names if self._engines.connect(self._plan, channel) else ()
+
+    def _make_plan(self) -> Plan:
         bucket_mib = self._config.rollout.refit_bucket_mib
         bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         plan = make_plan(self._trainers.holders, self._engines.holders, bucket_bytes)
-        channel: Channel
-        if self.transport == "p2p":
-            channel, plan = self._meeting(), ordered(plan)
-            self._trainers.connect(plan, channel)
-        else:
-            channel = SharedMemory(self._trainers.publish())
-        self._connected = self._engines.names if self._engines.connect(plan, channel) else ()
+        return ordered(plan) if self.transport == "p2p" else plan
 
     def _meeting(self) -> Meeting:
         """A new one each time: one that somebody left cannot go on."""

@@ -53,7 +53,7 @@ class Session:
         logging.getLogger("ray").setLevel(logging.ERROR)  # its advice to administrators is not for the console
         os.environ.update(
             RAY_AUTH_TOKEN=secrets.token_hex(32),  # else Ray keeps one in the home folder
-            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # which GPUs a process sees, the placement says
         )
         terminate = signal.getsignal(signal.SIGTERM)
         ray.init(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import ray
 
 from megarl.batch import TokenTotals
 from megarl.checkpoints import Checkpoint, FileRecord
+from megarl.cluster import segments
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_group import RankActor, RankGroup
 from megarl.cluster.session import Session
@@ -22,6 +23,7 @@ from megarl.resharding.parts import parts
 if TYPE_CHECKING:
     from megarl.megatron.actor_worker import Scorer
     from megarl.resharding.plan import Plan
+    from megarl.resharding.transports.cuda_memory import Published
     from megarl.resharding.transports.p2p import Meeting, Sent
     from megarl.resharding.transports.shared_memory import PublishedParameter, SharedMemory
     from megarl.resharding.verification import Checksum, Region
@@ -31,6 +33,11 @@ if TYPE_CHECKING:
 class TrainerActor(RankActor):
     def publish(self) -> dict[str, PublishedParameter]:
         return self._worker.publish()
+
+    def publish_on_gpu(self, readers: Mapping[str, Collection[str]], scratch: Path) -> dict[str, Published]:
+        published = self._worker.publish_on_gpu(readers)
+        segments.note(scratch)  # torch counts them in shared memory
+        return published
 
     def connect(self, plan: Plan, meeting: Meeting) -> None:
         self._worker.connect(plan, meeting)
@@ -111,6 +118,16 @@ class TrainerGroup(RankGroup):
             {name: actor.publish.remote() for name, actor in self._actors.items()}, "publishing weights"
         )
         return {holder.name: parameters for holder, parameters in zip(self.holders, published, strict=True)}
+
+    def publish_on_gpu(self, plan: Plan) -> dict[str, dict[str, Published]]:
+        """By holder name and name of the holder that reads: where the parameters are that the plan copies to it."""
+        readers = readers_of(plan)
+        calls = {
+            name: actor.publish_on_gpu.remote(readers[holder.name], self._session.scratch)
+            for (name, actor), holder in zip(self._actors.items(), self.holders, strict=True)
+        }
+        published = self._session.wait(calls, "publishing weights")
+        return {holder.name: own for holder, own in zip(self.holders, published, strict=True)}
 
     def connect(self, plan: Plan, meeting: Meeting) -> None:
         """From now on `sending` is each rank's part of this plan."""
@@ -198,3 +215,12 @@ class TrainerGroup(RankGroup):
         calls = {name: actor.finish_checkpoint.remote(checkpoint) for name, actor in self._actors.items()}
         answers = self._session.wait(calls, f"{self._role}: writing the checkpoint")
         return [record for records in answers for record in records]
+
+
+def readers_of(plan: Plan) -> dict[str, dict[str, set[str]]]:
+    """Source -> destination that it gives something to -> which of the source's parameters."""
+    readers: dict[str, dict[str, set[str]]] = {source: {} for source in plan.sources}
+    for destination in plan.destinations:
+        for copy in plan.into(destination).copies:
+            readers[copy.source].setdefault(destination, set()).add(copy.move.source.parameter)
+    return readers

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import ray
-
 from megarl.cluster import segments
 from megarl.cluster.logs import log_to
-from megarl.cluster.placement import Process
+from megarl.cluster.placement import VISIBLE, Process
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.rollout.environment import environment
@@ -24,7 +22,8 @@ class VllmActor:
     def __init__(self, config: Config, model_folder: Path, process: Process, tp: int, logs: Path, scratch: Path):
         log_to(logs / f"{process.name}.log")
         # The sockets between vLLM's processes would else stay behind.
-        os.environ.update(environment(tp, process.threads), VLLM_RPC_BASE_PATH=str(scratch))
+        own = process.environment(os.environ.get(VISIBLE))
+        os.environ.update(environment(tp, process.threads) | own, VLLM_RPC_BASE_PATH=str(scratch))
         segments.name_semaphores(scratch)
         self._config, self._model_folder, self._process, self._scratch = config, model_folder, process, scratch
 
@@ -47,11 +46,8 @@ class VllmGroup:
         """tp: ranks of an engine."""
         self._session = session
         self._start_timeout_s = config.cluster.start_timeout_s
-        gpus = tp if ray.cluster_resources().get("GPU") else 0
         self._actors = {
-            process.name: self.actor_class.options(num_gpus=gpus).remote(
-                config, model_folder, process, tp, session.logs, session.scratch
-            )
+            process.name: self.actor_class.remote(config, model_folder, process, tp, session.logs, session.scratch)
             for process in processes
         }
         self._watch()

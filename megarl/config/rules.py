@@ -70,11 +70,12 @@ def prompts_that_tell_nothing_can_be_found(config: Config) -> str | None:
 
 def deltas_are_sent(config: Config) -> str | None:
     rollout = config.rollout
-    if not rollout.refit_delta or rollout.transport == "p2p":
+    if not rollout.refit_delta or config.sends_weights:
         return None
     return (
-        f"rollout.refit_delta=true: with rollout.transport={rollout.transport} weights may be read where they lie, and "
-        "nothing is sent; set rollout.transport=p2p or rollout.refit_delta=false"
+        f"rollout.refit_delta=true: with rollout.transport={rollout.transport} and "
+        f"cluster.placement={config.cluster.placement} engines read the weights where they lie, and nothing is sent; "
+        "set rollout.transport=p2p or rollout.refit_delta=false"
     )
 
 

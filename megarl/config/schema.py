@@ -359,6 +359,7 @@ class Checkpoint(Section):
 
 
 class Cluster(Section):
+    placement: Literal["colocated", "disaggregated"]
     start_timeout_s: PositiveFloat
     step_timeout_s: PositiveFloat
     object_store_mib: PositiveInt
@@ -426,6 +427,16 @@ class Config(Section):
     @property
     def has_reward_model(self) -> bool:
         return self.reward_model.path is not None
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.cluster.placement == "colocated"
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether engines are sent the actor's weights; else they read them where they lie."""
+        chosen = self.rollout.transport
+        return chosen == "p2p" or (chosen == "auto" and not self.is_colocated)
 
     def placed(self, role: MegatronRole) -> Placed:
         """The section of a model that runs in Megatron."""

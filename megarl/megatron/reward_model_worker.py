@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed import Store
 
+from megarl import device
 from megarl.batch import TrainingSample
 from megarl.config.classifier import score_head_of
 from megarl.config.schema import Config
@@ -49,6 +50,8 @@ class RewardModelWorker(ModelWorker):
             self._offload.move_in(part)
         yield
         self._move_out()
+        if self._config.is_colocated:
+            device.release_cache()  # an engine may wake up next
 
     def _move_out(self) -> int:
         """Returns the bytes that this frees on the device."""

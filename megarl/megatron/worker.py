@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
+from megarl import device
 from megarl.batch import TokenBatch, TrainingSample
 from megarl.checkpoints import Checkpoint, FileRecord
 from megarl.config.learning_rate import learning_rate
@@ -30,6 +31,8 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.folder import write_folder
 from megarl.resharding.plan import Plan
 from megarl.resharding.selection import select_tensors, whole_parameters
+from megarl.resharding.transports import cuda_memory
+from megarl.resharding.transports.cuda_memory import Published
 from megarl.resharding.transports.p2p import Meeting, Sent
 from megarl.resharding.transports.shared_memory import PublishedParameter, publish
 from megarl.resharding.transports.transport import Transport
@@ -77,6 +80,15 @@ class TrainerWorker(ModelWorker, ABC):
         self._published = {name: weight.cpu() for name, weight in self.parameters().items()}
         return publish(self._published)
 
+    def publish_on_gpu(self, readers: Mapping[str, Collection[str]]) -> dict[str, Published]:
+        """Lets others on this machine read the live parameters where they are. readers: name -> the parameters that it
+        will read."""
+        own = self.parameters()
+        return {
+            reader: cuda_memory.publish({name: own[name].detach() for name in names})
+            for reader, names in readers.items()
+        }
+
     def connect(self, plan: Plan, meeting: Meeting) -> None:
         """From now on `send` is this rank's part of this plan, which others at the meeting receive."""
         self._transport = meeting.open(self.holder.name, self.parameters(), plan)
@@ -121,6 +133,8 @@ class TrainerWorker(ModelWorker, ABC):
         """Its samples do not come back, and whoever reads the parameters now finds them complete."""
         step.gather_parameters(self.chunks)
         self._kept.clear()
+        if self._config.is_colocated:
+            device.release_cache()  # an engine wakes up next
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
         """Writes the model, read from all ranks by the transport, as a Hugging Face folder."""

@@ -153,6 +153,10 @@ class Plan:
         return bool(self.devices) and self.devices[link.source] == self.devices[link.destination] is not None
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        return self.holders[: self.num_sources]
+
+    @property
     def destinations(self) -> tuple[str, ...]:
         return self.holders[self.num_sources :]
 

@@ -9,6 +9,10 @@ from megarl import device
 from megarl.config.huggingface import completed, latent_attention
 from megarl.data.model_folder import read_config
 
+FREE_SHARE = 0.01
+"""vLLM starts only where this share of a GPU's memory is free, by default nearly all, and takes a KV cache of the given
+size. On a GPU that others use too, what fits is known before: see planning/shared_gpu.py."""
+
 CPU_LATENT_SIZE = 576
 """Of a token in the cache of DeepSeek-V3's attention: 512 channels of the latent, 64 with positions."""
 
@@ -28,6 +32,7 @@ def engine_arguments(folder: Path, dtype: str, tp: int, context_length: int, kv_
         # It has more than refits: on CPU latent attention is right with it alone.
         worker_extension_cls="megarl.rollout.worker_extension.RefitExtension",
         disable_log_stats=True,
+        **(dict(gpu_memory_utilization=FREE_SHARE) if device.on_cuda() else {}),
         **_latent_attention_arguments(folder),
     )
 

@@ -111,8 +111,8 @@ def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) ->
 
 def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: Path, hold: Path) -> None:
     """The other one gets all, and from then on what has changed."""
-    overrides = ("rollout.replicas=2", "rollout.transport=p2p", "rollout.refit_delta=true", "model.dtype=bfloat16")
-    with Run(recipe, tmp_path, *overrides, "rollout.verify_refit=always") as run:
+    overrides = ("cluster.placement=disaggregated", "rollout.refit_delta=true", "model.dtype=bfloat16")
+    with Run(recipe, tmp_path, "rollout.replicas=2", *overrides, "rollout.verify_refit=always") as run:
         run.find("ray::RewardActor.score")
         stopped = run.find_all("ray::EngineActor")[1]
         stopped.suspend()

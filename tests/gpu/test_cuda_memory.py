@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from megarl import device
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, vllm_holder
 from megarl.resharding.plan import Plan
@@ -25,31 +26,32 @@ SOURCE, TARGET = huggingface_holder(CONFIG), vllm_holder(CONFIG, 1, 0, replica=0
 DEADLINE_S = 120
 
 
-def write(connection: Connection, plan: Plan, channel: CudaMemory) -> None:
-    """Whenever it is asked to: its parameters from those of the other process."""
+def write(connection: Connection, plan: Plan) -> None:
+    """Whenever it is asked to, with a channel or by the last one: its parameters from those of the other process."""
     parameters = {name: torch.full(shape, torch.nan, device="cuda") for name, shape in TARGET.shapes.items()}
     addresses = {name: tensor.data_ptr() for name, tensor in parameters.items()}
-    transport = channel.open(TARGET.name, parameters, plan)
-    while connection.recv():
+    transport = None
+    while (channel := connection.recv()) != "end":
+        if channel is not None:
+            transport = channel.open(TARGET.name, parameters, plan)
         execute(plan.into(TARGET.name), parameters, transport)
         assert {name: tensor.data_ptr() for name, tensor in parameters.items()} == addresses
         connection.send({name: tensor.cpu().numpy() for name, tensor in parameters.items()})
 
 
-def test_a_reader_sees_what_the_owner_has_changed():
-    weights = {name: tensor.cuda() for name, tensor in random_checkpoint(CONFIG).items()}
+@pytest.mark.parametrize("moving", [False, True])
+def test_a_reader_sees_what_the_owner_has_changed(moving):
+    """Moving: the owner also gives the memory back, for which the reader has closed it, and has it elsewhere then."""
+    flat, weights = as_views_of_one(random_checkpoint(CONFIG))
     plan = make_plan([SOURCE], [TARGET])
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    reader = multiprocessing.get_context("spawn").Process(
-        target=write, args=(theirs, plan, CudaMemory({SOURCE.name: publish(weights)}))
-    )
+    reader = multiprocessing.get_context("spawn").Process(target=write, args=(theirs, plan))
     reader.start()
     try:
-        for change in (0.0, 1.5):
-            for tensor in weights.values():
-                tensor.add_(change)
-            torch.cuda.synchronize()
-            ours.send(True)
+        for step, change in enumerate((0.0, 1.5, -0.25)):
+            flat.add_(change)
+            published = step == 0 or moving
+            ours.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving) if published else None)
             assert ours.poll(DEADLINE_S), "no answer"
             written = ours.recv()
             expected = {name: torch.full(shape, torch.nan) for name, shape in TARGET.shapes.items()}
@@ -57,8 +59,28 @@ def test_a_reader_sees_what_the_owner_has_changed():
             execute(plan.into(TARGET.name), expected, LocalMemory({SOURCE.name: host}))
             for name, tensor in expected.items():
                 assert torch.equal(torch.from_numpy(written[name]), tensor), name
-        ours.send(False)
+            if moving:
+                give_back_and_take_again(flat)
+        ours.send("end")
         reader.join(DEADLINE_S)
         assert reader.exitcode == 0
     finally:
         reader.kill()
+
+
+def as_views_of_one(weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As the trainer's parameters are."""
+    flat = torch.cat([tensor.flatten() for tensor in weights.values()]).cuda()
+    parts = flat.split([tensor.numel() for tensor in weights.values()])
+    return flat, {name: part.view(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
+
+
+def give_back_and_take_again(flat: torch.Tensor) -> None:
+    """As megatron/offload.py does."""
+    storage, host, before = flat.untyped_storage(), flat.cpu(), torch.cuda.memory_allocated()
+    size = storage.nbytes()
+    storage.resize_(0)
+    device.release_cache()
+    assert torch.cuda.memory_allocated() <= before - size, "still counted as being read"
+    storage.resize_(size)
+    flat.copy_(host)

@@ -1,8 +1,10 @@
-"""Weights of another process on a GPU that both use, read where they lie: the GPU's counterpart of shared memory.
+"""Weights of another process on a GPU of this machine, read where they lie: the GPU's counterpart of shared memory.
 
-The owner's storages stay where they are and are opened by CUDA IPC. A handle can be opened once: what is open stays so
-as long as the channel, and meanwhile the owner does not reallocate its tensors (an owner that has offloaded them
-publishes anew). It waits for its own device before it lets others read what it has changed.
+The owner's storages stay where they are and are opened by CUDA IPC. It waits for its own device before it lets others
+read what it has changed. torch counts the readers of a storage, and keeps it when its owner would free it, until all
+have closed it: each that is published for a reader is opened by this reader, once, and an owner that moves its tensors
+between two refits publishes them anew for each, to be closed at its end. A reader sees the GPUs of all that it reads,
+and has a CUDA context on each.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl import device
 from megarl.resharding.piece import Rectangle
-from megarl.resharding.plan import Copy
+from megarl.resharding.plan import Copy, Plan
 from megarl.resharding.transports.transport import Delivery, Readable, view
 
 DEVICE_INDEX = 6
@@ -24,45 +26,96 @@ DEVICE_INDEX = 6
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedOnGpu:
-    """gpu: its UUID, which is the same in every process. arguments: of rebuild_cuda_tensor."""
+class Segment:
+    """A storage of the owner's. gpu: its UUID, which is the same in every process. arguments: of rebuild_cuda_tensor,
+    for all of its bytes."""
 
     gpu: str
     arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedOnGpu:
+    """Where a live parameter lies: offset and stride in elements."""
+
+    segment: Segment
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
 
-def publish(parameters: Mapping[str, torch.Tensor]) -> dict[str, PublishedOnGpu]:
-    """Handles of CUDA tensors, for one reader. The caller keeps the tensors."""
+Published = Mapping[str, PublishedOnGpu]
+"""Of one owner, for one reader: by parameter."""
+
+
+def publish(parameters: Mapping[str, torch.Tensor]) -> Published:
+    """CUDA tensors, for one reader, which will read from each. The caller keeps them."""
     device.synchronize()
-    return {name: _published(tensor.detach()) for name, tensor in parameters.items()}
+    segments: dict[int, Segment] = {}
+    for tensor in parameters.values():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in segments:
+            segments[storage.data_ptr()] = _segment(storage)
+    return {
+        name: PublishedOnGpu(
+            segments[tensor.untyped_storage().data_ptr()],
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+        )
+        for name, tensor in parameters.items()
+    }
 
 
-def _published(tensor: torch.Tensor) -> PublishedOnGpu:
-    _, arguments = reduce_tensor(tensor)
-    return PublishedOnGpu(_uuid(tensor.device.index), arguments, tensor.dtype)
+def _segment(storage: torch.UntypedStorage) -> Segment:
+    _, arguments = reduce_tensor(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    return Segment(_uuid(storage.device.index), arguments)
 
 
-class CudaMemory(Readable):
-    """Sources that other processes have published on GPUs of this machine. Can be pickled and sent to one reader."""
+class CudaMemory:
+    """Sources that other processes have published on GPUs of this machine. A Channel."""
 
-    def __init__(self, sources: Mapping[str, Mapping[str, PublishedOnGpu]]):
-        """sources: holder name -> its parameters."""
-        self._sources = sources
-        self._open: dict[tuple[str, str], torch.Tensor] = {}
+    def __init__(self, sources: Mapping[str, Mapping[str, Published]], moving: bool):
+        """sources: holder name -> name of the holder that reads -> what is published for it.
+
+        moving: whether the owners may move their tensors after a refit, so that there is one by this channel.
+        """
+        self._sources, self._moving = sources, moving
+
+    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> GpuReader:
+        own = {source: readers[member] for source, readers in self._sources.items() if member in readers}
+        return GpuReader(own, self._moving)
+
+
+class GpuReader(Readable):
+    """One reader's end."""
+
+    def __init__(self, sources: Mapping[str, Published], moving: bool):
+        self._sources, self._moving = sources, moving
+        self._open: dict[Segment, torch.UntypedStorage] = {}
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         return self._published(source, parameter).dtype
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        yield from super().deliver(copies)
-        device.synchronize()  # from here on the owner may change them
+        try:
+            yield from super().deliver(copies)
+        finally:
+            device.synchronize()  # from here on the owner may change them
+            if self._moving:
+                self._open.clear()
 
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
         """Raises ValueError where this process does not see the GPU."""
-        if (source, parameter) not in self._open:
-            self._open[source, parameter] = _opened(source, self._published(source, parameter))
-        return view(self._open[source, parameter], rectangle)
+        published = self._published(source, parameter)
+        segment = published.segment
+        if segment not in self._open:
+            self._open[segment] = _opened(source, segment)
+        storage = self._open[segment]
+        tensor = torch.empty(0, dtype=published.dtype, device=storage.device)
+        return view(tensor.set_(storage, published.offset, published.shape, published.stride), rectangle)
 
     def _published(self, source: str, parameter: str) -> PublishedOnGpu:
         try:
@@ -71,15 +124,13 @@ class CudaMemory(Readable):
             raise ValueError(f"{source} has published no parameter {parameter}") from None
 
 
-def _opened(source: str, published: PublishedOnGpu) -> torch.Tensor:
+def _opened(source: str, segment: Segment) -> torch.UntypedStorage:
     own = {_uuid(index): index for index in range(torch.cuda.device_count())}
-    if published.gpu not in own:
-        raise ValueError(
-            f"{source} has its weights on GPU {published.gpu}, and this process sees {', '.join(own)} only"
-        )
-    arguments = list(published.arguments)
-    arguments[DEVICE_INDEX] = own[published.gpu]
-    return rebuild_cuda_tensor(*arguments)
+    if segment.gpu not in own:
+        raise ValueError(f"{source} has its weights on GPU {segment.gpu}, and this process sees {', '.join(own)} only")
+    arguments = list(segment.arguments)
+    arguments[DEVICE_INDEX] = own[segment.gpu]
+    return rebuild_cuda_tensor(*arguments).untyped_storage()
 
 
 def _uuid(index: int) -> str:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster import vllm_group
 from megarl.cluster.engine_group import EngineGroup, RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.placement import Process
@@ -91,9 +90,8 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.asleep = {}, set(), [], []
     FakeActor.misfit = False
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
-    options = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
-    monkeypatch.setattr(EngineGroup, "actor_class", SimpleNamespace(options=lambda **_: options))
-    monkeypatch.setattr(vllm_group, "ray", SimpleNamespace(cluster_resources=dict))
+    made = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
+    monkeypatch.setattr(EngineGroup, "actor_class", made)
     return lambda replicas, *overrides: EngineGroup(
         FakeSession(),
         load(QUICKSTART, ["model.dtype=float32", *overrides]),

@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.cluster.machine import check_machine
+from megarl import device
+from megarl.cluster.machine import check_gpu_memory, check_machine, fits
+from megarl.cluster.model_folders import ModelFolders
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.planning.shared_gpu import Load, fullest_phase
 from megarl.train import run
+from tests.tiny_model import write_tiny_llama
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 
@@ -21,7 +25,9 @@ def config(*overrides: str) -> Config:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With eight GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
 
 
 @pytest.fixture
@@ -44,12 +50,100 @@ def test_published_parameters_do_not_move() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_a_run_on_a_gpu_ends_before_it_looks_for_its_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^rollout.transport=shared_memory: this machine has a CUDA device"):
-        run(config("rollout.transport=shared_memory", f"run.folder={tmp_path}"), tmp_path)
+    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated, engines would keep the memory"):
+        run(config(f"run.folder={tmp_path}"), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+SHARING = ("rollout.sleep=true", "actor.layout={tp: 2, dp: 2}", "rollout={replicas: 2, tp: 2}")
+
+
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("transport", ["auto", "p2p"])
-def test_what_a_gpu_allows(transport: str) -> None:
-    check_machine(config("actor.offload=[parameters]", f"rollout.transport={transport}"))
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*SHARING, "actor.offload=[parameters, gradients, optimizer]"),
+        (*SHARING, "rollout.transport=shared_memory"),
+        (*SHARING, "algorithm.advantage.estimator=gae", "critic.layout.dp=8"),
+        ("cluster.placement=disaggregated", "actor.layout.dp=7"),
+        ("cluster.placement=disaggregated", "rollout={replicas: 3, tp: 2}", "actor.layout.dp=2"),
+        ("cluster.placement=disaggregated", "rollout.transport=shared_memory"),
+        ("data.rows=messages", "algorithm.objective.name=sft", "actor.layout.dp=8"),
+    ],
+)
+def test_what_eight_gpus_allow(overrides: tuple[str, ...]) -> None:
+    check_machine(config(*overrides))
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("rollout.kv_cache_gib=12.5",),
+            "rollout.sleep=false: colocated, engines would keep the memory of their weights and of "
+            "rollout.kv_cache_gib=12.5 while the models are trained on the same GPUs; set rollout.sleep=true or "
+            "cluster.placement=disaggregated",
+        ),
+        (
+            ("rollout.sleep=true", "rollout.transport=p2p"),
+            "rollout.transport=p2p: NCCL does not send from a GPU to itself, and with cluster.placement=colocated "
+            "trainer and engine are on the same; set rollout.transport=auto",
+        ),
+        (
+            ("rollout.sleep=true", "actor.layout={tp: 2, dp: 4}", "rollout={replicas: 3, tp: 2}"),
+            "rollout.replicas=3: colocated, each GPU has a rank of the actor and one of an engine, and actor.layout "
+            "has 8 ranks, but 3 x rollout.tp=2 = 6; set rollout.replicas=4, or cluster.placement=disaggregated",
+        ),
+        (
+            ("rollout.sleep=true", "actor.layout.dp=6", "rollout={replicas: 2, tp: 4}"),
+            "actor.layout has 6 ranks, but 2 x rollout.tp=4 = 8; set rollout.tp to one of 1, 2, 3, 6, or",
+        ),
+        (
+            (*SHARING, "algorithm.advantage.estimator=gae", "critic.layout.dp=9"),
+            "cluster.placement=colocated: each role has a rank on each GPU, so that max(4 trainer, 9 critic, 4 engine) "
+            "= 9 are needed, and this machine has 8; lower dp of the layouts",
+        ),
+        (
+            ("cluster.placement=disaggregated", "actor.layout.dp=4", "rollout={replicas: 3, tp: 2}"),
+            "cluster.placement=disaggregated: 4 trainer + 6 engine = 10 ranks need a GPU each, and this machine has 8; "
+            "set cluster.placement=colocated, or lower dp of the layouts",
+        ),
+        (
+            ("data.rows=messages", "algorithm.objective.name=sft", "actor.layout.dp=16"),
+            "max(16 trainer) = 16 are needed, and this machine has 8",
+        ),
+    ],
+)
+def test_what_eight_gpus_do_not_allow(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        check_machine(config(*overrides))
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_what_a_gpu_has_no_room_for_is_added_up() -> None:
+    load = Load(
+        "while the engine samples", {"actor: parameters": 30 * 2**30, "engine: weights": 1.5 * 2**30}, "do this"
+    )
+    assert fits(3, 32 * 2**30, load) is None
+    assert fits(3, 31 * 2**30, load) == (
+        "cluster.placement=colocated: while the engine samples, GPU 3 would hold 30.0 (actor: parameters) + 1.5 "
+        "(engine: weights) = 31.5 GiB, and has 31.0; do this"
+    )
+
+
+@pytest.mark.usefixtures("cuda")
+def test_the_memory_of_every_gpu_that_is_shared_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The last one has 1 MiB less than the others, which have just enough."""
+    settings = config(*SHARING, "model.dtype=float32", "rollout.kv_cache_gib=1")
+    folder = write_tiny_llama(tmp_path, num_kv_heads=2)
+    models = ModelFolders(folder, None, None, None)
+    needed = sum(fullest_phase(settings, models.hf_config, models.trained(settings), None, gpu=0).parts.values())
+    sizes = [needed, needed, needed, needed - 2**20]
+    monkeypatch.setattr(device, "memory_bytes", lambda gpu: sizes[gpu])
+    with pytest.raises(ValueError, match=r"^cluster.placement=colocated: while the engine samples, GPU 3 would hold"):
+        check_gpu_memory(settings, models)
+    check_gpu_memory(config(*SHARING, "cluster.placement=disaggregated"), models)
+    sizes[3] = sizes[0]
+    check_gpu_memory(settings, models)

@@ -5,14 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.placement import Placement, place
+from megarl.cluster.placement import Placement, gpu_spans, place
 from megarl.config.load import load
+from megarl.resharding.families import megatron_holders, vllm_holders
+from megarl.resharding.planner import make_plan
+from tests.unit.resharding.cases import config_of, layout_of
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 
-def placed(*overrides: str, cores: int | None = None) -> Placement:
-    return place(load(QUICKSTART, overrides), cores)
+def placed(*overrides: str, cores: int | None = None, on_gpus: bool = False) -> Placement:
+    return place(load(QUICKSTART, overrides), cores, on_gpus)
+
+
+def layout(**sizes: int) -> str:
+    """Of the actor."""
+    return f"actor.layout={{{', '.join(f'{k}: {v}' for k, v in sizes.items())}, last_stage_layers: null}}"
 
 
 def test_every_process_has_a_role_an_index_and_a_name() -> None:
@@ -48,3 +56,95 @@ def test_a_reward_model_in_vllm_has_a_process_for_each_engine() -> None:
     assert len(placed(*layout, cores=8).reward_models) == 4
     engines = placed(*layout, "reward_model.engine=vllm", cores=8).reward_models
     assert [(process.name, process.threads) for process in engines] == [("reward-model-0", 2), ("reward-model-1", 2)]
+
+
+EVERYBODY = (
+    layout(pp=1, dp=4),
+    "rollout={replicas: 2, tp: 2}",
+    "algorithm.advantage.estimator=gae",
+    "critic.layout.tp=2",
+    "reward_model={path: rm, engine: vllm, layout: {tp: 2, dp: 2}}",
+    "implicit_reward.coefficient=1.0",
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "firsts"), [("colocated", [0, 0, 0, 0, 0]), ("disaggregated", [0, 4, 7, 6, 11])], ids=str
+)
+def test_roles_share_gpus_or_have_their_own(where: str, firsts: list[int]) -> None:
+    placement = placed(*EVERYBODY, f"cluster.placement={where}", cores=8, on_gpus=True)
+    groups = [
+        *(placement.trainers, placement.critics, placement.reward_models, placement.implicit_rewards),
+        placement.engines,
+    ]
+    sizes = [[1, 1, 1, 1], [1, 1], [2, 2], [1], [2, 2]]
+    for group, first, size in zip(groups, firsts, sizes, strict=True):
+        assert [len(process.gpus) for process in group] == size
+        assert [gpu for process in group for gpu in process.gpus] == list(range(first, first + sum(size)))
+    assert placement.rewards.gpus == ()
+
+
+def test_gpus_are_told_before_anything_starts() -> None:
+    described = placed(*EVERYBODY, "cluster.placement=disaggregated", cores=8, on_gpus=True).describe()
+    assert described == (
+        "4 trainer × 2 threads on GPUs 0-3, 2 critic × 4 threads on GPUs 4-5, 2 reward-model × 2 threads on GPUs 7-10, "
+        "1 implicit-reward × 8 threads on GPU 6, 2 engine × 2 threads on GPUs 11-14, 1 rewards × 1 threads"
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "visible"),
+    [("colocated", ["0,1,2,3", "2,3,0,1"]), ("disaggregated", ["4,5,0,1,2,3", "6,7,0,1,2,3"])],
+)
+def test_an_engine_sees_its_own_gpus_first_and_then_those_of_the_weights(where: str, visible: list[str]) -> None:
+    settings = (layout(pp=2, dp=2), "rollout={replicas: 2, tp: 2}", f"cluster.placement={where}")
+    placement = placed(*settings, on_gpus=True)
+    assert [process.environment(None) for process in placement.engines] == [
+        {"CUDA_VISIBLE_DEVICES": numbers} for numbers in visible
+    ]
+    assert [process.environment("")["CUDA_VISIBLE_DEVICES"] for process in placement.trainers] == ["0", "1", "2", "3"]
+    # The run itself may have been given some of the machine's.
+    of_run = "GPU-a,GPU-b,GPU-c,GPU-d,4,5,6,7"
+    assert placement.trainers[2].environment(of_run) == {"CUDA_VISIBLE_DEVICES": "GPU-c"}
+    assert placement.rewards.environment(of_run) == {}
+    assert placed(*settings).engines[0].environment(of_run) == {}, "on CPU"
+
+
+def test_given_data_needs_gpus_for_the_model_only() -> None:
+    config = load(QUICKSTART, ["data.rows=messages", "algorithm.objective.name=sft", layout(pp=2, dp=2)])
+    assert gpu_spans(config) == {"trainer": range(4)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tp"), [(dict(pp=1, dp=1024), 1), (dict(tp=8, pp=16, dp=8), 8), (dict(tp=4, pp=8, cp=2, dp=16), 16)]
+)
+def test_1024_ranks_share_as_many_gpus(sizes: dict[str, int], tp: int) -> None:
+    rollout = f"rollout={{replicas: {1024 // tp}, tp: {tp}}}"
+    batch = "batch={prompts_per_step: 1024, prompts_per_update: 1024}"
+    placement = placed(layout(**sizes), rollout, batch, cores=64, on_gpus=True)
+    assert [process.gpus for process in placement.trainers] == [(gpu,) for gpu in range(1024)]
+    assert [gpu for process in placement.engines for gpu in process.gpus] == list(range(1024))
+    for process in placement.engines:
+        assert process.gpus == tuple(range(process.index * tp, (process.index + 1) * tp))
+        assert sorted((*process.gpus, *process.reads)) == list(range(1024))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_takes_what_is_on_its_gpu_from_there(tp: int) -> None:
+    """Replicas of the trainer: each gives all that it has to the engine's rank beside it."""
+    ranks, hf_config = 8, config_of(num_attention_heads=4, num_key_value_heads=2)
+    placement = placed(
+        layout(pp=1, tp=tp, dp=ranks // tp), f"rollout={{replicas: {ranks // tp}, tp: {tp}}}", on_gpus=True
+    )
+    of_ranks = megatron_holders(hf_config, layout_of(tp=tp, dp=ranks // tp), "float32")
+    sources = [h for process, holder in zip(placement.trainers, of_ranks, strict=True) for h in process.hold([holder])]
+    workers = vllm_holders(hf_config, tp, ranks // tp, "float32")
+    destinations = [h for p in placement.engines for h in p.hold(workers[p.index * tp : (p.index + 1) * tp])]
+    plan = make_plan(sources, destinations)
+    for gpu, worker in enumerate(destinations):
+        givers = {copy.source for copy in plan.into(worker.name).copies}
+        here = f"megatron:{gpu}"
+        assert here in givers
+        assert givers == {here} or tp > 1
+        beside = [copy for copy in plan.into(worker.name).copies if copy.source != here]
+        assert not {copy.move.destination.parameter for copy in beside} & {"model.norm.weight"}, "all ranks have it"

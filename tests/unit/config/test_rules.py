@@ -59,8 +59,12 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
     [
         (
             ["rollout.refit_delta=true", "rollout.transport=auto"],
-            "rollout.refit_delta=true: with rollout.transport=auto weights may be read where they lie, and nothing is "
-            "sent; set rollout.transport=p2p or rollout.refit_delta=false",
+            "rollout.refit_delta=true: with rollout.transport=auto and cluster.placement=colocated engines read the "
+            "weights where they lie, and nothing is sent; set rollout.transport=p2p or rollout.refit_delta=false",
+        ),
+        (
+            ["rollout.refit_delta=true", "rollout.transport=shared_memory", "cluster.placement=disaggregated"],
+            "rollout.refit_delta=true: with rollout.transport=shared_memory and cluster.placement=disaggregated",
         ),
         (
             ["batch.prompts_per_update=5"],

@@ -1,0 +1,97 @@
+"""What a GPU holds when models and an engine share it, in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megarl.planning.memory import RankMemory, rank_memory
+from megarl.resharding.families import huggingface_holder, vllm_holder
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config, Placed, Role, Trained
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """phase: when. parts: what is there at once -> bytes, beside what CUDA, its libraries and graphs take. remedy: what
+    to do if it is too much."""
+
+    phase: str
+    parts: Mapping[str, float]
+    remedy: str
+
+
+def fullest_phase(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    trained: Mapping[Role, Mapping[str, Any]],
+    reward: Mapping[str, Any] | None,
+    gpu: int,
+) -> Load:
+    """Of the two in which the engine is awake. While models are trained it is not: rank_memory has that.
+
+    hf_config   the actor's, as its engines have it
+    trained     of each model that the run trains, with its head
+    reward      the reward model's, if there is one
+    """
+    models = {role: _states(config, config.placed(role), own, gpu) for role, own in trained.items()}
+    engine = _weights_of_engine(config, hf_config, gpu)
+    always = {} if reward is None else _reward_model(config, reward, gpu)
+    refit = {
+        **{f"{role}: weights, gradients, optimizer": sum(states.values()) for role, states in models.items() if states},
+        "engine: weights": engine,
+    }
+    staying = {
+        f"{role}: {part}": size
+        for role, states in models.items()
+        for part, size in states.items()
+        if part not in config.placed(role).offload
+    }
+    rollout = {**staying, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
+    loads = (
+        Load("while the engine takes weights", refit | always, "give the layouts more tp, pp or ep"),
+        Load("while the engine samples", rollout | always, "lower rollout.kv_cache_gib, or move more by actor.offload"),
+    )
+    return max(loads, key=lambda load: sum(load.parts.values()))
+
+
+def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
+    """By the names that the key `offload` has for them, as far as they are certain; none where no rank of the model is
+    on the GPU."""
+    if gpu >= settings.layout.world_size:
+        return {}
+    memory, extra = _memory(config, settings, hf_config, gpu), settings.megatron_extra
+    if settings.frozen or extra.optimizer or extra.ddp:  # all of which can make the others smaller
+        return {"parameters": memory.weights}
+    return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
+
+
+def _reward_model(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
+    """It is not there while it does not score, if its parameters are offloaded."""
+    settings = config.reward_model
+    if gpu >= settings.layout.world_size or settings.offload:
+        return {}
+    if settings.engine == "megatron":
+        return {"reward model: weights": _memory(config, settings, hf_config, gpu).weights}
+    weights = huggingface_holder(hf_config, config.model.dtype).shard.num_bytes / settings.layout.tp
+    return {"reward model: weights": weights, "reward model: KV cache": settings.kv_cache_gib * GIB}
+
+
+def _weights_of_engine(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:
+    """0 for one that quantises: it is not known here how."""
+    rollout = config.rollout
+    if rollout.vllm_extra.get("quantization") is not None:
+        return 0
+    whole_experts = bool(rollout.vllm_extra.get("enable_expert_parallel"))
+    holder = vllm_holder(hf_config, rollout.tp, gpu % rollout.tp, 0, config.model.dtype, whole_experts)
+    return holder.shard.num_bytes
+
+
+def _memory(config: Config, settings: Placed, hf_config: Mapping[str, Any], rank: int) -> RankMemory:
+    """Between two steps: there are no activations."""
+    num_bytes = 2 if config.model.dtype == "bfloat16" else 4
+    return rank_memory(hf_config, settings.layout, rank, num_bytes, num_tokens=0, num_rows=0, num_microbatches=1)

@@ -1,0 +1,176 @@
+"""How weights go from trainer to engine on each machine, and the order in which both use its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.cluster import cast as module
+from megarl.cluster.cast import Cast, assemble
+from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.placement import place
+from megarl.cluster.refit import Refit
+from megarl.config.load import load
+from megarl.resharding.families import megatron_holders, vllm_holders
+from megarl.rollout.engine import Refitted
+from tests.tiny_model import write_tiny_llama
+from tests.unit.resharding.cases import config_of, layout_of
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+
+
+class FakeTrainers:
+    holders = megatron_holders(config_of(), layout_of(), "float32")
+    rendezvous = ("host", 1)
+    offloads = True
+
+    def __init__(self, log: list):
+        self._log = log
+
+    def publish(self) -> dict:
+        self._log.append("publish")
+        return {}
+
+    def publish_on_gpu(self, plan) -> dict:
+        self._log.append(f"publish on gpu for {', '.join(plan.destinations)}")
+        return {}
+
+    def connect(self, plan, meeting) -> None:
+        assert plan.order, "who sends follows it"
+
+    def sending(self) -> dict:
+        self._log.append("send")
+        return {}
+
+    def offload(self) -> dict:
+        self._log.append("offload")
+        return {}
+
+    def onload(self) -> None:
+        self._log.append("onload")
+
+
+class FakeEngines:
+    by_loader = False
+
+    def __init__(self, log: list):
+        self._log, self.names = log, ["engine-0", "engine-1"]
+        self.dying: set[str] = set()
+
+    @property
+    def holders(self) -> list:
+        return [
+            holder for holder in vllm_holders(config_of(), 1, 2, "float32") if f"engine-{holder.name[5]}" in self.names
+        ]
+
+    @property
+    def expendable(self) -> list[str]:
+        return self.names
+
+    def connect(self, plan, channel) -> bool:
+        self._log.append(f"connect {type(channel).__name__}")
+        return True
+
+    def refitting(self, version, expected) -> dict:
+        self._log.append("wake weights, refit")
+        return {name: lambda: [Refitted(1, 0)] for name in self.names}
+
+    def drop(self, lost, phase) -> None:
+        self.names = [name for name in self.names if name not in lost]
+
+    def generate(self) -> None:
+        self._log.append("wake KV cache, generate")
+
+    def sleep(self) -> None:
+        self._log.append("sleep")
+
+
+class FakeSession:
+    def __init__(self, engines: FakeEngines):
+        self._engines = engines
+
+    def gather(self, calls: dict, phase: str, expendable) -> tuple[dict, set]:
+        lost, self._engines.dying = self._engines.dying, set()
+        return {name: call() for name, call in calls.items() if name not in lost}, lost
+
+
+@pytest.fixture
+def prepare(monkeypatch: pytest.MonkeyPatch):
+    """prepare(on_gpus, *overrides): a Cast of fakes with a real Refit, its engines, and what they will have done."""
+
+    def prepare(on_gpus: bool, *overrides: str) -> tuple[Cast, FakeEngines, list[str]]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpus)
+        config = load(BASE, ["model.path=m", "data.source=arithmetic", "rollout.verify_refit=off", *overrides])
+        log: list[str] = []
+        trainers, engines = FakeTrainers(log), FakeEngines(log)
+        refit = Refit(FakeSession(engines), config, trainers, engines, export_plan=None)
+        return Cast(trainers, None, None, None, engines, None, refit, None), engines, log
+
+    return prepare
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+@pytest.mark.parametrize(
+    ("placement", "transport", "channel"),
+    [
+        ("colocated", "auto", None),
+        ("disaggregated", "shared_memory", None),
+        ("disaggregated", "auto", "Meeting"),
+        ("disaggregated", "p2p", "Meeting"),
+    ],
+)
+def test_the_machine_and_the_placement_choose_the_transport(
+    prepare, on_gpus: bool, placement: str, transport: str, channel: str | None
+) -> None:
+    cast, _, log = prepare(on_gpus, f"cluster.placement={placement}", f"rollout.transport={transport}")
+    cast.refit.run(1)
+    channel = channel or ("CudaMemory" if on_gpus else "SharedMemory")
+    assert [line for line in log if "connect" in line] == [f"connect {channel}"]
+    assert ("send" in log) == (channel == "Meeting")
+
+
+@pytest.mark.parametrize("offload", ["[gradients]", "[parameters]"])
+def test_weights_that_move_are_published_for_each_refit(prepare, offload: str) -> None:
+    cast, engines, log = prepare(True, f"actor.offload={offload}")
+    published, refit = ["publish on gpu for vllm:0.0, vllm:1.0", "connect CudaMemory"], "wake weights, refit"
+    for version in (1, 2):
+        cast.refit.run(version)
+    again = published if offload == "[parameters]" else []
+    assert log == [*published, refit, *again, refit]
+    engines.dying = {"engine-0"}
+    log.clear()
+    cast.refit.run(3)
+    assert log == [*again, refit, "publish on gpu for vllm:1.0", "connect CudaMemory", refit]
+
+
+def test_engine_and_trainer_take_turns(prepare) -> None:
+    """Of two steps, the second with another round of sampling."""
+    cast, engines, log = prepare(True, "actor.offload=[gradients, optimizer]")
+    cast.refit.run(0)
+    for version, rounds in ((1, 1), (2, 2)):
+        for _ in range(rounds):
+            with cast.offloaded():
+                engines.generate()
+        log.append("train")
+        cast.refit.run(version)
+    turn = ["offload", "wake KV cache, generate", "sleep", "onload"]
+    refit = "wake weights, refit"
+    assert log[2:] == [refit, *turn, "train", refit, *turn, *turn, "train", refit]
+
+
+def test_engines_start_before_the_models_take_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And are asleep when they do."""
+    folder, log = write_tiny_llama(tmp_path), []
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "rollout.sleep=true"])
+
+    def fake(name: str):
+        holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
+        return lambda *_: SimpleNamespace(start=lambda: log.append(name), holders=holders)
+
+    for name in ("TrainerGroup", "EngineGroup", "RewardWorker"):
+        monkeypatch.setattr(module, name, fake(name))
+    assemble(None, config, ModelFolders(folder, None, None, None), place(config), None)
+    assert log.index("EngineGroup") < log.index("TrainerGroup")

@@ -1,0 +1,87 @@
+"""What a shared GPU holds, of a model whose number of parameters is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.planning.shared_gpu import Load, fullest_phase
+from tests.unit.planning.test_memory import PARAMETERS, QWEN_1_5B
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+GIB = 2**30
+
+
+def config(*overrides: str) -> Config:
+    return load(BASE, ["model.path=qwen", "data.source=arithmetic", *overrides])
+
+
+def fullest(*overrides: str, gpu: int = 0, reward=None, critic: bool = False) -> Load:
+    trained = {"actor": QWEN_1_5B, **({"critic": QWEN_1_5B} if critic else {})}
+    return fullest_phase(config(*overrides), QWEN_1_5B, trained, reward, gpu)
+
+
+def test_weights_gradients_and_optimizer_beside_the_engines_weights():
+    """In bfloat16: 2 + 4 + 12 bytes of each parameter, and 2 in the engine."""
+    load = fullest("rollout.kv_cache_gib=1")
+    assert load.phase == "while the engine samples"
+    assert sum(load.parts.values()) == 20 * PARAMETERS + GIB
+    load = fullest("rollout.kv_cache_gib=1", "actor.offload=[optimizer]")
+    assert load.phase == "while the engine takes weights"
+    assert load.parts == {"actor: weights, gradients, optimizer": 18 * PARAMETERS, "engine: weights": 2 * PARAMETERS}
+
+
+def test_what_stays_while_the_engine_samples():
+    load = fullest("rollout.kv_cache_gib=60", "actor.offload=[optimizer, gradients]")
+    assert load.phase == "while the engine samples"
+    assert load.parts == {
+        "actor: parameters": 2 * PARAMETERS,
+        "engine: weights": 2 * PARAMETERS,
+        "engine: KV cache": 60 * GIB,
+    }
+    assert "actor: parameters" not in fullest("rollout.kv_cache_gib=60", "actor.offload=[parameters]").parts
+
+
+def test_float32_has_no_main_weights_of_its_own():
+    load = fullest("model.dtype=float32", "actor.offload=[gradients]", "rollout.kv_cache_gib=0.1")
+    assert load.parts == {"actor: weights, gradients, optimizer": 16 * PARAMETERS, "engine: weights": 4 * PARAMETERS}
+
+
+def test_ranks_of_other_models_on_the_same_gpu():
+    settings = (
+        "algorithm.advantage.estimator=gae",
+        "actor.layout.dp=2",
+        "rollout.replicas=2",
+        "rollout.kv_cache_gib=1",
+    )
+    offload = ("actor.offload=[optimizer]", "critic.offload=[optimizer]")
+    first, second = (fullest(*settings, *offload, gpu=gpu, critic=True).parts for gpu in range(2))
+    own = 2 * PARAMETERS + 4 * PARAMETERS + 6 * PARAMETERS  # the optimizer is shared out over two ranks
+    assert first["actor: weights, gradients, optimizer"] == own == second["actor: weights, gradients, optimizer"]
+    assert first["critic: weights, gradients, optimizer"] == 18 * PARAMETERS
+    assert not any("critic" in part for part in second), "it has one rank"
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ("{path: rm}", {"reward model: weights": 2 * PARAMETERS}),
+        ("{path: rm, offload: [parameters]}", {}),
+        (
+            "{path: rm, engine: vllm, kv_cache_gib: 3}",
+            {"reward model: weights": 2 * PARAMETERS, "reward model: KV cache": 3 * GIB},
+        ),
+    ],
+)
+def test_a_reward_model_stays_unless_it_is_offloaded(settings: str, parts: dict[str, float]):
+    load = fullest(f"reward_model={settings}", "rollout.kv_cache_gib=60", reward=QWEN_1_5B)
+    assert {part: size for part, size in load.parts.items() if "reward" in part} == parts
+
+
+@pytest.mark.parametrize("extra", ["actor.frozen=[model.layers.0.*]", "actor.megatron_extra.optimizer={a: 1}"])
+def test_what_is_not_certain_is_not_counted(extra: str):
+    load = fullest(extra, "rollout.vllm_extra={quantization: fp8}", "rollout.kv_cache_gib=60")
+    assert load.parts == {"actor: parameters": 2 * PARAMETERS, "engine: weights": 0, "engine: KV cache": 60 * GIB}

@@ -1,0 +1,144 @@
+"""Who publishes what for whom on a GPU, and who opens and closes it: with host memory in the place of a GPU's."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder, vllm_holders
+from megarl.resharding.planner import make_plan
+from megarl.resharding.transports import cuda_memory
+from megarl.resharding.transports.cuda_memory import CudaMemory, publish
+from megarl.resharding.transports.local import LocalMemory
+from tests.unit.resharding.cases import config_of, random_checkpoint
+
+CONFIG = config_of()
+SOURCE, TARGETS = huggingface_holder(CONFIG, "float32"), vllm_holders(CONFIG, 1, 2, "float32")
+PLAN = make_plan([SOURCE], TARGETS)
+
+
+class FakeIpc:
+    """Handles of storages, each of which may be opened once."""
+
+    def __init__(self) -> None:
+        self._published: dict[int, torch.Tensor] = {}
+        self.opened: dict[int, int] = {}
+        """Handle -> the device that it was opened on."""
+        self._open: list[weakref.ref] = []
+
+    def reduce_tensor(self, tensor: torch.Tensor) -> tuple:
+        number = len(self._published)
+        self._published[number] = tensor
+        return None, (*range(cuda_memory.DEVICE_INDEX), "the owner's number", number)
+
+    def rebuild(self, *arguments) -> torch.Tensor:
+        device, number = arguments[cuda_memory.DEVICE_INDEX :]
+        assert number not in self.opened
+        self.opened[number] = device
+        memory = self._published[number].numpy()[:]  # the storage of a tensor made from it keeps it
+        self._open.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    @property
+    def unopened(self) -> set[int]:
+        return self._published.keys() - self.opened
+
+    @property
+    def num_open(self) -> int:
+        return sum(reference() is not None for reference in self._open)
+
+
+@pytest.fixture
+def ipc(monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
+    """The owner's GPU is the reader's second."""
+    fake = FakeIpc()
+    monkeypatch.setattr(cuda_memory, "reduce_tensor", fake.reduce_tensor)
+    monkeypatch.setattr(cuda_memory, "rebuild_cuda_tensor", fake.rebuild)
+    monkeypatch.setattr(cuda_memory, "_uuid", lambda index: {None: "GPU-b", 0: "GPU-a", 1: "GPU-b"}[index])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return fake
+
+
+def live_weights() -> dict[str, torch.Tensor]:
+    """Half of them views of one buffer, as the trainer has them, some of these transposed."""
+    weights = random_checkpoint(CONFIG)
+    together = list(weights)[::2]
+    buffer, offset = torch.zeros(3 + sum(weights[name].numel() for name in together)), 3
+    for name in together:
+        shape = weights[name].shape
+        view = buffer[offset : offset + shape.numel()].view(shape[::-1]).permute(*reversed(range(len(shape))))
+        weights[name] = view.copy_(weights[name])
+        offset += shape.numel()
+    return weights
+
+
+def channel(weights: dict[str, torch.Tensor], moving: bool) -> CudaMemory:
+    """For all targets."""
+    return CudaMemory({SOURCE.name: {target.name: publish(weights) for target in TARGETS}}, moving)
+
+
+def written(transport, target) -> dict[str, torch.Tensor]:
+    parameters = {name: torch.full(shape, torch.nan) for name, shape in target.shapes.items()}
+    execute(PLAN.into(target.name), parameters, transport)
+    return parameters
+
+
+def check(transport, target, weights: dict[str, torch.Tensor]) -> None:
+    expected = written(LocalMemory({SOURCE.name: weights}), target)
+    for name, parameter in written(transport, target).items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("moving", [False, True])
+def test_every_storage_is_opened_once_by_each_reader(ipc: FakeIpc, moving: bool) -> None:
+    weights = live_weights()
+    num_storages = len({tensor.untyped_storage().data_ptr() for tensor in weights.values()})
+    assert 1 < num_storages < len(weights)
+    shared = channel(weights, moving)
+    readers = [shared.open(target.name, {}, PLAN) for target in TARGETS]
+    for reader, target in zip(readers, TARGETS, strict=True):
+        check(reader, target, weights)
+    assert ipc.unopened == set()
+    assert list(ipc.opened.values()) == [1] * num_storages * len(TARGETS)
+    assert ipc.num_open == (0 if moving else num_storages * len(TARGETS))
+
+
+def test_what_stays_in_its_place_is_read_again(ipc: FakeIpc) -> None:
+    weights, [target, _] = live_weights(), TARGETS
+    reader = channel(weights, moving=False).open(target.name, {}, PLAN)
+    for _ in range(2):
+        check(reader, target, weights)
+        for tensor in weights.values():
+            tensor.mul_(2)
+    del reader
+    assert ipc.num_open == 0
+
+
+def test_what_has_moved_is_published_anew(ipc: FakeIpc) -> None:
+    weights, [target, _] = live_weights(), TARGETS
+    for _ in range(2):
+        check(channel(weights, moving=True).open(target.name, {}, PLAN), target, weights)
+        assert ipc.num_open == 0
+        weights = {name: tensor.clone() + 1 for name, tensor in weights.items()}
+
+
+def test_a_refit_that_fails_leaves_nothing_open(ipc: FakeIpc) -> None:
+    weights, [target, _] = live_weights(), TARGETS
+    copies = channel(weights, moving=True).open(target.name, {}, PLAN).deliver(PLAN.into(target.name).copies)
+    next(copies)
+    assert ipc.num_open == 1
+    copies.close()
+    assert ipc.num_open == 0
+
+
+def test_a_gpu_that_the_reader_does_not_see_is_named(ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    reader = channel(live_weights(), moving=False).open(TARGETS[0].name, {}, PLAN)
+    message = r"^huggingface has its weights on GPU GPU-b, and this process sees GPU-a only$"
+    with pytest.raises(ValueError, match=message):
+        written(reader, TARGETS[0])
+    with pytest.raises(ValueError, match="huggingface has published no parameter other"):
+        reader.dtype(SOURCE.name, "other")
