@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.resharding.check import check_plan
 from megarl.resharding.execute import execute
@@ -104,6 +107,52 @@ def test_two_deltas_in_a_row_are_a_full_refit(layout, vllm_tp, replicas, nodes):
         assert 0 < sum(s.changed for s in sent) < 0.3 * sum(s.compared for s in sent)
         assert sum(s.num_bytes for s in sent) < 0.9 * sum(s.num_bytes for s in full)
     assert all(sent.changed == 0 < sent.compared for sent in unchanged)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of the tensors that operators have made since it began and that are left, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left: dict[StorageWeakRef, int] = {}
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        known = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
+        result = operator(*args, **kwargs or {})
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
+                self._left[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        self._left = {storage: size for storage, size in self._left.items() if not storage.expired()}
+        self.num_bytes = max(self.num_bytes, sum(self._left.values()))
+        return result
+
+
+def memory_of_refits(store: dist.Store, rank: int, case: Case) -> list[int]:
+    """Of the first, which sends all, and of a delta."""
+    member = Member(store, rank, case)
+    peaks = []
+    for _ in range(2):
+        with PeakMemory() as memory:
+            member.refit()
+        peaks.append(memory.num_bytes)
+        if not member.receives:
+            change(member.parameters, *CHANGES[0])
+    member.wait_for_all("done")
+    return peaks
+
+
+def test_a_delta_takes_two_buffers_and_what_a_slab_does(monkeypatch):
+    """Beside what a source keeps of what it has sent."""
+    monkeypatch.setattr(delta_p2p, "SLAB", 1000)
+    case = Case(layout_of(), vllm_tp=1, replicas=2, bucket_bytes=2**17, vocabulary=16000)
+    largest = max(bucket.num_bytes for bucket in case.plan.buckets)
+    kept = sum(bucket.num_bytes for bucket in case.plan.buckets)
+    (first, again), *receivers = run_ranks(3, memory_of_refits, case)
+    slack = largest // 4
+    assert kept > 5 * largest, "two buffers are a small part"
+    assert first <= kept + 2 * largest + slack
+    assert max(again, *chain(*receivers)) <= 2 * largest + slack
 
 
 def spoilt(store: dist.Store, rank: int, case: Case) -> tuple[str, Sent]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,9 +26,10 @@ from megarl.resharding.planner import make_plan
 from megarl.resharding.schedule import Bandwidth, Schedule, ordered, schedule
 from megarl.resharding.transports import bucket_layout
 from megarl.resharding.transports.local import LocalMemory
-from megarl.resharding.transports.p2p import Meeting, PointToPoint
+from megarl.resharding.transports.p2p import UNUSED_TAG, Meeting, PointToPoint
 from tests.forked import run_ranks
 from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
+from tests.unit.resharding.test_planner import holder as holder_of
 
 TIMEOUT_S = 100
 """More than anything here takes; who is told of a failure does not wait so long, and says another thing."""
@@ -56,16 +60,19 @@ class Recorder:
         return self._group.send(tensors, receiver, tag)
 
     def recv(self, tensors, sender, tag):
-        self.hops.append((Link(sender, self._rank), tag))
+        if tag != UNUSED_TAG:  # a look at the connection, on a machine that has no time
+            self.hops.append((Link(sender, self._rank), tag))
         return self._group.recv(tensors, sender, tag)
 
 
 class Case:
     """A model in random weights, as it should be at every member of a plan."""
 
-    def __init__(self, layout, vllm_tp: int, replicas: int, bucket_bytes: int, nodes: tuple[int, ...] = ()):
+    def __init__(
+        self, layout, vllm_tp: int, replicas: int, bucket_bytes: int, nodes: tuple[int, ...] = (), vocabulary: int = 37
+    ):
         """nodes: of the engines' workers (none given: all are where the sources are)."""
-        config = config_of(num_key_value_heads=2)
+        config = config_of(num_key_value_heads=2, vocab_size=vocabulary)
         folder = huggingface_holder(config)
         checkpoint = random_checkpoint(config)
         self.sources = [in_dtypes(holder) for holder in megatron_holders(config, layout, vocab_multiple=4)]
@@ -217,14 +224,14 @@ def test_a_member_that_fails_ends_the_others_waiting():
     case = Case(layout_of(), vllm_tp=1, replicas=2, bucket_bytes=256)
     source, failed, other = run_ranks(3, fails_midway, case)
     assert failed == "a failure"
-    assert "by peer" in source
-    assert "by peer" in other, "it waits for the source, which has given up"
+    assert re.match(r"megatron:0: with vllm:0.0: .*by peer", source)
+    assert re.match(r"vllm:1.0: with megatron:0: .*by peer", other), "it waits for the source, which has given up"
 
 
 def killed_midway(store: dist.Store, rank: int, case: Case) -> None:
     if rank == 0:
         transport, _ = case.open(store, rank)
-        with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):
+        with pytest.raises(RuntimeError, match=r"^megatron:0: with vllm:0.0: .*Connection (closed|reset) by peer"):
             transport.send()
         with pytest.raises(RuntimeError, match="megatron:0: its connections are closed since an exchange failed"):
             transport.send()
@@ -241,6 +248,85 @@ def test_a_member_that_is_killed_is_noticed_at_once():
     run_ranks(2, killed_midway, case)
 
 
+LARGE = 2**27
+"""Bytes of a message that sockets do not take as a whole."""
+TOLD = 2**30
+"""A tag that no transport uses."""
+
+
+class Halves:
+    """A small message and a large one, of which a part travels and then no more: its receiver, which has asked for
+    both, has stopped."""
+
+    names = "source", "engine"
+
+    def __init__(self):
+        source, engine = (holder_of(name, ((0, 4),), ((4, 4 + LARGE // 4),)) for name in self.names)
+        self.plan = ordered(make_plan([source], [engine], LARGE))
+        assert [bucket.num_bytes for bucket in self.plan.buckets] == [16, LARGE]
+        self.shapes = source.shapes
+
+    def open(self, store: dist.Store, rank: int) -> PointToPoint:
+        if rank == 0:
+            self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store.set("port", str(self._rendezvous.port))
+        meeting = Meeting("127.0.0.1", int(store.get("port")), "halves", TIMEOUT_S)
+        return meeting.open(self.names[rank], {n: torch.zeros(s) for n, s in self.shapes.items()}, self.plan)
+
+    def send(self, store: dist.Store, then: Callable[[psutil.Process], None]) -> None:
+        """then: called with the receiver's process, when it has got a part."""
+        transport = self.open(store, 0)
+        inner = transport._send
+
+        def send(message, link):
+            if message.bucket == 0:
+                return inner(message, link)
+            transport._group.recv([torch.zeros(1)], 1, TOLD).wait()
+            receiver = psutil.Process(int(store.get("receiver")))
+            while receiver.status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+            begun = inner(message, link)
+            then(receiver)
+            return begun
+
+        transport._send = send
+        transport.send()
+
+    def receive(self, store: dist.Store) -> None:
+        store.set("receiver", str(os.getpid()))
+        transport = self.open(store, 1)
+        for _ in transport.deliver(()):
+            transport._group.send([torch.zeros(1)], 0, TOLD).wait()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def receiver_is_killed(store: dist.Store, rank: int, halves: Halves) -> None:
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"^source: with engine: .*by peer"):
+            halves.send(store, then=psutil.Process.kill)
+    elif child := os.fork():
+        os.waitpid(child, 0)
+    else:
+        halves.receive(store)
+
+
+def sender_is_killed(store: dist.Store, rank: int, halves: Halves) -> None:
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"^engine: with source: .*by peer"):
+            halves.receive(store)
+    elif child := os.fork():
+        os.waitpid(child, 0)
+        psutil.Process(int(store.get("receiver"))).resume()
+    else:
+        halves.send(store, then=lambda receiver: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("killed", [receiver_is_killed, sender_is_killed])
+def test_an_end_in_the_middle_of_a_message_is_noticed(killed):
+    """Not only when its time is over, which is said otherwise."""
+    run_ranks(2, killed, Halves())
+
+
 def alone(store: dist.Store, rank: int, case: Case) -> str:
     transport, _ = case.open(store, rank)
     with pytest.raises(RuntimeError) as error:
@@ -252,7 +338,7 @@ def test_nobody_waits_for_ever():
     case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=256)
     case.timeout_s = 1.0
     [error] = run_ranks(1, alone, case)
-    assert "timeout" in error
+    assert re.match(r"megatron:0: with vllm:0.0: .*timeout", error, re.DOTALL)
 
 
 def test_a_source_that_is_not_as_planned_says_so():

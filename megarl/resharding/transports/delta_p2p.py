@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from megarl.resharding.plan import Bucket, Link, Plan
 from megarl.resharding.transports import delta
 from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_out_together
 from megarl.resharding.transports.checksum import checksum
-from megarl.resharding.transports.p2p import Meeting, Message, PointToPoint
+from megarl.resharding.transports.p2p import Begun, Meeting, Message, PointToPoint
 from megarl.resharding.transports.transport import Delivery
 
 SLAB = 2**20
@@ -49,7 +48,7 @@ class DeltaPointToPoint(PointToPoint):
         """Bucket -> what this source has sent of it."""
         self._sends_deltas = False
         self._headers: dict[int, torch.Tensor] = {}
-        """Of the buckets in hand."""
+        """Of the buckets of the last exchange."""
 
     def forget(self) -> None:
         """See Transport."""
@@ -68,16 +67,15 @@ class DeltaPointToPoint(PointToPoint):
     def _ask_receivers(self) -> bool:
         """Whether all of them have what this member sent last; it tells its own senders the same of itself."""
         self._check_open()
-        answers, works = [], []
+        answers, begun = [], []
         for link in sorted({hop.link for hop in self._hops}):
             if link.source == self._rank:
                 answers.append(torch.zeros(1, dtype=torch.uint8, device=self._device))
-                works.append(self._begin(self._group.recv, link, link.destination, answers[-1]))
+                begun.append(self._begin(self._group.recv, link, link.destination, answers[-1]))
             else:
                 answer = torch.tensor([self._has_last], dtype=torch.uint8, device=self._device)
-                works.append(self._begin(self._group.send, link, link.source, answer))
-        for work in works:
-            work.wait()
+                begun.append(self._begin(self._group.send, link, link.source, answer))
+        self._wait(begun)
         return all(answers)
 
     def _remember(self) -> None:
@@ -110,7 +108,7 @@ class DeltaPointToPoint(PointToPoint):
                 return encoded, num_changed
         return new.view(torch.uint8), WHOLE
 
-    def _send(self, message: Message, link: Link) -> list[dist.Work]:
+    def _send(self, message: Message, link: Link) -> list[Begun]:
         header = self._headers[message.bucket]
         if (header[::2] != WHOLE).any() and not self._sends_deltas:  # handed on to one that lacks the last state
             self._pack(message)
@@ -120,11 +118,11 @@ class DeltaPointToPoint(PointToPoint):
         body = message.buffer[:size]
         return [self._begin(self._group.send, link, link.destination, tensor) for tensor in (header, body)]
 
-    def _receive(self, message: Message, link: Link) -> list[dist.Work]:
+    def _receive(self, message: Message, link: Link) -> list[Begun]:
         """Waits for the header: its sender is as far as that, or will be without this member's doing."""
         num_slabs = sum(len(_slabs(part.of(self._parameters))) for part in message.layout.parts)
         header = torch.empty(2 * num_slabs, dtype=torch.int64, device=self._device)
-        self._begin(self._group.recv, link, link.source, header).wait()
+        self._wait([self._begin(self._group.recv, link, link.source, header)])
         self._headers[message.bucket] = header
         body = message.buffer[: self._body_bytes(message.layout, header)]
         return [self._begin(self._group.recv, link, link.source, body)]

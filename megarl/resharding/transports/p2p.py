@@ -8,13 +8,14 @@ buffer has been used for others is packed anew.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,10 @@ from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_o
 from megarl.resharding.transports.transport import Delivered, Delivery
 
 BUFFERS = 2
-UNUSED_TAG = 2**31 - 1
+UNUSED_TAG, NOTHING = 2**31 - 1, torch.empty(1, dtype=torch.uint8)
+"""Nobody sends this."""
+CHECK_S = 1.0
+"""How often a member that waits for another looks whether they are still connected."""
 
 Result = TypeVar("Result")
 _Deliveries = Generator[Delivered, None, Result]
@@ -54,6 +58,13 @@ class Meeting:
         return PointToPoint(self, member, parameters, plan, in_place)
 
 
+class Begun(NamedTuple):
+    """A send to a neighbour, or a receipt from one."""
+
+    neighbour: int
+    work: dist.Work
+
+
 @dataclass
 class Message:
     """A bucket in hand, by its number.
@@ -67,8 +78,8 @@ class Message:
     buffer: torch.Tensor
     layout: BucketLayout
     sender: int | None = None
-    arriving: list[dist.Work] = field(default_factory=list)
-    leaving: list[dist.Work] = field(default_factory=list)
+    arriving: list[Begun] = field(default_factory=list)
+    leaving: list[Begun] = field(default_factory=list)
 
 
 @dataclass
@@ -123,8 +134,8 @@ class PointToPoint:
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """copies: all that the plan has into this member. Raises RuntimeError where another member has failed, or does
-        not answer in time."""
+        """copies: all that the plan has into this member. Raises RuntimeError that names another member which has
+        failed, or does not answer in time."""
         self.sent = Sent()
         self._tags.clear()
         try:
@@ -186,22 +197,50 @@ class PointToPoint:
         self.staging_bytes = size * count
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
-    def _send(self, message: Message, link: Link) -> list[dist.Work]:
+    def _send(self, message: Message, link: Link) -> list[Begun]:
         self.sent.num_bytes += self._plan.buckets[message.bucket].num_bytes
         tensors = message.layout.messages(self._parameters, message.buffer)
         return [self._begin(self._group.send, link, link.destination, tensor) for tensor in tensors]
 
-    def _receive(self, message: Message, link: Link) -> list[dist.Work]:
+    def _receive(self, message: Message, link: Link) -> list[Begun]:
         tensors = message.layout.messages(self._parameters, message.buffer)
         return [self._begin(self._group.recv, link, link.source, tensor) for tensor in tensors]
 
-    def _begin(
-        self, operation: Callable[..., dist.Work], link: Link, neighbour: int, tensor: torch.Tensor
-    ) -> dist.Work:
-        self._neighbours.add(neighbour)
+    def _begin(self, operation: Callable[..., dist.Work], link: Link, neighbour: int, tensor: torch.Tensor) -> Begun:
         tag = self._tags[link]
         self._tags[link] += 1
-        return operation([tensor], neighbour, tag)
+        with self._naming(neighbour):
+            work = operation([tensor], neighbour, tag)
+        self._neighbours.add(neighbour)
+        return Begun(neighbour, work)
+
+    def _wait(self, begun: list[Begun]) -> None:
+        """Until all of it is done; none is left then.
+
+        Gloo tells of the end of a connection, but not to what has travelled in part: that would wait until its time is
+        over. So another thread waits for it, while this one looks after the connections.
+        """
+        if device.backend() == "nccl":
+            self._complete(begun)
+        elif begun:
+            waiter = _Waiter(partial(self._complete, tuple(begun)))
+            while waiter.goes_on(CHECK_S):
+                for neighbour in {neighbour for neighbour, _ in begun}:
+                    with self._naming(neighbour):
+                        _receive_unused(self._group, neighbour)
+        begun.clear()
+
+    def _complete(self, begun: Iterable[Begun]) -> None:
+        for neighbour, work in begun:
+            with self._naming(neighbour):
+                work.wait()
+
+    @contextmanager
+    def _naming(self, neighbour: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._member}: with {self._plan.holders[neighbour]}: {error}") from error
 
     def _filled(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[Message]:
         """With what the hop takes along."""
@@ -231,14 +270,14 @@ class PointToPoint:
     def _settle_oldest(self, free: list[torch.Tensor]) -> Delivery:
         message = self._in_hand[0]
         yield from self._arrive(message)
-        _wait(message.leaving)
+        self._wait(message.leaving)
         free.append(self._in_hand.popleft().buffer)
 
     def _arrive(self, message: Message) -> Delivery:
         """Waits for what is received, and delivers it."""
         if message.sender is None:
             return
-        _wait(message.arriving)
+        self._wait(message.arriving)
         sender, message.sender = self._plan.holders[message.sender], None
         for part, elements in self._unpacked(message):
             yield Copy(sender, self._member, part.move), elements
@@ -249,10 +288,28 @@ class PointToPoint:
             yield part, None if part.start is None else part.in_buffer(message.buffer)
 
 
-def _wait(works: list[dist.Work]) -> None:
-    while works:
-        works[0].wait()
-        works.pop(0)
+class _Waiter(threading.Thread):
+    """Waits for something. If that is given up, it goes on in vain until the wait is over, and keeps nobody."""
+
+    def __init__(self, wait: Callable[[], None]):
+        super().__init__(daemon=True)
+        self._wait = wait
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._wait()
+        except BaseException as error:
+            self._error = error  # for the thread that goes on
+
+    def goes_on(self, seconds: float) -> bool:
+        """Whether it does after so many seconds, or fewer if it ends. Raises the error that has ended it."""
+        self.join(seconds)
+        alive = self.is_alive()
+        if self._error is not None:
+            raise self._error
+        return alive
 
 
 def _process_group(meeting: Meeting, rank: int, size: int) -> dist.Backend:
@@ -281,4 +338,9 @@ def _end_connections(group: dist.Backend, neighbours: Iterable[int]) -> None:
     # group while something comes in can hang. Connections that are broken already fail without a wait.
     for neighbour in neighbours:
         with suppress(RuntimeError):
-            group.recv([torch.empty(1, dtype=torch.uint8)], neighbour, UNUSED_TAG).wait(timedelta(milliseconds=1))
+            _receive_unused(group, neighbour).wait(timedelta(milliseconds=1))
+
+
+def _receive_unused(group: dist.Backend, neighbour: int) -> dist.Work:
+    """Raises RuntimeError where the connection has ended."""
+    return group.recv([NOTHING], neighbour, UNUSED_TAG)
