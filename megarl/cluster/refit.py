@@ -50,6 +50,8 @@ class Refit:
                 self._plan = None
             if self._plan is None or (self.transport == "cuda_ipc" and self._parameters_move):
                 self._connect()
+                if not self._connected:  # without one that was lost meanwhile, by another plan
+                    continue
             sending = self._trainers.sending() if self.transport == "p2p" else {}
             answers, lost = self._session.gather(
                 sending | self._engines.refitting(version, expected), "refit", expendable=self._engines.expendable

@@ -59,6 +59,9 @@ class FakeEngines:
     def __init__(self, log: list):
         self._log, self.names = log, ["engine-0", "engine-1"]
         self.dying: set[str] = set()
+        self.dying_when_told: set[str] = set()
+        self.told: list[tuple[str, ...]] = []
+        """Destinations of the plans."""
 
     @property
     def holders(self) -> list:
@@ -72,7 +75,10 @@ class FakeEngines:
 
     def connect(self, plan, channel) -> bool:
         self._log.append(f"connect {type(channel).__name__}")
-        return True
+        self.told.append(plan.destinations)
+        lost, self.dying_when_told = self.dying_when_told, set()
+        self.drop(lost, "refit")
+        return not lost
 
     def refitting(self, version, expected) -> dict:
         self._log.append("wake weights, refit")
@@ -144,6 +150,19 @@ def test_weights_that_move_are_published_for_each_refit(prepare, offload: str) -
     log.clear()
     cast.refit.run(3)
     assert log == [*again, refit, "publish on gpu for vllm:1.0", "connect CudaMemory", refit]
+
+
+@pytest.mark.parametrize("transport", ["p2p", "shared_memory"])
+def test_nothing_is_sent_to_an_engine_that_is_lost_when_it_is_told_of_the_plan(prepare, transport: str) -> None:
+    cast, engines, log = prepare(False, "cluster.placement=disaggregated", f"rollout.transport={transport}")
+    engines.dying_when_told = {"engine-0"}
+    cast.refit.run(1)
+    assert engines.told == [("vllm:0.0", "vllm:1.0"), ("vllm:1.0",)]
+    cast.refit.run(2)
+    done = [line for line in log if line != "publish"]
+    connect = f"connect {'Meeting' if transport == 'p2p' else 'SharedMemory'}"
+    refit = [*(["send"] if transport == "p2p" else []), "wake weights, refit"]
+    assert done == [connect, connect, *refit, *refit]
 
 
 def test_engine_and_trainer_take_turns(prepare) -> None:
