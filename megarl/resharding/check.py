@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations
 
 from megarl.resharding.piece import (
@@ -19,7 +19,7 @@ from megarl.resharding.piece import (
     num_elements,
     whole,
 )
-from megarl.resharding.plan import Bucket, Link, Move, Plan
+from megarl.resharding.plan import Bucket, Hop, Link, Move, Plan
 
 
 class PlanError(ValueError):
@@ -33,7 +33,8 @@ def check_plan(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Hol
     - they write nothing else: nothing moves that the destination does not keep,
     - each move has the same canonical coordinates at both ends of each link; padding has none,
     - each move names the dtypes that its ends have,
-    - what a destination hands on it has received before.
+    - what a destination hands on it has received before,
+    - the order, if the plan has one, is of everything that travels.
 
     What is said of several holders is proven once, for those that have the same shard and get the same.
     """
@@ -66,6 +67,7 @@ class _Check:
                     if not self._parameters[shard].is_padding(place):
                         raise PlanError(f"fills elements that are not padding: {place}")
         self._check_coverage()
+        self._check_order()
         self._check_handed_on()
 
     def _check_number(self, holder: int) -> None:
@@ -132,22 +134,39 @@ class _Check:
             written[padding.holders] += padding.places
         return written
 
+    def _check_order(self) -> None:
+        if not self._plan.order:
+            return
+        missing = Counter(self._hops())
+        missing.subtract(self._plan.order)
+        for hop, times in missing.items():
+            if times:
+                raise PlanError(f"the order has {hop} {1 - times} times")
+
+    def _hops(self) -> Iterator[Hop]:
+        for number, bucket in enumerate(self._plan.buckets):
+            for link in (*bucket.links, *bucket.onward):
+                yield Hop(number, link)
+
     def _check_handed_on(self) -> None:
-        """Links that begin at a destination, other than inside the bucket that it has just received."""
+        """Links that begin at a destination: inside the bucket that it has just received, or later."""
         received: dict[int, list[Place]] = {
             link.source: []
             for bucket in self._plan.buckets
             for link in bucket.links
             if link.source >= self._plan.num_sources
         }
-        for bucket in self._plan.buckets if received else ():
-            for link in bucket.links:
-                if link.source in received:
-                    for move in bucket.moves:
-                        self._check_received(link, move, received[link.source])
-            for link in (*bucket.links, *bucket.onward):
-                if link.destination in received:
-                    received[link.destination] += (move.destination for move in bucket.moves)
+        arrived: set[tuple[int, int]] = set()
+        for number, link in self._plan.order or self._hops():
+            bucket = self._plan.buckets[number]
+            if link.source in received and link in bucket.links:
+                for move in bucket.moves:
+                    self._check_received(link, move, received[link.source])
+            elif link.source >= self._plan.num_sources and (number, link.source) not in arrived:
+                raise PlanError(f"{self._plan.holders[link.source]} hands on what it has not received: {link}")
+            arrived.add((number, link.destination))
+            if link.destination in received:
+                received[link.destination] += (move.destination for move in bucket.moves)
 
     def _check_received(self, link: Link, move: Move, received: Iterable[Place]) -> None:
         parameter, rectangle = move.source

@@ -48,10 +48,11 @@ class Figures:
 
 def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder], bandwidth: Bandwidth) -> Figures:
     """Proves the plan first. Raises PlanError where that fails."""
+    plan = ordered(plan)
     check_plan(plan, sources, destinations)
     need = _need(sources, destinations)
     by_link = _bytes_by_link(plan)
-    simulated = schedule(ordered(plan), bandwidth)
+    simulated = schedule(plan, bandwidth)
     return Figures(
         bytes_total=plan.num_bytes,
         bytes_wasted=plan.num_bytes - need.kept + max(0, by_link["inter"] - need.entering),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.piece import Place
 from megarl.resharding.plan import Bucket, Link, Move, Padding, Plan
 from megarl.resharding.planner import make_plan
+from megarl.resharding.schedule import ordered
 from tests.unit.resharding.cases import config_of, layout_of
 
 CONFIG = config_of(num_attention_heads=4, num_key_value_heads=4, intermediate_size=16, vocab_size=37)
@@ -102,6 +104,24 @@ def test_what_is_handed_on_must_have_come_before():
     first, second = replace(bucket, onward=()), replace(bucket, links=bucket.onward, onward=(), moves=again)
     check_plan(with_bucket(index, first, second), SOURCES, DESTINATIONS)
     refused(with_bucket(index, second, first), "hands on what it has not received")
+
+
+def test_the_order_is_of_everything_that_travels():
+    """It is what a transport that sends goes by."""
+    plan = ordered(PLAN)
+    check_plan(plan, SOURCES, DESTINATIONS)
+    first = plan.order[0]
+    refused(replace(plan, order=plan.order[1:]), rf"the order has {re.escape(str(first))} 0 times")
+    refused(replace(plan, order=(*plan.order, first)), rf"the order has {re.escape(str(first))} 2 times")
+    unknown = first._replace(link=Link(first.link.source, first.link.destination + 1))
+    refused(replace(plan, order=(unknown, *plan.order[1:])), "the order has .* [02] times")
+
+
+def test_the_order_has_what_is_handed_on_after_its_arrival():
+    plan = ordered(PLAN)
+    index = next(i for i, hop in enumerate(plan.order) if hop.link.source >= plan.num_sources)
+    early = (plan.order[index], *plan.order[:index], *plan.order[index + 1 :])
+    refused(replace(plan, order=early), "hands on what it has not received")
 
 
 def test_holders_that_are_not_there():

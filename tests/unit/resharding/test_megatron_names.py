@@ -79,11 +79,11 @@ PUBLISHED = (
     ("Qwen3-30B-A3B", layout_of(tp=2, pp=6, dp=16, ep=8, etp=4, vpp=2)),
     ("Qwen3-235B-A22B", layout_of(tp=2, pp=8, cp=2, dp=4, ep=16, etp=1, first=11, last=11)),
     ("Qwen3-235B-A22B", layout_of(tp=4, pp=8, dp=4, ep=16, etp=1, first=11, last=11)),
-    ("Qwen3-235B-A22B", layout_of(tp=4, pp=4, cp=2, dp=2, ep=16, etp=1, first=23, last=23)),
+    ("Qwen3-235B-A22B", layout_of(tp=4, pp=4, cp=2, dp=2, ep=16, etp=1, last=22)),
     ("Qwen3-235B-A22B", layout_of(tp=4, pp=8, ep=4, etp=1, first=11, last=11)),
     ("Qwen3-235B-A22B", layout_of(tp=4, pp=16, cp=2, dp=8, ep=4, etp=2, first=5, last=5)),
     ("Moonlight-16B-A3B", layout_of(tp=4, pp=3, dp=4, ep=8, etp=2)),
-    ("DeepSeek-V3", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2)),
+    ("DeepSeek-V3", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, last=1)),
     ("DeepSeek-V3", layout_of(tp=4, pp=8, dp=32, ep=8, etp=4, first=7, last=6)),
 )
 """Up to 1,024 ranks; those of Qwen3-235B-A22B but the last are what others have published for training it."""
