@@ -28,6 +28,6 @@ def test_a_run_on_one_gpu(tmp_path, offload):
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
     assert all(step["refit/gb"] > 0 and step["refit/staging_mib"] == 0 for step in steps)
-    assert all(step["mismatch/logprob_abs_mean"] <= 0.02 for step in steps), "of bfloat16"
+    assert all(step["mismatch/logprob_abs_mean"] <= 0.05 for step in steps), "of bfloat16"
     parts = offload.strip("[]").split(", ") if offload != "[]" else []
     assert all(steps[-1][f"memory/actor_{part}_offloaded_gb"] > 0 for part in parts)

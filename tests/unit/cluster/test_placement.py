@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.placement import Placement, gpu_spans, place
+from megarl.cluster.trainer_group import readers_of
 from megarl.config.load import load
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.planner import make_plan
@@ -129,22 +130,17 @@ def test_1024_ranks_share_as_many_gpus(sizes: dict[str, int], tp: int) -> None:
         assert sorted((*process.gpus, *process.reads)) == list(range(1024))
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_engine_takes_what_is_on_its_gpu_from_there(tp: int) -> None:
-    """Replicas of the trainer: each gives all that it has to the engine's rank beside it."""
-    ranks, hf_config = 8, config_of(num_attention_heads=4, num_key_value_heads=2)
-    placement = placed(
-        layout(pp=1, tp=tp, dp=ranks // tp), f"rollout={{replicas: {ranks // tp}, tp: {tp}}}", on_gpus=True
-    )
-    of_ranks = megatron_holders(hf_config, layout_of(tp=tp, dp=ranks // tp), "float32")
-    sources = [h for process, holder in zip(placement.trainers, of_ranks, strict=True) for h in process.hold([holder])]
-    workers = vllm_holders(hf_config, tp, ranks // tp, "float32")
-    destinations = [h for p in placement.engines for h in p.hold(workers[p.index * tp : (p.index + 1) * tp])]
-    plan = make_plan(sources, destinations)
+@pytest.mark.parametrize(("tp", "engine_tp"), [(1, 1), (2, 2), (2, 1)])
+def test_an_engine_takes_what_is_on_its_gpu_from_there(tp: int, engine_tp: int) -> None:
+    """Its rank needs all that the trainer's rank beside it has, and takes nothing of that from the replicas of it."""
+    hf_config = config_of(num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
+    rollout = f"rollout={{replicas: {8 // engine_tp}, tp: {engine_tp}}}"
+    placement = placed(layout(pp=1, tp=tp, dp=8 // tp), rollout, on_gpus=True)
+    ranks = megatron_holders(hf_config, layout_of(tp=tp, dp=8 // tp), "float32")
+    workers = iter(vllm_holders(hf_config, engine_tp, 8 // engine_tp, "float32"))
+    sources = [holder for process in placement.trainers for holder in process.hold([ranks[process.index]])]
+    destinations = [h for engine in placement.engines for h in engine.hold([next(workers) for _ in engine.gpus])]
+    readers = readers_of(make_plan(sources, destinations))
     for gpu, worker in enumerate(destinations):
-        givers = {copy.source for copy in plan.into(worker.name).copies}
-        here = f"megatron:{gpu}"
-        assert here in givers
-        assert givers == {here} or tp > 1
-        beside = [copy for copy in plan.into(worker.name).copies if copy.source != here]
-        assert not {copy.move.destination.parameter for copy in beside} & {"model.norm.weight"}, "all ranks have it"
+        assert readers[f"megatron:{gpu}"][worker.name] == set(sources[gpu].shapes)
+        assert not any(worker.name in readers[f"megatron:{other}"] for other in range(gpu % tp, 8, tp) if other != gpu)

@@ -77,8 +77,15 @@ def test_ranks_of_other_models_on_the_same_gpu():
     ],
 )
 def test_a_reward_model_stays_unless_it_is_offloaded(settings: str, parts: dict[str, float]):
-    load = fullest(f"reward_model={settings}", "rollout.kv_cache_gib=60", reward=QWEN_1_5B)
-    assert {part: size for part, size in load.parts.items() if "reward" in part} == parts
+    few, many = (
+        fullest(
+            f"reward_model={settings}", f"rollout.kv_cache_gib={size}", "actor.offload=[optimizer]", reward=QWEN_1_5B
+        )
+        for size in (1, 60)
+    )
+    assert (few.phase, many.phase) == ("while the engine takes weights", "while the engine samples")
+    for found in (few, many):
+        assert {part: size for part, size in found.parts.items() if "reward" in part} == parts
 
 
 @pytest.mark.parametrize("extra", ["actor.frozen=[model.layers.0.*]", "actor.megatron_extra.optimizer={a: 1}"])
