@@ -19,10 +19,9 @@ from megarl.cluster.session import Session
 from megarl.cluster.vllm_group import VllmActor, VllmGroup
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
+from megarl.resharding.compact import CompactPlan
 from megarl.resharding.families import huggingface_holder, vllm_holders
-from megarl.resharding.parts import parts
 from megarl.resharding.piece import Holder
-from megarl.resharding.plan import Plan
 from megarl.rollout.engine import SamplingRequest
 
 if TYPE_CHECKING:
@@ -72,9 +71,12 @@ class EngineActor(VllmActor):
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         return self._engine.parameters()
 
-    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
+    def connect(
+        self, plan: CompactPlan, channel: Channel, holders: Mapping[str, Sequence[Holder]], by_loader: bool
+    ) -> None:
+        """holders: of each engine."""
         with self._whole():
-            self._engine.connect(plan, channel, holders, by_loader)
+            self._engine.connect(plan, channel, holders[self._process.name], by_loader)
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> list[Refitted]:
         with self._whole():
@@ -188,20 +190,18 @@ class EngineGroup(VllmGroup):
         requests = [request for group in groups for request in group]
         return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests)
 
-    def connect(self, plan: Plan, channel: Channel) -> bool:
+    def connect(self, plan: CompactPlan, channel: Channel) -> bool:
         """From now on a refit is this plan. Returns whether all engines know; those that do not are lost."""
-        own = parts(plan, [[holder.name for holder in self._holders[name]] for name in self._actors])
-        calls = {
-            name: actor.connect.remote(part, channel, self._holders[name], self.by_loader)
-            for (name, actor), part in zip(self._actors.items(), own, strict=True)
-        }
+        same = ray.put(plan), ray.put(channel), ray.put(self._holders), self.by_loader
+        calls = {name: actor.connect.remote(*same) for name, actor in self._actors.items()}
         _, lost = self._session.gather(calls, "connecting for the refit", expendable=self.expendable)
         self.drop(lost, "refit")
         return not lost
 
     def refitting(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
         """Calls, under way, by which every engine takes the weights, for the caller to wait for. See Engine.refit."""
-        return {name: actor.refit.remote(version, expected) for name, actor in self._actors.items()}
+        same = version, ray.put(expected)
+        return {name: actor.refit.remote(*same) for name, actor in self._actors.items()}
 
     def drop(self, lost: Collection[str], phase: str) -> None:
         """Goes on without these. Raises RunFailure where none is left."""

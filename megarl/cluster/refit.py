@@ -11,6 +11,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
 from megarl.metrics import Metric
+from megarl.resharding.compact import CompactPlan
 from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
 from megarl.resharding.schedule import ordered
@@ -84,20 +85,21 @@ class Refit:
         if when == "off" or (when == "first" and self._verified):
             return None
         self._verified = True
-        return self._trainers.checksums(regions(self._engines.holders), self._export_plan)
+        return self._trainers.checksums(regions(self._engines.holders), CompactPlan.of(self._export_plan))
 
     def _connect(self) -> None:
         if self._plan is None:
             self._plan = self._make_plan()
+        sent = CompactPlan.of(self._plan)
         channel: Channel
         if self.transport == "p2p":
             channel = self._meeting()
-            self._trainers.connect(self._plan, channel)
+            self._trainers.connect(sent, channel)
         elif self.transport == "cuda_ipc":
             channel = CudaMemory(self._trainers.publish_on_gpu(self._plan), self._parameters_move)
         else:
             channel = SharedMemory(self._trainers.publish())
-        self._connected = self._engines.names if self._engines.connect(self._plan, channel) else ()
+        self._connected = self._engines.names if self._engines.connect(sent, channel) else ()
 
     def _make_plan(self) -> Plan:
         bucket_mib = self._config.rollout.refit_bucket_mib

@@ -18,7 +18,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.share import Scores, Share
 from megarl.config.schema import Config, Role
 from megarl.metrics import Metric, merge
-from megarl.resharding.parts import parts
+from megarl.resharding.compact import CompactPlan
 
 if TYPE_CHECKING:
     from megarl.megatron.actor_worker import Scorer
@@ -39,14 +39,14 @@ class TrainerActor(RankActor):
         segments.note(scratch)  # torch counts them in shared memory
         return published
 
-    def connect(self, plan: Plan, meeting: Meeting) -> None:
-        self._worker.connect(plan, meeting)
+    def connect(self, plan: CompactPlan, meeting: Meeting) -> None:
+        self._worker.connect(plan.part([self._worker.holder.name]), meeting)
 
     def send(self) -> Sent:
         return self._worker.send()
 
-    def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        return self._worker.checksums(wanted, plan)
+    def checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> dict[Region, Checksum]:
+        return self._worker.checksums(wanted, plan.part([self._worker.holder.name]))
 
     def score(self, scorer: Scorer, share: Share) -> None:
         self._worker.score(scorer, [item.fetch() for item in share.samples], share.microbatches)
@@ -129,20 +129,20 @@ class TrainerGroup(RankGroup):
         published = self._session.wait(calls, "publishing weights")
         return {holder.name: own for holder, own in zip(self.holders, published, strict=True)}
 
-    def connect(self, plan: Plan, meeting: Meeting) -> None:
+    def connect(self, plan: CompactPlan, meeting: Meeting) -> None:
         """From now on `sending` is each rank's part of this plan."""
-        own = parts(plan, [[holder.name] for holder in self.holders])
-        actors = zip(self._actors.items(), own, strict=True)
-        calls = {name: actor.connect.remote(part, meeting) for (name, actor), part in actors}
+        same = ray.put(plan), meeting
+        calls = {name: actor.connect.remote(*same) for name, actor in self._actors.items()}
         self._session.wait(calls, "connecting for the refit")
 
     def sending(self) -> dict[str, ray.ObjectRef]:
         """Calls, under way, by which the ranks send their parts of a refit, for the caller to wait for."""
         return {name: actor.send.remote() for name, actor in self._actors.items()}
 
-    def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
+    def checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> dict[Region, Checksum]:
         """What whoever has these regions should have. plan: the export's."""
-        calls = {name: actor.checksums.remote(wanted, plan) for name, actor in self._actors.items()}
+        same = ray.put(wanted), ray.put(plan)
+        calls = {name: actor.checksums.remote(*same) for name, actor in self._actors.items()}
         whole: dict[Region, Checksum] = {}
         for part in self._session.wait(calls, "checksums of the weights"):
             for region, checksum in part.items():

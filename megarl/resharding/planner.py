@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from megarl.resharding.balance import Balance, Way
+from megarl.resharding.collector import without_collector
 from megarl.resharding.holdings import Kept, divide, holdings, shards_of
 from megarl.resharding.piece import ITEM_BYTES, Holder, Place, Rectangle, cut, num_elements
 from megarl.resharding.plan import Bucket, Link, Move, Padding, Plan
@@ -19,6 +20,7 @@ SMALLEST_PART = MIB
 """Nothing is cut smaller for the sake of balance."""
 
 
+@without_collector()
 def make_plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int | None = None) -> Plan:
     """Every element of every destination from exactly one source, directly or by way of another on its node.
 

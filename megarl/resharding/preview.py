@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megarl.data.model_folder import default_cache
+from megarl.resharding.collector import without_collector
 from megarl.resharding.figures import Figures, figures
 from megarl.resharding.planner import make_plan
 from megarl.resharding.results import kept
@@ -35,7 +34,7 @@ def reshard(
         raise ValueError(f"--nodes-of {ranks_per_node}: expected at least one rank on a node")
 
     def compute() -> dict[str, Any]:
-        with _without_collector():
+        with without_collector():
             sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
             wanting = side_holders("--to", destination, hf_config, is_source=False)
             destinations = on_nodes(wanting, ranks_per_node, first=0 if colocated else sources[-1].node + 1)
@@ -62,16 +61,6 @@ def table(found: Figures) -> str:
         "plan": found.plan_hash[:16],
     }
     return "\n".join(f"{name:<8} {text}" for name, text in rows.items())
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """A large plan is a million small objects, none of them garbage; looking for some takes as long as planning."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _time(predicted: float, floor: float) -> str:

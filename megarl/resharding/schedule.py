@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from megarl.resharding.collector import without_collector
 from megarl.resharding.plan import Hop, Link, Plan
 
 
@@ -45,6 +46,7 @@ TYPICAL = Bandwidth(inter=1.0, intra=8.0)
 """What orders are made for. They depend little on it: 8 or 18 times faster inside a node makes the same order good."""
 
 
+@without_collector()
 def ordered(plan: Plan) -> Plan:
     """The plan with the order of what travels.
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.batch import Prompt, Sample
+from megarl.resharding.compact import CompactPlan
 from megarl.resharding.piece import Holder
-from megarl.resharding.plan import Plan
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region
 
@@ -58,7 +58,7 @@ class Engine(Protocol):
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """Of each worker: name -> shape and dtype, of what a refit writes."""
 
-    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
+    def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         """From now on a refit is this plan, by this channel, into these holders: the engine's workers.
 
         by_loader: the plan is of whole tensors of the checkpoint, which the engine's own loader puts in their places.

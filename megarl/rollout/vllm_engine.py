@@ -19,8 +19,8 @@ from vllm.sampling_params import RequestOutputKind
 from megarl import device
 from megarl.batch import Sample, VersionRun
 from megarl.config.schema import Rollout
+from megarl.resharding.compact import CompactPlan
 from megarl.resharding.piece import Holder
-from megarl.resharding.plan import Plan
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import Refitted, SamplingRequest
@@ -96,7 +96,7 @@ class VllmEngine:
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         return self._llm.collective_rpc("parameters")
 
-    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
+    def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         self._ask_workers("connect", plan, channel, holders, by_loader)
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:

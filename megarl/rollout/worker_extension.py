@@ -20,9 +20,9 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megarl import stacks
+from megarl.resharding.compact import CompactPlan
 from megarl.resharding.execute import Assembly, execute
 from megarl.resharding.piece import Holder
-from megarl.resharding.plan import Plan
 from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region, check_weights
 from megarl.rollout.engine import Refitted
@@ -99,7 +99,7 @@ def _answer(function: Callable[..., Any], *args: Any) -> Any:
 class RefitExtension:
     """Mixed into vLLM's worker; its methods are called by LLM.collective_rpc."""
 
-    def connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
+    def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
         """See Engine.connect."""
         return _answer(self._connect, plan, channel, holders, by_loader)
 
@@ -107,11 +107,12 @@ class RefitExtension:
         """Writes this worker's parameters from the trainer's."""
         return _answer(self._load if self._by_loader else self._refit, expected)
 
-    def _connect(self, plan: Plan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
+    def _connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         self._by_loader = by_loader
         self._holder = holders[self.rank]
-        self._writes = plan.into(self._holder.name)
-        self._transport = channel.open(self._holder.name, self._parameters(), plan, in_place=not by_loader)
+        own = plan.part([self._holder.name])
+        self._writes = own.into(self._holder.name)
+        self._transport = channel.open(self._holder.name, self._parameters(), own, in_place=not by_loader)
 
     def _refit(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
         num_bytes = execute(self._writes, self._parameters(), self._transport)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.resharding.check import check_plan
+from megarl.resharding.compact import CompactPlan
 from megarl.resharding.execute import Assembly, execute
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
-from megarl.resharding.parts import parts
 from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Link, Plan
 from megarl.resharding.planner import make_plan
@@ -111,8 +111,7 @@ class Case:
         return kind("127.0.0.1", int(store.get("port")), name, self.timeout_s)
 
     def part(self, rank: int) -> Plan:
-        [part] = parts(self.plan, [[self.members[rank].name]])
-        return part
+        return CompactPlan.of(self.plan).part([self.members[rank].name])
 
 
 def in_dtypes(holder: Holder) -> Holder:

@@ -16,6 +16,7 @@ from megarl.cluster.placement import place
 from megarl.cluster.supervisor import supervised
 from megarl.config.load import load
 from megarl.data.model_folder import read_config
+from megarl.resharding.compact import CompactPlan
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
@@ -40,7 +41,7 @@ def drive(folder: Path, result: Path) -> None:
         engines = EngineGroup(ray_session, config, folder, place(config, cores=1).engines)
         engines.start()
         channel = SharedMemory({source.name: publish(weights)})
-        assert engines.connect(make_plan([source], engines.holders), channel)
+        assert engines.connect(CompactPlan.of(make_plan([source], engines.holders)), channel)
         refits: list[int] = []
 
         def refit() -> None:

@@ -24,6 +24,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.megatron.actor_worker import ActorWorker
+from megarl.resharding.compact import CompactPlan
 from megarl.resharding.families import huggingface_holder, vllm_holder
 from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
@@ -106,7 +107,7 @@ class EngineSide:
             self.engine.hold(0)
 
     def connect(self, plan, channel, holders, by_loader=False):
-        self.engine.connect(plan, channel, holders, by_loader)
+        self.engine.connect(CompactPlan.of(plan), channel, holders, by_loader)
 
     def refit(self, version, expected=None):
         return self.engine.refit(version, expected)

@@ -16,7 +16,16 @@ def output_of(*command: str) -> str:
     return subprocess.run([sys.executable, *command], cwd=FOLDER, check=True, capture_output=True, text=True).stdout
 
 
-SCRIPTS = ("convert.py", "linear_head.py", "mfu.py", "refit.py", "reshard.py", "step_vs_trl.py", "training_step.py")
+SCRIPTS = (
+    "convert.py",
+    "linear_head.py",
+    "mfu.py",
+    "plan.py",
+    "refit.py",
+    "reshard.py",
+    "step_vs_trl.py",
+    "training_step.py",
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

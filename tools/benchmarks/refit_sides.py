@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.resharding.compact import CompactPlan
 from megarl.resharding.execute import execute
 from megarl.resharding.piece import Holder, Shard
 from megarl.resharding.plan import Plan, Writes
@@ -186,7 +187,7 @@ class Engine:
         self._version = 0
 
     def open(self, plan: Plan, channel: Any, holder: Holder) -> None:
-        self._engine.connect(plan, channel, [holder], by_loader=False)
+        self._engine.connect(CompactPlan.of(plan), channel, [holder], by_loader=False)
 
     def refit(self) -> float:
         """Seconds."""

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from megarl.cluster import engine_group
 from megarl.cluster.engine_group import EngineGroup, RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.placement import Process
 from megarl.config.load import load
+from megarl.resharding.compact import CompactPlan
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.planner import make_plan
 from tests.unit.resharding.cases import config_of, layout_of
@@ -25,6 +27,8 @@ class FakeActor:
     """Those that die when they are next asked."""
     misfit = False
     connected: list[tuple]
+    put: list
+    """Into Ray's object store."""
     asleep: list[str]
 
     def __init__(self, name: str):
@@ -88,10 +92,11 @@ class FakeSession:
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """start(replicas, *overrides): an EngineGroup of such engines."""
     FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.asleep = {}, set(), [], []
-    FakeActor.misfit = False
+    FakeActor.misfit, FakeActor.put = False, []
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     made = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
     monkeypatch.setattr(EngineGroup, "actor_class", made)
+    monkeypatch.setattr(engine_group, "ray", SimpleNamespace(put=lambda it: FakeActor.put.append(it) or it))
     return lambda replicas, *overrides: EngineGroup(
         FakeSession(),
         load(QUICKSTART, ["model.dtype=float32", *overrides]),
@@ -161,9 +166,11 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:1.0"]
     assert {holder.shapes == expected.shapes for holder in engines.holders} == {True}
     assert len({holder.shard for holder in engines.holders}) == 1, "replicas share it"
-    plan = make_plan(megatron_holders(config_of(), layout_of(), "float32"), engines.holders)
+    plan = CompactPlan.of(make_plan(megatron_holders(config_of(), layout_of(), "float32"), engines.holders))
     assert engines.connect(plan, "channel")
     assert [by_loader for *_, by_loader in FakeActor.connected] == [misfit, misfit]
+    assert FakeActor.put[-1] == {"engine-0": engines.holders[:1], "engine-1": engines.holders[1:]}
+    assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "for both engines once"
     lines = [
         "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because 2 "
         "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) is none of the "

@@ -39,7 +39,7 @@ class FakeTrainers:
         return {}
 
     def connect(self, plan, meeting) -> None:
-        assert plan.order, "who sends follows it"
+        assert len(plan.order), "who sends follows it"
 
     def sending(self) -> dict:
         self._log.append("send")
@@ -75,7 +75,7 @@ class FakeEngines:
 
     def connect(self, plan, channel) -> bool:
         self._log.append(f"connect {type(channel).__name__}")
-        self.told.append(plan.destinations)
+        self.told.append(plan.bare.destinations)
         lost, self.dying_when_told = self.dying_when_told, set()
         self.drop(lost, "refit")
         return not lost
