@@ -52,7 +52,7 @@ def write_extents(
 ) -> None:
     """Into an empty folder; each rank's entries and empty objects (by key) become a file, as if the rank had saved.
 
-    tensor: gives an entry's elements when it is about to be written; its memory is taken away when it has been.
+    tensor: gives an entry's elements when it is about to be written; they may be lost when it is asked for the next.
     """
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
@@ -62,30 +62,21 @@ def write_extents(
     results = []
     for plan in writer.prepare_global_plan(plans):
         results.append(writer.write_data(plan, planner).wait())
-        planner.release()
     writer.finish(metadata, results)
     save_config(CheckpointingConfig("torch_dist"), str(folder))
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Has a tensor only while it is being written: the writer itself keeps all those of a file until it is complete."""
+    """Asks for a tensor when it is about to be written."""
 
     def __init__(self, entries: Mapping[MetadataIndex, Entry], tensor: Callable[[Entry], torch.Tensor]):
         super().__init__(flatten_state_dict=False)
         self._entries, self._tensor = entries, tensor
-        self._last = torch.empty(0)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        self.release()
         if write_item.type is WriteItemType.BYTE_IO:
             return _empty_object()
-        self._last = self._tensor(self._entries[write_item.index])
-        return self._last.view(write_item.tensor_data.chunk.sizes)
-
-    def release(self) -> None:
-        """The last tensor has been written."""
-        self._last.untyped_storage().resize_(0)
-        self._last = torch.empty(0)
+        return self._tensor(self._entries[write_item.index]).view(write_item.tensor_data.chunk.sizes)
 
 
 def _plan(entries: Sequence[Entry], objects: Sequence[str]) -> SavePlan:

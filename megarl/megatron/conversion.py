@@ -40,6 +40,7 @@ from megarl.resharding.piece import Holder
 from megarl.resharding.plan import Plan
 from megarl.resharding.planner import make_plan
 from megarl.resharding.transports.checksum import checksum, verify
+from megarl.resharding.transports.reused_memory import ReusedMemory
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 from megarl.resharding.transports.transport import Transport
@@ -188,11 +189,12 @@ def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes
     dtypes_by_prefix = {"": dtypes} | {companion.prefix: companion.dtypes for companion in weights.companions}
     entries = [_entries(rank, dtypes_by_prefix) for rank in ranks]
     total = sum(entry.num_bytes for rank in entries for entry in rank)
+    memory = ReusedMemory(max(entry.num_bytes for rank in entries for entry in rank))
     checksums: dict[str, int] = {}
 
     def tensor(entry: Entry) -> torch.Tensor:
         name = entry.extent.name
-        made = torch.empty(entry.extent.shape, dtype=getattr(torch, entry.dtype))
+        made = memory.tensor(entry.extent.shape, entry.dtype)
         execute(parts[name], {name: made}, transports[entry.prefix])
         if options.verify:
             checksums[entry.name] = checksum(made)

@@ -18,6 +18,7 @@ from megarl.resharding.piece import ITEM_BYTES, whole
 from megarl.resharding.plan import Plan
 from megarl.resharding.transports.checksum import checksum
 from megarl.resharding.transports.checksum import verify as verify_written
+from megarl.resharding.transports.reused_memory import ReusedMemory
 from megarl.resharding.transports.safetensors import INDEX, SafetensorsFolder, write_file
 from megarl.resharding.transports.transport import Transport
 
@@ -48,10 +49,11 @@ def write_folder(
     dtypes = {copy.move.destination.parameter: copy.move.destination_dtype for copy in writes.copies}
     parts = writes.grouped_by(str)
     total = sum(_num_bytes(shapes[name], dtypes[name]) for name in shapes)
+    memory = ReusedMemory(max(_num_bytes(shapes[name], dtypes[name]) for name in shapes))
     checksums: dict[str, int] = {}
 
     def tensor(name: str) -> torch.Tensor:
-        made = torch.empty(shapes[name], dtype=getattr(torch, dtypes[name]))
+        made = memory.tensor(shapes[name], dtypes[name])
         progress("written", execute(parts[name], {name: made}, transport), total)
         if verify:
             checksums[name] = checksum(made)

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megarl.megatron import conversion
 from megarl.megatron.conversion import Options, huggingface_to_megatron, megatron_to_huggingface, reshape
 from megarl.resharding import folder
 from megarl.resharding.execute import execute
+from megarl.resharding.transports.reused_memory import ReusedMemory
 from tests.unit.resharding.cases import LATENT, config_of, layout_of, random_checkpoint
 
 MIXTRAL = dict(model_type="mixtral", num_key_value_heads=2, num_local_experts=4)
@@ -364,25 +364,32 @@ def test_a_full_disk_is_seen_first(tmp_path, monkeypatch):
 
 
 def test_no_more_than_a_tensor_is_in_memory(tmp_path, monkeypatch, checkpoint):
-    """When one is put together, those before it are gone, or have no memory any more."""
-    references: list[weakref.ref[torch.Tensor]] = []
-    storages: list[torch.UntypedStorage] = []
+    """All are put together in the same place, and none has been kept in another."""
+    sizes: dict[int, list[int]] = {}
+    asked: list[int] = []
 
-    def of_checkpoint(writes, parameters, transport):
-        assert not any(storage.nbytes() for storage in storages)
-        storages.extend(tensor.untyped_storage() for tensor in parameters.values())
+    def recorded(writes, parameters, transport):
+        for tensor in parameters.values():
+            storage = tensor.untyped_storage()
+            sizes.setdefault(storage.data_ptr(), []).append(storage.nbytes())
+            assert storage.nbytes() == tensor.nbytes, "torch would save more than the tensor"
         return execute(writes, parameters, transport)
 
-    def of_folder(writes, parameters, transport):
-        assert not any(reference() is not None for reference in references)
-        references.extend(map(weakref.ref, parameters.values()))
-        return execute(writes, parameters, transport)
+    def reused(num_bytes):
+        asked.append(num_bytes)
+        return ReusedMemory(num_bytes)
 
-    monkeypatch.setattr(conversion, "execute", of_checkpoint)
-    monkeypatch.setattr(folder, "execute", of_folder)
-    reshape(checkpoint, tmp_path / "reshaped", layout_of(tp=3))
-    megatron_to_huggingface(checkpoint, tmp_path / "back")
-    assert len(storages) > 40 and len(references) == 21
+    for module in (conversion, folder):
+        monkeypatch.setattr(module, "execute", recorded)
+        monkeypatch.setattr(module, "ReusedMemory", reused)
+    for convert, count in (
+        (lambda: reshape(checkpoint, tmp_path / "reshaped", layout_of(tp=3)), 36),
+        (lambda: megatron_to_huggingface(checkpoint, tmp_path / "back"), 21),
+    ):
+        sizes.clear()
+        convert()
+        [of_all] = sizes.values()
+        assert len(of_all) >= count and max(of_all) == asked[-1]
 
 
 def test_a_checkpoint_of_a_newer_megatron(tmp_path, checkpoint):
