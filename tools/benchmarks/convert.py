@@ -80,7 +80,7 @@ def measure(num_layers: int, work: Path) -> dict[str, Any]:
     folder, checkpoint = work / "hf", work / "checkpoint"
     num_parameters = write_model(folder, {**MODEL, "num_hidden_layers": num_layers})
     write_model(work / "toy", {**MODEL, **TOY})
-    start, _ = run(["hf-to-megatron", "--hf", work / "toy", "--out", work / "toy checkpoint"], work / "toy")
+    start, start_cpu, _ = run(["hf-to-megatron", "--hf", work / "toy", "--out", work / "toy checkpoint"], work / "toy")
     there = ["hf-to-megatron", "--hf", folder, "--tp", "2", "--pp", "2"]
     back = ["megatron-to-hf", "--checkpoint", checkpoint]
     runs = {}
@@ -91,15 +91,17 @@ def measure(num_layers: int, work: Path) -> dict[str, Any]:
         ("megatron-to-hf --no-verify", [*back, "--no-verify"], checkpoint, work / "new"),
     ):
         plain = plain_copy(source, work / "copy")
-        seconds, peak = run([*command, "--out", out], source)
-        floor = sum(plain.values())
-        print(f"{name}: {seconds:.1f} s, {floor:.1f} s plain, {peak:.2f} GB", flush=True)
-        runs[name] = {"seconds": seconds, "peak_gb": peak, **plain, "ratio": seconds / floor}
+        seconds, cpu_seconds, peak = run([*command, "--out", out], source)
+        floor = plain["read_seconds"] + plain["write_seconds"]
+        print(f"{name}: {seconds:.1f} s ({cpu_seconds:.1f} of CPU), {floor:.1f} s plain, {peak:.2f} GB", flush=True)
+        found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_gb": peak}
+        runs[name] = {**found, **plain, "ratio": seconds / floor}
         if name == "megatron-to-hf" and not same_weights(folder, out):
             raise RuntimeError("the model came back changed")
         shutil.rmtree(work / "new", ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return {"num_parameters": num_parameters, "gb": num_bytes / 1e9, "start_seconds": start, "runs": runs}
+    starts = {"start_seconds": start, "start_cpu_seconds": start_cpu}
+    return {"num_parameters": num_parameters, "gb": num_bytes / 1e9, **starts, "runs": runs}
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> int:
@@ -120,12 +122,12 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> int:
 
 
 def plain_copy(source: Path, copy: Path) -> dict[str, float]:
-    """Seconds to read all bytes of a folder, from the disk, and to write as many, to the disk."""
+    """Seconds to read all bytes of a folder, from the disk, and to write as many, to the disk; CPU seconds of both."""
+    block = memoryview(os.urandom(BLOCK_BYTES))
     forget(source)
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     num_bytes = sum(map(len, blocks(source)))
     read = time.perf_counter() - start
-    block = memoryview(os.urandom(BLOCK_BYTES))
     start = time.perf_counter()
     with copy.open("wb", buffering=0) as file:
         for position in range(0, num_bytes, BLOCK_BYTES):
@@ -133,13 +135,14 @@ def plain_copy(source: Path, copy: Path) -> dict[str, float]:
         os.fsync(file.fileno())
     written = time.perf_counter() - start
     copy.unlink()
-    return {"read_seconds": read, "write_seconds": written}
+    return {"read_seconds": read, "write_seconds": written, "plain_cpu_seconds": time.process_time() - start_cpu}
 
 
-def run(command: list[Any], source: Path) -> tuple[float, float]:
-    """Seconds of the whole command, start-up included, and the most memory that it had, without pages of files."""
+def run(command: list[Any], source: Path) -> tuple[float, float, float]:
+    """Seconds of the whole command, start-up included, on the clock and of one core; and the most memory that it had,
+    without pages of files."""
     forget(source)
-    start, peak = time.perf_counter(), 0
+    start, start_cpu, peak = time.perf_counter(), children_cpu_seconds(), 0
     tool = [sys.executable, ROOT / "tools" / "convert.py", *command]
     with subprocess.Popen([str(part) for part in tool], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
@@ -147,7 +150,7 @@ def run(command: list[Any], source: Path) -> tuple[float, float]:
             time.sleep(0.02)
     if process.returncode:
         raise RuntimeError(f"{tool} ended with exit code {process.returncode}")
-    return time.perf_counter() - start, peak / 1e9
+    return time.perf_counter() - start, children_cpu_seconds() - start_cpu, peak / 1e9
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -190,19 +193,23 @@ def forget(folder: Path) -> None:
 
 def show(result: Mapping[str, Any]) -> None:
     size = f"{result['num_parameters'] / 1e9:.2f}B parameters, {result['gb']:.2f} GB"
-    table = Table(title=f"{size}, start {result['start_seconds']:.1f} s")
+    start = f"start {result['start_seconds']:.1f} s ({result['start_cpu_seconds']:.1f} of CPU)"
+    table = Table(title=f"{size}, {start}")
     for column in (
         "",
         "seconds",
+        "of CPU",
         "read",
         "write",
+        "of CPU",
         f"ratio (target {TARGET_RATIO:g})",
         f"peak GB (target {TARGET_GB:g})",
     ):
         table.add_column(column)
     for name, values in result["runs"].items():
-        numbers = [values[key] for key in ("seconds", "read_seconds", "write_seconds", "ratio", "peak_gb")]
-        table.add_row(name, *(f"{number:.2f}" for number in numbers))
+        plain = ("read_seconds", "write_seconds", "plain_cpu_seconds")
+        keys = ("seconds", "cpu_seconds", *plain, "ratio", "peak_gb")
+        table.add_row(name, *(f"{values[key]:.2f}" for key in keys))
     Console().print(table)
 
 
