@@ -12,6 +12,7 @@ from megarl.config.load import load
 from megarl.config.schema import Algorithm
 from megarl.data.collate import collate
 from megarl.megatron.advantage import with_advantages
+from megarl.rewards.process import on_turns
 from tests.packing import packing
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -99,6 +100,29 @@ def test_rewards_of_steps_count_for_what_led_to_them():
     assert estimated(algorithm("grpo", "advantage.credit=to_go"), process_reward=STEPS) == [
         *([2.0, 0, 2.0, 1.75, 0], [-0.75], [0, 0.25, -0.25], [0, 0])
     ]
+
+
+TURNS = {"a": [2.0, 5.0], "b": [1.0], "c": [3.0], "d": []}
+"""a's turns end at its first and its fourth token."""
+
+
+def of_turns() -> dict[str, list[float]]:
+    return {name: on_turns(rewards, MASKS[name]) for name, rewards in TURNS.items()}
+
+
+@pytest.mark.parametrize("estimator", OF_SAMPLES)
+def test_rewards_of_turns_are_part_of_the_samples_or_count_for_what_led_to_them(estimator):
+    """2 + 7, −1 + 1 and 0 + 3; or (2 − 1)/4 and (5 − 1)/4, 0, (3 − 1)/4, compared by themselves."""
+    whole = estimated(algorithm(estimator), process_reward=of_turns())
+    assert whole == [[4.25, 0, 4.25, 4.25, 0], [-0.25], [0, 1.25, 1.25], [0, 0]]
+    to_go = estimated(algorithm(estimator, "advantage.credit=to_go"), process_reward=of_turns())
+    assert to_go == [[2.0, 0, 1.75, 1.75, 0], [-0.75], [0, 0.25, 0.25], [0, 0]]
+
+
+def test_rewards_of_turns_are_to_come():
+    settings = algorithm("reinforce_plus_plus", "advantage.whiten=false", "advantage.gamma=0.5")
+    found = estimated(settings, process_reward=of_turns())
+    assert found == [[2 + 0.25 * 7, 0, 0.5 * 7, 7, 0], [0], [0, 0.5 * 3, 3], [0, 0]]
 
 
 def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample():
