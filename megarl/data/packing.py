@@ -75,12 +75,13 @@ Units = Sequence[Sequence[int]]
 def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Microbatch]]:
     """Microbatches per data-parallel rank, equally many on each: pipeline schedules need that of all ranks.
 
-    Every rank packs its own share, and the shorter lists are filled up with empty microbatches. units: None if each
-    sample may be anywhere.
+    They are as few as the rank that needs most of them can do with, and every rank spreads its share over all. units:
+    None if each sample may be anywhere.
     """
-    packed = [pack(share, packing.token_budget) for share in share_out(lengths, packing, units)]
-    most = round_up(max(len(microbatches) for microbatches in packed), packing.microbatch_multiple)
-    return [microbatches + [()] * (most - len(microbatches)) for microbatches in packed]
+    shares = share_out(lengths, packing, units)
+    fewest = max(len(pack(share, packing.token_budget)) for share in shares)
+    count = round_up(fewest, packing.microbatch_multiple)
+    return [spread(share, count, packing.token_budget) for share in shares]
 
 
 def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Bundle]]:
@@ -160,6 +161,24 @@ def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:
             room.append(token_budget)
         members[slot].extend(item.samples)
         room[slot] -= item.num_tokens
+    return [tuple(sorted(indexes)) for indexes in members]
+
+
+def spread(bundles: Sequence[Bundle], count: int, token_budget: int) -> list[Microbatch]:
+    """So many microbatches, of which the longest is short, as stages of a pipeline wait for it: the costliest bundle
+    first, each to the one with the least to do that has room. Where that leads to none, they are as `pack` makes them;
+    `count` is no less than it needs."""
+    members: list[list[int]] = [[] for _ in range(count)]
+    room, loads = [token_budget] * count, [0.0] * count
+    for item in sorted(bundles, key=lambda b: (-b.cost, b.samples)):
+        slots = [i for i, free in enumerate(room) if free >= item.num_tokens]
+        if not slots:
+            packed = pack(bundles, token_budget)
+            return packed + [()] * (count - len(packed))
+        slot = min(slots, key=loads.__getitem__)
+        members[slot].extend(item.samples)
+        room[slot] -= item.num_tokens
+        loads[slot] += item.cost
     return [tuple(sorted(indexes)) for indexes in members]
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.packing import Bundle, Lengths, balance, bundle, pack, schedule, share_out
+from megarl.data.packing import Bundle, Lengths, balance, bundle, pack, schedule, share_out, spread
 from megarl.planning.token_cost import TokenCost
 from tests.packing import packing
 
@@ -72,10 +72,37 @@ def test_schedule_gives_every_rank_as_many_microbatches(lengths, num_ranks, shar
     assert len(ranks) == num_ranks
     [count] = {len(microbatches) for microbatches in ranks}
     assert count % multiple == 0
-    # Whoever has most to do gets no more empty ones than the multiple asks for.
-    assert min(microbatches.count(()) for microbatches in ranks) < multiple
+    needed = max(len(pack(share, BUDGET)) for share in share_out(lengths, wanted))
+    assert needed <= count < needed + multiple
     assert indexes(members for microbatches in ranks for members in microbatches) == list(range(len(lengths)))
     assert all(cost(lengths, m, share_prompts) <= BUDGET for microbatches in ranks for m in microbatches)
+
+
+@given(st.lists(st.integers(1, BUDGET), min_size=1, max_size=30), st.integers(0, 4))
+def test_spread_keeps_the_budget_and_is_even_where_there_is_room(sizes, more):
+    bundles = [Bundle((i,), size, size) for i, size in enumerate(sizes)]
+    packed = pack(bundles, BUDGET)
+    spread_out = spread(bundles, len(packed) + more, BUDGET)
+    assert len(spread_out) == len(packed) + more
+    assert indexes(spread_out) == list(range(len(sizes)))
+    loads = [sum(sizes[i] for i in members) for members in spread_out]
+    assert max(loads) <= BUDGET
+    if sum(sizes) <= BUDGET:
+        assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_microbatches_that_a_pipeline_needs_beyond_the_budgets_share_the_samples():
+    lengths = [Lengths(f"{i}", 0, tokens) for i, tokens in enumerate((60, 50, 40, 30, 20))]
+    [ranks] = schedule(lengths, packing(microbatch_multiple=4))
+    assert sorted(sum(lengths[i].num_tokens for i in members) for members in ranks) == [40, 50, 50, 60]
+
+
+def test_what_only_first_fit_gets_into_the_budget_stays_as_it_packs_it():
+    """3 + 3 and 2 + 2 + 2: spread, the last 2 would find both at 5 of 6. 5 and 2 + 2 + 2: where the short ones cost
+    more, they would be everywhere before the long one comes."""
+    bundles = [Bundle((i,), size, size) for i, size in enumerate((3, 3, 2, 2, 2))]
+    assert spread(bundles, 2, 6) == [(0, 1), (2, 3, 4)]
+    assert spread([Bundle((i,), size, 1 / size) for i, size in enumerate((5, 2, 2, 2))], 3, 6) == [(0,), (1, 2, 3), ()]
 
 
 @given(LENGTHS, st.integers(1, 5))
