@@ -69,20 +69,38 @@ def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
     assert left_in(tmp_path) == set()
 
 
-def test_a_termination_unwinds_what_is_under_way():
-    stuck = """
+def run_as_command(body: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the tool with another command, of these lines."""
+    lines = "\n    ".join(body.splitlines())
+    code = f"""
 import os, signal, sys
 sys.path.insert(0, "tools")
 import convert
-def under_way():
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        print("tidied up")
-convert.app = under_way
+@convert.app.command("another")
+def another():
+    {lines}
+sys.argv = ["convert.py", "another"]
 convert.main()
 """
     done = subprocess.run(
-        [sys.executable, "-c", stuck], cwd=TOOL.parents[1], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=TOOL.parents[1], capture_output=True, text=True, timeout=300
     )
-    assert (done.returncode, done.stdout, done.stderr) == (143, "tidied up\n", "")
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_termination_unwinds_what_is_under_way():
+    stuck = """
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+finally:
+    print("tidied up")
+"""
+    assert run_as_command(stuck) == (143, "tidied up\n", "")
+
+
+def test_no_compiler_is_loaded():
+    loaded = """
+import megarl.megatron.conversion
+print(*sorted({"torch._dynamo", "torch.distributed.checkpoint"} & sys.modules.keys()))
+"""
+    assert run_as_command(loaded) == (0, "torch.distributed.checkpoint\n", "")
