@@ -80,13 +80,23 @@ def deltas_are_sent(config: Config) -> str | None:
 
 
 def k_samples_are_there(config: Config) -> str | None:
+    """With all n samples as the one set of n there is, none is better than the mean over sets."""
     samples, advantage = config.batch.samples_per_prompt, config.algorithm.advantage
-    if advantage.estimator != "pass_at_k" or advantage.option("k") <= samples:
+    if advantage.estimator != "pass_at_k" or samples < 2:  # a rule of its own says that there must be two
         return None
-    return (
-        f"algorithm.advantage.k={advantage.option('k')}: the best of k is among batch.samples_per_prompt={samples} "
-        f"samples; set k to at most {samples}"
-    )
+    k, all_sets = advantage.option("k"), advantage.option("pass_at_k_baseline") == "all"
+    if k > samples:
+        return (
+            f"algorithm.advantage.k={k}: the best of k is among batch.samples_per_prompt={samples} samples; set k to "
+            f"at most {samples - all_sets}"
+        )
+    if k == samples and all_sets:
+        return (
+            f"algorithm.advantage.k={k}: of batch.samples_per_prompt={samples} samples there is one set of {k}, whose "
+            f"best no sample changes, so that every advantage is 0; set k to at most {k - 1}, or "
+            "pass_at_k_baseline=without"
+        )
+    return None
 
 
 def kept_tokens_can_be_handed_over(config: Config) -> str | None:
