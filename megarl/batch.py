@@ -208,9 +208,10 @@ class TokenBatch:
     behaviour         float32 [N]    log-prob under the behaviour policy
     mask              bool [N]       False for response tokens that are not trained on
     weight            float32 [N]    share of the update's loss, 0 where the mask is False
-    reward            float32 [S]    per sample
-    baseline          float32 [S]    advantage = (reward − baseline) / scale
-    scale             float32 [S]
+    reward            float64 [S]    per sample
+    baseline          float64 [S]    advantage = (reward − baseline) / scale: in float32 few digits would be left of it
+                                     where large rewards differ little
+    scale             float64 [S]
     token_baseline    float32 [S]    the same for rewards of single tokens
     token_scale       float32 [S]
     old               float32 [N]    log-prob under the policy at the start of the step; None: it is the current one

@@ -61,9 +61,9 @@ def collate(
         mask=mask,
         weight=torch.where(mask, weight, 0.0),
         imitation_weight=torch.where(mask, _float([item.imitation_weight for item in samples])[row_sample], 0.0),
-        reward=_float([item.reward for item in samples]),
-        baseline=_float([item.baseline.value for item in samples]),
-        scale=_float([item.baseline.scale for item in samples]),
+        reward=_double([item.reward for item in samples]),
+        baseline=_double([item.baseline.value for item in samples]),
+        scale=_double([item.baseline.scale for item in samples]),
         token_baseline=_float([item.baseline.token_value for item in samples]),
         token_scale=_float([item.baseline.token_scale for item in samples]),
         old=_by_row(samples, old),
@@ -133,3 +133,7 @@ def _long(values: list[int] | list[list[int]]) -> torch.Tensor:
 
 def _float(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
+
+
+def _double(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)

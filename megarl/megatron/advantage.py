@@ -44,7 +44,7 @@ def _of_samples(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
     if batch.kl_reward is not None and algorithm.kl.level == "sequence":
         reward = reward + _whole(batch, batch.kl_reward)
     elif batch.kl_reward is not None:
-        extra = extra + batch.kl_reward / batch.scale[rows]
+        extra = extra + batch.kl_reward / batch.scale.float()[rows]
     advantage = relative.of_samples(reward, batch.baseline, batch.scale)[rows]
     advantage = advantage + to_go(extra, batch.mask, rows, config.option("gamma"))
     return replace(batch, advantage=torch.where(batch.mask, advantage, 0.0))
@@ -70,7 +70,7 @@ def _of_values(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
 
 def _by_token(batch: TokenBatch) -> torch.Tensor:
     """float32 [N]: all rewards, the sample's on its last trained token."""
-    reward = at_last_token(batch.reward, batch.mask, batch.row_sample)
+    reward = at_last_token(batch.reward.float(), batch.mask, batch.row_sample)
     for of_tokens in (batch.token_reward, batch.process_reward, batch.kl_reward):
         if of_tokens is not None:
             reward = reward + of_tokens.nan_to_num(nan=0.0)

@@ -9,9 +9,9 @@ from megarl.algorithms.shapes import require_one_shape
 
 
 def of_samples(reward: torch.Tensor, baseline: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A_i = (r_i − b_i) / c_i, the same for every token of sample i. All float32 [S]."""
+    """A_i = (r_i − b_i) / c_i, the same for every token of sample i. All float64 [S]; returns float32 [S]."""
     require_one_shape(reward=reward, baseline=baseline, scale=scale)
-    return (reward - baseline) / scale
+    return ((reward - baseline) / scale).float()
 
 
 def of_tokens(

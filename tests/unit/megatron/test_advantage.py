@@ -88,6 +88,16 @@ def test_a_sample_has_one_advantage_at_its_trained_tokens(estimator):
     assert found == [[0.75, 0, 0.75, 0.75, 0], [-0.75], [0, -0.25, -0.25], [0, 0]]
 
 
+def test_rewards_that_differ_little_keep_their_digits():
+    """GRPO of rewards near 1000 whose deviation is 1e-3: float32 has steps of 6e-5 there."""
+    rewards = [1000.0, 1000.001, 1000.002]
+    baseline = Baseline(1000.001, 1e-3)
+    samples = [replace(training_sample(n), reward=r, baseline=baseline) for n, r in zip("abc", rewards, strict=True)]
+    [batch] = with_advantages(algorithm("grpo"), [collate(samples, packing())])
+    assert batch.advantage.dtype is torch.float32
+    assert batch.advantage[[0, 5, 8]].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
+
+
 def test_rewards_of_steps_are_part_of_the_samples():
     """Rewards 2 + 7, −1 + 1, 0 + 3."""
     assert estimated(algorithm("grpo"), process_reward=STEPS) == [
