@@ -38,7 +38,9 @@ def hand_out(
     infos = [item.sample.info for item in samples]
     num_tokens = [_counted_tokens(config, role, info) for info in infos]
     prompts = [info.prompt_id for info in infos]
-    weights = sample_weights(_aggregation(config, role), num_tokens, prompts, config.rollout.max_new_tokens)
+    untrained = config.algorithm.objective.untrained_samples if role == "actor" else "counted"
+    longest = config.rollout.max_new_tokens
+    weights = sample_weights(_aggregation(config, role), num_tokens, prompts, longest, untrained)
     rewards = [item.reward for item in samples]
     imitation = imitation_weights(num_tokens, rewards, config.algorithm.objective.imitation_above)
     scores = scores or {}

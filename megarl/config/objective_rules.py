@@ -85,6 +85,11 @@ def aggregation_has_a_reader(config: Config) -> str | None:
             f"algorithm.objective.aggregation={given}: algorithm.objective.name={objective.name} has a loss for each "
             f"pair, whose mean is taken; set aggregation={default}, which is not read"
         )
+    if objective.kind.of_pairs and objective.untrained_samples != "counted":
+        return (
+            f"algorithm.objective.untrained_samples=left_out: algorithm.objective.name={objective.name} has a loss for "
+            "each pair, whatever is trained of it; set untrained_samples=counted, which is not read"
+        )
     if config.on_given_data and given == "sequence_mean_over_max_tokens":
         return (
             f"algorithm.objective.aggregation={given}: it divides by rollout.max_new_tokens, and with data.rows="

@@ -271,6 +271,7 @@ class Objective(Section):
     length_normalised: bool | None
     aggregation: Aggregation
     skip_truncated: bool
+    untrained_samples: Literal["counted", "left_out"]
     entropy_coefficient: FiniteFloat
     imitation_coefficient: NonNegativeFloat
     imitation_above: FiniteFloat

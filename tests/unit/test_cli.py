@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from megarl.cluster import supervisor
 from megarl.config.estimators import ESTIMATORS
 from megarl.config.load import dump, load
 from megarl.config.objectives import OBJECTIVES
-from megarl.config.schema import KL, Aggregation, Config
+from megarl.config.schema import KL, Advantage, Aggregation, Config, Correction, Objective, Value
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -68,6 +69,9 @@ def test_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert {*ESTIMATORS, *OBJECTIVES, *get_args(Aggregation)} <= listed
     assert set(get_args(KL.model_fields["estimator"].annotation)) <= listed
     assert "    weight=token | sequence | geometric | null" in lines
+    words = set(re.findall(r"\w+", " ".join(lines)))
+    for section in (Advantage, Objective, Value, KL, Correction):
+        assert words.issuperset(section.model_fields), section
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,32 @@ def test_truncated_responses_may_have_no_weight_for_the_policy():
     assert [item.weight for item in share.samples] == [1 / 8, 0.0]
     [of_critic] = hand_out(settings, scored[0], packing(), role="critic")
     assert [item.weight for item in of_critic.samples] == [1 / 8, 1 / 8]
+    settings = config("algorithm.objective={skip_truncated: true, untrained_samples: left_out}")
+    [share] = hand_out(settings, scored[0], packing())
+    assert [item.weight for item in share.samples] == [1 / 4, 0.0]
+    [of_critic] = hand_out(settings, scored[0], packing(), role="critic")
+    assert [item.weight for item in of_critic.samples] == [1 / 8, 1 / 8]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    # Prompts of 4 and 1, and of 3 tokens; 16 new ones at most.
+    [
+        ("token_mean", [1 / 8] * 3),
+        ("sequence_mean_of_token_means", [1 / 12, 1 / 3, 1 / 9]),
+        ("sequence_mean_of_token_sums", [1 / 3] * 3),
+        ("sequence_mean_over_max_tokens", [1 / 48] * 3),
+        ("prompt_mean_of_token_means", [1 / 10, 1 / 10, 1 / 6]),
+    ],
+)
+def test_the_losses_of_actor_and_critic_are_normalised_apart(mode, expected):
+    groups = [[sample(0, 0, 4), sample(0, 1, 1)], [sample(1, 0, 3)]]
+    scored, _ = select(config(), groups, [score(1.0)] * 3)
+    members = [item for group in scored for item in group]
+    settings = config(f"algorithm.value.aggregation={mode}", "algorithm.objective.aggregation=token_mean")
+    of_roles = {role: hand_out(settings, members, packing(), role)[0] for role in ("actor", "critic")}
+    assert [item.weight for item in of_roles["critic"].samples] == pytest.approx(expected)
+    assert [item.weight for item in of_roles["actor"].samples] == pytest.approx([1 / 8] * 3)
 
 
 def test_the_kls_coefficient_follows_the_steps_divergence():

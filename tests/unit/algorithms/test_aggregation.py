@@ -23,6 +23,23 @@ def test_weights_by_hand(mode, expected):
     assert sample_weights(mode, NUM_TOKENS, PROMPTS, 10) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("sequence_mean_of_token_means", [1 / 12, 1 / 3, 0, 1 / 9, 0]),
+        ("sequence_mean_of_token_sums", [1 / 3, 1 / 3, 0, 1 / 3, 0]),
+        ("sequence_mean_over_max_tokens", [1 / 30, 1 / 30, 0, 1 / 30, 0]),
+        ("prompt_mean_of_token_means", [1 / 10, 1 / 10, 0, 1 / 6, 0]),
+        ("token_mean", [1 / 8, 1 / 8, 0, 1 / 8, 0]),
+    ],
+)
+def test_what_is_not_trained_may_be_left_out(mode, expected):
+    """A sample of one of the two prompts that are, and a prompt of its own."""
+    weights = sample_weights(mode, [*NUM_TOKENS, 0], [*PROMPTS, "c"], 10, "left_out")
+    assert weights == pytest.approx(expected)
+    assert sample_weights(mode, [0, 0], ["a", "b"], 10, "left_out") == [0, 0]
+
+
 def test_positive_examples_share_one_mean():
     assert imitation_weights([4, 1, 0, 3], [1.0, 0.5, 1.0, 0.6], 0.5) == pytest.approx([1 / 7, 0, 0, 1 / 7])
     assert imitation_weights([4, 1], [0.0, 0.0], 0.5) == [0, 0]

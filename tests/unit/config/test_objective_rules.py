@@ -87,6 +87,11 @@ def test_what_only_rollouts_read_is_no_hindrance():
             "algorithm.objective.aggregation=token_mean: algorithm.objective.name=dpo has a loss for each pair",
         ),
         (
+            "online",
+            ["algorithm.objective.untrained_samples=left_out"],
+            "algorithm.objective.untrained_samples=left_out: algorithm.objective.name=dpo has a loss for each pair",
+        ),
+        (
             "sft",
             ["algorithm.objective.aggregation=sequence_mean_over_max_tokens"],
             "algorithm.objective.aggregation=sequence_mean_over_max_tokens: it divides by rollout.max_new_tokens",
