@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megarl.algorithms.shapes import require_one_shape
+
 
 def token_reward(log_prob: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.Tensor:
     """r_t = β·(log π_φ(y_t) − log π_ref(y_t)). log_prob, reference: float32 [N]; differentiable in log_prob."""
-    if log_prob.shape != reference.shape:
-        raise ValueError(f"log_prob {tuple(log_prob.shape)} and reference {tuple(reference.shape)} differ in shape")
+    require_one_shape(log_prob=log_prob, reference=reference)
     return beta * (log_prob - reference)
 
 
@@ -22,6 +23,5 @@ def outcome_cross_entropy(reward: torch.Tensor, success: torch.Tensor) -> torch.
     reward    float32 [S], the sum of each sample's token rewards
     success   float32 [S], 1 for a sample that succeeded, else 0
     """
-    if reward.shape != success.shape:
-        raise ValueError(f"reward {tuple(reward.shape)} and success {tuple(success.shape)} differ in shape")
+    require_one_shape(reward=reward, success=success)
     return F.softplus(reward) - success * reward

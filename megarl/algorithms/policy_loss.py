@@ -59,6 +59,7 @@ def clipped_surrogate(
     ratio: torch.Tensor, advantage: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> PolicyLoss:
     """The loss of `clip` for ratios of whatever tokens or samples, float32 [N]."""
+    require_one_shape(ratio=ratio, advantage=advantage)
     loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
     low = (ratio < 1 - clip_low) & (advantage < 0)
     high = (ratio > 1 + clip_high) & (advantage > 0)

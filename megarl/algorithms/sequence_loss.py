@@ -3,7 +3,8 @@
 log_prob, old and advantage are float32 [N] as in policy_loss, and gradients flow into log_prob only. A sample's loss
 stands at each of its tokens. With a weight of 1/(S·n) a token (sequence_mean_of_token_means) their sum over a sample
 is the paper's loss, in value and gradient; with other weights a sample counts by the sum of its tokens' weights.
-Where advantages differ within a sample, each token has the loss with its own (as GSPO-token has it).
+Where advantages differ within a sample, or a correction's weights of tokens, each token has the loss with its own, and
+the gradient that it would have if all of them were so (as GSPO-token has it).
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.algorithms.shapes import require_one_shape
+
 
 class ValueLoss(NamedTuple):
     """Per token [N]: the loss (float32), and where the clip cut the gradient off (bool)."""
@@ -22,11 +24,7 @@ def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor,
 
     value, old, returns   float32 [N]; gradients flow into value only
     """
-    if not value.shape == old.shape == returns.shape:
-        raise ValueError(
-            f"value, old and returns must share one shape [N], got {tuple(value.shape)}, {tuple(old.shape)}, "
-            f"{tuple(returns.shape)}"
-        )
+    require_one_shape(value=value, old=old, returns=returns)
     loss = (value - returns).square()
     if clip is None:
         return ValueLoss(loss, torch.zeros_like(loss, dtype=torch.bool))

@@ -29,7 +29,8 @@ def gae(
     gae_lambda      a number, or float64 [N], equal for all rows of a sample
     returns         advantage and return, float32 [N], 0 where the mask is False
     """
-    require_one_shape(reward=reward, value=value, mask=mask, row_sample=row_sample)
+    given = {"gae_lambda": gae_lambda} if isinstance(gae_lambda, torch.Tensor) else {}
+    require_one_shape(reward=reward, value=value, mask=mask, row_sample=row_sample, **given)
     sample, now = row_sample[mask], value[mask]
     following = torch.cat((now[1:], now.new_zeros(1)))[: len(now)]
     following = torch.where(same_sample(sample, 1), following, 0.0)

@@ -28,6 +28,7 @@ def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | 
     row_sample   int64 [N], not decreasing
     discount     a number, or float64 [N], equal for all rows of a sample
     """
+    require_one_shape(x=x, row_sample=row_sample)
     terms = 1
     while terms < len(x):
         later = torch.cat((x[terms:], x.new_zeros(terms)))
@@ -38,6 +39,7 @@ def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | 
 
 def at_last_token(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
     """Puts each sample's reward (float32 [S]) on its last trained token: float32 [N], 0 elsewhere."""
+    require_one_shape(mask=mask, row_sample=row_sample)
     rows = mask.nonzero()[:, 0]
     last = rows[~same_sample(row_sample[rows], 1)]
     placed = reward.new_zeros(len(mask))

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from megarl.algorithms.covariance_loss import clip_cov, clip_cov_order, covariance, kl_cov
@@ -33,6 +34,12 @@ def test_clip_cov_leaves_the_selected_tokens_out():
     out, slope = gradient(clip_cov, 0.2, 0.2)
     torch.testing.assert_close(out.loss.detach(), torch.tensor([0.0, -1.1, -3.6], dtype=torch.float64))
     torch.testing.assert_close(slope, torch.tensor([0.0, -1.1, 0.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("function", "options"), [(clip_cov, (0.2, 0.2)), (kl_cov, (0.5,))])
+def test_gradients(function, options):
+    log_prob = (OLD + RATIO.log()).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: function(x, OLD, ADVANTAGE, SELECTED, *options).loss, log_prob)
 
 
 def test_kl_cov_holds_the_selected_tokens():

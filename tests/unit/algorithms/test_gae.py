@@ -110,9 +110,14 @@ def test_value_loss_by_hand(value, clip, loss, slope, clipped):
     assert bool(out.clipped) is clipped
 
 
-def test_wrong_shapes_are_refused():
+@pytest.mark.parametrize("clip", [None, 0.4])
+def test_gradients_of_the_value_loss(clip):
+    old, returns = torch.tensor([0.1, -0.4, 0.9]).double(), torch.tensor([1.0, -1.0, 0.5]).double()
+    value = torch.tensor([0.2, 0.8, 0.6], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: squared_error(x, old, returns, clip).loss, value)
+
+
+def test_a_length_for_each_row():
     three, rows = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="one shape"):
-        gae(torch.zeros(1), three, three.bool(), rows, 1.0, 1.0)
-    with pytest.raises(ValueError, match="one shape"):
-        squared_error(three, torch.zeros(1), three, None)
+        gae(three, three, three.bool(), rows, 1.0, torch.ones(1, dtype=torch.float64))

@@ -1,10 +1,15 @@
 """KL estimators: what they are the mean of, exactly, over all tokens of a small vocabulary."""
 
+from itertools import product
+from pathlib import Path
+
 import pytest
 import torch
 
 from megarl.algorithms import kl
-from megarl.config.schema import KL
+from megarl.config.load import load
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 
 
 def two_policies() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,6 +56,12 @@ def test_which_gradient_is_that_of_the_divergence(estimator, straight_through, e
     assert torch.allclose(gradient, divergence) is exact
 
 
+@pytest.mark.parametrize("estimator", kl.ESTIMATORS)
+def test_gradients(estimator):
+    log_ratio = torch.tensor([-1.5, -0.2, 0.3, 2.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: kl.estimate(estimator, x), log_ratio)
+
+
 def test_straight_through_keeps_the_value():
     _, policy, reference = two_policies()
     for estimator in kl.ESTIMATORS:
@@ -66,17 +77,15 @@ def test_the_coefficient_moves_by_at_most_a_fifth_of_the_horizons_share(divergen
     assert kl.adapted(1.0, divergence, 0.05, 100, 1000) == pytest.approx(expected)
 
 
-def test_the_metric_says_which_form_it_is():
-    config = KL(
-        placement="loss",
-        level="sequence",
-        estimator="k3",
-        straight_through=True,
-        coefficient=0.1,
-        adaptive_target=None,
-        adaptive_horizon=10000,
-        renew_steps=None,
-        renew_share=1.0,
-    )
-    assert kl.metric_name(config) == "kl/loss_sequence_k3_straight_through"
-    assert kl.metric_name(config.model_copy(update={"straight_through": False})) == "kl/loss_sequence_k3"
+@pytest.mark.parametrize("adaptive_target", ["null", "0.1"])
+def test_all_forms_combine_and_each_has_a_metric_of_its_own(adaptive_target):
+    """Where it is taken off or added, of what, how it is estimated, and its gradient."""
+    forms = product(("loss", "reward"), ("token", "sequence"), kl.ESTIMATORS, ("", "_straight_through"))
+    names = set()
+    for placement, level, estimator, gradient in forms:
+        keys = f"placement: {placement}, level: {level}, estimator: {estimator}, coefficient: 0.1"
+        form = f"algorithm.kl={{{keys}, straight_through: {bool(gradient)}, adaptive_target: {adaptive_target}}}"
+        config = load(BASE, ["model.path=m", "data.source=arithmetic", form]).algorithm.kl
+        assert kl.metric_name(config) == f"kl/{placement}_{level}_{estimator}{gradient}"
+        names.add(kl.metric_name(config))
+    assert len(names) == 2 * 2 * 4 * 2

@@ -75,6 +75,29 @@ def test_loss_and_gradient_are_those_of_whole_samples(name, options, seed):
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
+def test_gradients_are_those_of_the_loss(name, options):
+    """Of an update: that of a single row is its share of its sample's."""
+    now, old, advantage, mask, row_sample = data(1)
+    samples, w = WholeSamples(mask, row_sample, 4), weights(mask, row_sample)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (w * OF_SAMPLES[name](x, old, advantage, samples, **options).loss).sum()
+
+    assert torch.autograd.gradcheck(loss, now)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize("hidden", [0.0, 50.0, -50.0])
+def test_what_is_not_trained_on_is_not_seen(name, options, hidden):
+    """Tool tokens in the middle of a sample, whatever their log-probs are."""
+    now, old, advantage, mask, row_sample = data(2)
+    samples = WholeSamples(mask, row_sample, 4)
+    plain = OF_SAMPLES[name](now, old, advantage, samples, **options).loss[mask]
+    other = torch.where(mask, now, hidden)
+    torch.testing.assert_close(OF_SAMPLES[name](other, old, advantage, samples, **options).loss[mask], plain)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
 def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
     now, old, advantage, mask, row_sample = data(0)
     w = weights(mask, row_sample)

@@ -135,14 +135,17 @@ def test_no_rows_is_an_empty_batch():
     assert torch.autograd.grad(scored.sum(), w)[0].abs().max() == 0
 
 
-def test_bfloat16_within_its_precision():
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(num_tokens=st.integers(1, 40), hidden=st.integers(8, 64), vocab=st.integers(3, 80), padding=st.integers(0, 20))
+def test_bfloat16_within_its_precision(num_tokens, hidden, vocab, padding):
     """Logits, and the gradients of logits, are rounded to 8 bits; sums over tokens and vocabulary are not."""
-    h, w, y, gradients = inputs(32, 64, 64, 64)
-    whole = torch.stack(plain_log_prob_and_entropy(h.bfloat16().float(), w.bfloat16().float(), y, 1.0, 64), -1)
+    h, w, y, gradients = inputs(num_tokens, hidden, vocab + padding, vocab)
+    h = (h.detach() / hidden**0.5).requires_grad_()
+    whole = torch.stack(plain_log_prob_and_entropy(h.bfloat16().float(), w.bfloat16().float(), y, 1.0, vocab), -1)
     expected = torch.autograd.grad((whole * gradients).sum(), (h, w))
     narrow_h, narrow_w = (x.detach().bfloat16().requires_grad_() for x in (h, w))
     narrow_w.main_grad = torch.zeros_like(w)
-    scored = log_prob_and_entropy(narrow_h, narrow_w, y, 1.0, 64)
+    scored = log_prob_and_entropy(narrow_h, narrow_w, y, 1.0, vocab)
     (scored * gradients).sum().backward()
     assert scored.dtype == torch.float32
     assert relative_error(scored.detach(), whole.detach()) <= 1e-2
