@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, stdev
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean, pstdev, stdev
 
 import torch
 
 from megarl.batch import Sample
 from tests.grpo_reference import GrpoReference
+from tests.objective_reference import ESTIMATES
+from tests.ppo_reference import discounted
 
 Groups = Sequence[Sequence[tuple[Sample, float]]]
 """Samples of each prompt with their rewards."""
@@ -22,6 +25,9 @@ Tokens = Mapping[str, list[float]]
 
 Estimate = Callable[[Groups, Ratios], dict[str, list[float]]]
 """(samples, log-ratios to the reference) -> advantage of each response token, by sample."""
+
+Compare = Callable[[list[float], list[int], str], list[tuple[float, float]]]
+"""(rewards of a prompt's samples, their trained tokens, the prompt) -> each one's baseline, and what to divide by."""
 
 
 class EstimatorReference(GrpoReference):
@@ -46,68 +52,147 @@ class EstimatorReference(GrpoReference):
         return torch.stack(terms).mean()
 
 
-def grpo_with_kl_of_samples(coefficient: float) -> Estimate:
-    """R_i = r_i − β·k3(Σ_t d_t), against the group's mean and sample standard deviation."""
+@dataclass(frozen=True)
+class Divergence:
+    """The KL as a reward: −coefficient · K of each token's log-ratio, or of their sum, which the last one has."""
+
+    coefficient: float = 0.0
+    estimator: str = "k1"
+    level: str = "token"
+
+    def rewards(self, sample: Sample, ratios: Ratios) -> dict[int, float]:
+        """By trained token."""
+        own = {t: ratios[sample.id][t] for t in trained(sample)}
+        if self.level == "sequence" and own:
+            own = {max(own): sum(own.values())}
+        k = ESTIMATES[self.estimator]
+        return {t: -self.coefficient * float(k(torch.tensor(d, dtype=torch.float64))) for t, d in own.items()}
+
+
+def of_samples(compare: Compare, kl: Divergence = Divergence(), learned: Tokens | None = None) -> Estimate:
+    """(R_i − b_i) / c_i with R_i = r_i and all of the KL; later tokens are not credited with the KL before them.
+
+    learned: PRIME's rewards of tokens: to it comes Σ_{s≥t} (d_s − mean of the others' mean d)
+    """
 
     def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         advantages = {}
         for group in groups:
-            totals = [
-                reward - coefficient * k3(sum(ratios[sample.id][t] for t in trained(sample)))
-                for sample, reward in group
-            ]
-            for (sample, _), total in zip(group, totals, strict=True):
-                value = (total - fmean(totals)) / (stdev(totals) + 1e-6)
-                advantages[sample.id] = [value] * len(sample.response_ids)
-        return advantages
-
-    return estimate
-
-
-def reinforce_plus_plus(coefficient: float, gamma: float) -> Estimate:
-    """Token t is rewarded with −β·d_t, the last one with r_i, too; discounted sums over what follows, whitened."""
-
-    def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
-        returns = {}
-        for sample, reward in (item for group in groups for item in group):
-            returns[sample.id], later = {}, reward / gamma
-            for t in reversed(trained(sample)):
-                later = gamma * later - coefficient * ratios[sample.id][t]
-                returns[sample.id][t] = later
-        values = [value for own in returns.values() for value in own.values()]
-        mean, deviation = fmean(values), stdev(values) + 1e-6
-        return {
-            sample.id: [(returns[sample.id].get(t, mean) - mean) / deviation for t in range(len(sample.response_ids))]
-            for group in groups
-            for sample, _ in group
-        }
-
-    return estimate
-
-
-def leave_one_out_of_tokens(of_tokens: Tokens) -> Estimate:
-    """PRIME's: Σ_{s≥t} (d_s − mean of the others' mean d) + r_i − mean of the others' r."""
-
-    def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
-        advantages = {}
-        for group in groups:
-            means = [fmean([of_tokens[sample.id][t] for t in trained(sample)] or [0.0]) for sample, _ in group]
-            for i, (sample, reward) in enumerate(group):
-                others = [j for j in range(len(group)) if j != i]
-                baseline = fmean(means[j] for j in others)
-                outcome = reward - fmean(group[j][1] for j in others)
+            of_kl = [kl.rewards(sample, ratios) for sample, _ in group]
+            totals = [reward + sum(own.values()) for (_, reward), own in zip(group, of_kl, strict=True)]
+            lengths = [len(trained(sample)) for sample, _ in group]
+            compared = compare(totals, lengths, group[0][0].prompt.id)
+            for (sample, _), own, total, (value, scale) in zip(group, of_kl, totals, compared, strict=True):
                 advantages[sample.id] = [
-                    outcome + sum(of_tokens[sample.id][s] - baseline for s in trained(sample) if s >= t)
+                    (total - value - sum(x for s, x in own.items() if s < t)) / scale
                     for t in range(len(sample.response_ids))
                 ]
+            if learned is not None:
+                credit_tokens(advantages, [sample for sample, _ in group], learned)
         return advantages
 
     return estimate
+
+
+def credit_tokens(advantages: dict[str, list[float]], group: Sequence[Sample], learned: Tokens) -> None:
+    means = [fmean([learned[sample.id][t] for t in trained(sample)] or [0.0]) for sample in group]
+    for i, sample in enumerate(group):
+        others = fmean(mean for j, mean in enumerate(means) if j != i)
+        for t in range(len(sample.response_ids)):
+            advantages[sample.id][t] += sum(learned[sample.id][s] - others for s in trained(sample) if s >= t)
+
+
+def nothing(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
+    return [(0.0, 1.0)] * len(rewards)
+
+
+def constant(value: float) -> Compare:
+    return lambda rewards, lengths, prompt: [(value, 1.0)] * len(rewards)
+
+
+def by_prompt(values: Mapping[str, float]) -> Compare:
+    return lambda rewards, lengths, prompt: [(values[prompt], 1.0)] * len(rewards)
+
+
+def group_mean(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
+    return [(fmean(rewards), 1.0)] * len(rewards)
+
+
+def standardised(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
+    return [(fmean(rewards), stdev(rewards) + 1e-6)] * len(rewards)
+
+
+def mean_of_others(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
+    return [(fmean(rewards[:i] + rewards[i + 1 :]), 1.0) for i in range(len(rewards))]
+
+
+def weighted_by_length(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
+    mean = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+    return [(mean, 1.0)] * len(rewards)
+
+
+def best_of(k: int) -> Compare:
+    """Every set of k: the mean of the best with sample i in it, less that of all."""
+
+    def compare(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
+        sets = list(combinations(range(len(rewards)), k))
+        best = [max(rewards[i] for i in members) for members in sets]
+        with_own = [
+            fmean(value for value, members in zip(best, sets, strict=True) if i in members) for i in range(len(rewards))
+        ]
+        scale = pstdev(best) + 1e-6
+        return [(r - (own - fmean(best)), scale) for r, own in zip(rewards, with_own, strict=True)]
+
+    return compare
+
+
+def amplified(kl: Divergence = Divergence()) -> Estimate:
+    """GPG's: against the group's mean, times samples / samples of groups whose rewards differ."""
+
+    def larger(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
+        totals = [[r + sum(kl.rewards(sample, ratios).values()) for sample, r in group] for group in groups]
+        factor = sum(map(len, groups)) / sum(len(own) for own in totals if len(set(own)) > 1)
+        return {name: [factor * a for a in own] for name, own in of_samples(group_mean, kl)(groups, ratios).items()}
+
+    return larger
+
+
+def to_come(gamma: float, kl: Divergence = Divergence()) -> Estimate:
+    """Σ_{s≥t} γ^(s−t)·r_s over the trained tokens, the last of which is rewarded with r_i, too."""
+    return temporal_differences(gamma, 1.0, None, kl)
+
+
+def temporal_differences(
+    gamma: float, lambda_: float, values: Tokens | None, kl: Divergence = Divergence()
+) -> Estimate:
+    """Generalised advantages, from the last trained token to the first; without values these are 0."""
+
+    def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
+        advantages = {}
+        for sample, reward in (item for group in groups for item in group):
+            tokens, of_kl = trained(sample), kl.rewards(sample, ratios)
+            own = [0.0 if values is None else values[sample.id][t] for t in tokens]
+            rewards = [of_kl.get(t, 0.0) + (reward if t == tokens[-1] else 0.0) for t in tokens]
+            following = [*own[1:], 0.0]
+            deltas = [r + gamma * after - now for r, after, now in zip(rewards, following, own, strict=bool(own))]
+            known = dict(zip(tokens, discounted(deltas, gamma * lambda_), strict=True))
+            advantages[sample.id] = [known.get(t, 0.0) for t in range(len(sample.response_ids))]
+        return advantages
+
+    return estimate
+
+
+def whitened(estimate: Estimate) -> Estimate:
+    """Less their mean, over their deviation: of all trained tokens."""
+
+    def over_all(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
+        plain = estimate(groups, ratios)
+        every = [plain[sample.id][t] for group in groups for sample, _ in group for t in trained(sample)]
+        mean, deviation = fmean(every), stdev(every) + 1e-6
+        return {name: [(a - mean) / deviation for a in own] for name, own in plain.items()}
+
+    return over_all
 
 
 def trained(sample: Sample) -> list[int]:
     return [t for t, flag in enumerate(sample.response_mask) if flag]
-
-
-def k3(log_ratio: float) -> float:
-    return math.exp(-log_ratio) - 1 + log_ratio

@@ -23,15 +23,18 @@ class GrpoReference:
         self.temperature = temperature
 
     def log_probs(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
-        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
-        logits = model(ids).logits[0] / self.temperature
-        logits = logits[len(sample.prompt.token_ids) - 1 : -1]
+        logits = self.logits(model, sample)
         for i, kept in enumerate(sample.kept_ids):
             if kept:
                 others = torch.ones_like(logits, dtype=torch.bool)
                 others[:, [sample.response_ids[i], *kept]] = False
                 logits = logits.masked_fill(others & (torch.arange(len(logits)) == i)[:, None], -torch.inf)
-        return torch.log_softmax(logits, -1).gather(1, ids[0, len(sample.prompt.token_ids) :, None])[:, 0]
+        return torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+
+    def logits(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
+        """Of the distributions that the response tokens come from [R, V]."""
+        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1] / self.temperature
 
     def loss(
         self, groups: Sequence[Sequence[tuple[Sample, float]]], kl_coefficient: float, old: dict[str, torch.Tensor]

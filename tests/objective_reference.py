@@ -14,16 +14,22 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Response:
-    """The trained tokens of one sample: log-probs under four policies [n], of which only `now` has a gradient, and the
-    tokens that the objective treats apart (bool [n])."""
+    """The trained tokens of one sample [n]: advantages; log-probs under four policies, of which only `now` has a
+    gradient, and entropies, which have one; the tokens that the objective treats apart (bool).
+
+    unequal: whether its tokens have advantages, or weights of a correction, of their own. A sample's loss then stands
+    at each of them with these, and only the token's own log-prob has a gradient in it: as if all of them were so.
+    """
 
     prompt: str
-    advantage: float
+    advantage: Tensor
     now: Tensor
+    entropy: Tensor
     old: Tensor
     behaviour: Tensor
     reference: Tensor
     selected: Tensor
+    unequal: bool
     longest: int
 
     @property
@@ -38,7 +44,7 @@ Loss = Callable[[Response], Tensor]
 def clip(dual: float) -> Loss:
     def loss(r: Response) -> Tensor:
         gain = torch.minimum(r.ratio * r.advantage, r.ratio.clamp(0.8, 1.2) * r.advantage)
-        return -(gain.clamp(min=dual * r.advantage) if r.advantage < 0 else gain)
+        return -torch.where(r.advantage < 0, torch.maximum(gain, dual * r.advantage), gain)
 
     return loss
 
@@ -52,14 +58,20 @@ def kl_penalty(r: Response) -> Tensor:
 
 
 def gspo(r: Response) -> Tensor:
-    s = r.ratio.prod() ** (1 / len(r.now))
-    return -torch.minimum(s * r.advantage, s.clamp(0.95, 1.05) * r.advantage).expand(len(r.now))
+    """Where its tokens are unequal: GSPO-token (https://arxiv.org/abs/2507.18071, eq. 13 and 14)."""
+    s = (r.ratio.prod() ** (1 / len(r.now))).expand(len(r.now))
+    if r.unequal:
+        s = s.detach() * (r.now - r.now.detach()).exp()
+    return -torch.minimum(s * r.advantage, s.clamp(0.95, 1.05) * r.advantage)
 
 
 def gmpo(r: Response) -> Tensor:
     low, high = math.exp(-0.2), math.exp(0.2)
-    terms = torch.minimum(r.ratio * r.advantage, r.ratio.clamp(low, high) * r.advantage).abs()
-    return -(math.copysign(1.0, r.advantage) * terms.prod() ** (1 / len(r.now))).expand(len(r.now))
+    clipped = torch.where(r.advantage > 0, r.ratio.clamp(max=high), r.ratio.clamp(min=low))
+    mean = (clipped.prod() ** (1 / len(r.now))).expand(len(r.now))
+    if r.unequal:
+        mean = mean.detach() * clipped / clipped.detach()
+    return -r.advantage * mean
 
 
 def cispo(r: Response) -> Tensor:
@@ -67,13 +79,13 @@ def cispo(r: Response) -> Tensor:
 
 
 def sapo(r: Response) -> Tensor:
-    tau = 1.0 if r.advantage > 0 else 1.05
+    tau = torch.where(r.advantage > 0, 1.0, 1.05)
     return -4 / tau / (1 + (-tau * (r.ratio - 1)).exp()) * r.advantage
 
 
 def dppo(divergence: Callable[[Tensor, Tensor], Tensor], limit: float) -> Loss:
     def loss(r: Response) -> Tensor:
-        outwards = (r.ratio > 1) if r.advantage > 0 else (r.ratio < 1)
+        outwards = torch.where(r.advantage > 0, r.ratio > 1, r.ratio < 1)
         far = divergence(r.old.exp(), r.now.detach().exp()) > limit
         return torch.where(outwards & far, 0.0, unclipped(r))
 
@@ -96,16 +108,20 @@ def kl_cov(r: Response) -> Tensor:
     return unclipped(r) + 0.5 * r.selected * (r.now - r.old).abs()
 
 
-def select(of_samples: Sequence[tuple[str, float, Tensor, Tensor]], share: float, bounds: tuple | None) -> list[Tensor]:
+def select(
+    of_samples: Sequence[tuple[str, Tensor, Tensor, Tensor]], share: float, bounds: tuple | None
+) -> list[Tensor]:
     """Of every sample, which of its trained tokens are among the `share` of all tokens that have the largest covariance
     of old log-prob and advantage, or (bounds) are drawn among those whose covariance is between them.
 
-    of_samples: id, advantage, mask [R], and log-probs of the old policy [R]
+    of_samples: id, and of each of its tokens [R]: advantage, mask, and log-prob of the old policy
     """
     tokens = [
         (old, advantage, float(draw), i)
-        for i, (name, advantage, mask, log_probs) in enumerate(of_samples)
-        for draw, flag, old in zip(draws(name, len(mask)), mask.tolist(), log_probs.tolist(), strict=True)
+        for i, (name, *of_tokens) in enumerate(of_samples)
+        for draw, advantage, flag, old in zip(
+            draws(name, len(of_tokens[0])), *map(Tensor.tolist, of_tokens), strict=True
+        )
         if flag
     ]
     mean_old, mean_advantage = (sum(token[k] for token in tokens) / len(tokens) for k in (0, 1))
@@ -129,6 +145,8 @@ def dro(level: str) -> Loss:
     def loss(r: Response) -> Tensor:
         log_ratio = r.now - r.old
         distance = log_ratio.sum().expand(len(r.now)) if level == "sequence" else log_ratio
+        if level == "sequence" and r.unequal:
+            distance = distance.detach() + len(r.now) * (r.now - r.now.detach())
         return (r.advantage - 0.3 * distance) ** 2 / 2
 
     return loss

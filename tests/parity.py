@@ -112,12 +112,22 @@ def shares(
     groups: list[Group],
     role: Role = "actor",
     scores: TokenScores | None = None,
+    greedy: Mapping[str, float] | None = None,
+    average: float = 0.0,
 ) -> list[Share]:
-    """References are what they refer to. scores: rewards of tokens are part of what samples are compared by."""
+    """References are what they refer to. scores: rewards of tokens are part of what samples are compared by. greedy: by
+    prompt, the reward of its greedy response. average: of the rewards of earlier steps."""
     totals = {name: amounts(groups, own) for name, own in (scores or {}).items()}
     of_tokens, of_kl = (totals.get(name, {}) for name in ("token_reward", "kl_reward"))
-    scored = [[ScoredSample(RemoteSample(SampleInfo.of(s), s), reward) for s, reward in group] for group in groups]
-    return hand_out(config, compared(config, scored, of_tokens, of_kl, MovingAverage()), packing, role, scores)
+    scored = [
+        [
+            ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, greedy=(greedy or {}).get(s.prompt.id, 0.0))
+            for s, reward in group
+        ]
+        for group in groups
+    ]
+    samples = compared(config, scored, of_tokens, of_kl, MovingAverage(average, 1.0))
+    return hand_out(config, samples, packing, role, scores)
 
 
 def amounts(groups: list[Group], scores: Mapping[str, torch.Tensor]) -> dict[str, TokenTotals]:
@@ -132,7 +142,6 @@ def train(
     config: Config,
     folder: Path,
     updates: list[list[Group]],
-    old_pass: bool = False,
     given: TokenScores | None = None,
     **packing,
 ) -> RankResult:
@@ -144,9 +153,8 @@ def train(
         share, samples = own_share(config, worker, groups, given)
         if config.algorithm.kl.coefficient:
             worker.score("reference", samples, share.microbatches)
-        if old_pass or config.kl_in_reward:
-            worker.score("old", samples, share.microbatches)
         if config.kl_in_reward:
+            worker.score("old", samples, share.microbatches)
             of_ranks: list = [None] * config.actor.layout.world_size
             dist.all_gather_object(of_ranks, worker.token_scores(samples, share.microbatches))
             kl = {name: own for of_rank in of_ranks for name, own in of_rank.items()}

@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from megarl.batch import Sample
 from megarl.metrics import merge
@@ -83,12 +82,3 @@ def test_truncated_policies_equal_plain_torch(folder, layout):
     assert metrics["policy/kept_mean"].value == pytest.approx(sum(len(kept) for _, kept in trained) / len(trained))
     outside = sum(target not in kept for target, kept in trained) / len(trained)
     assert metrics["policy/outside_kept_share"].value == pytest.approx(outside)
-
-
-def test_leaving_out_the_old_pass_changes_nothing(folder):
-    """With one update per step the old policy is the current one."""
-    config = config_of(folder)
-    updates = [random_groups(0)]
-    [without] = run_ranks(1, train, config, folder, updates)
-    [with_pass] = run_ranks(1, train, config, folder, updates, True)
-    assert all(torch.equal(without.weights[name], with_pass.weights[name]) for name in without.weights)

@@ -15,17 +15,23 @@ TOKENS, HIDDEN = 37, 16
 SIZES = [(100, 102), (100, 180), (7, 12), (101, 150)]
 """Vocabulary, and with its padding. In the second, a rank holds nothing but padding."""
 
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
-def inputs(vocab: int, padded: int):
+
+def inputs(vocab: int, padded: int, dtype: torch.dtype, computed_in: torch.dtype):
+    """Numbers that dtype can hold."""
     generator = torch.Generator().manual_seed(vocab + padded)
-    hidden, weight = (torch.randn(n, HIDDEN, generator=generator) / 4 for n in (TOKENS, padded))
+    parts = [torch.randn(n, HIDDEN, generator=generator) / 4 for n in (TOKENS, padded)]
+    hidden, weight, bias = (
+        part.to(dtype).to(computed_in).requires_grad_() for part in (*parts, torch.randn(padded, generator=generator))
+    )
     # At most five tokens of all: some ranks have none of them, and none the target. Every third row keeps everything.
     kept = torch.randint(-vocab, vocab, (TOKENS, 5), generator=generator).clamp(min=-1)
     kept[::3] = -1
     return {
-        "hidden": hidden.requires_grad_(),
-        "weight": weight.requires_grad_(),
-        "bias": torch.randn(padded, generator=generator).requires_grad_(),
+        "hidden": hidden,
+        "weight": weight,
+        "bias": bias,
         "targets": torch.randint(vocab, (TOKENS,), generator=generator),
         "temperature": torch.rand(TOKENS, generator=generator) + 0.5,
         "kept": kept,
@@ -36,36 +42,39 @@ def variant(of_all: dict, truncated: bool) -> dict:
     return of_all if truncated else of_all | {"bias": None, "temperature": 0.9, "kept": None}
 
 
-def sharded(store, rank: int, world_size: int) -> list[tuple]:
+def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple]:
     """On one rank, by size and variant: value, this shard's part of the hidden gradient, and its own gradients."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     linear_head.TOKENS_PER_TILE, linear_head.VOCABULARY_PER_TILE, head_tile.BLOCK = 16, 24, 100
     results = []
     for vocab, padded in SIZES:
         for truncated in (False, True):
-            of_all, gradient = inputs(vocab, padded)
+            of_all, gradient = inputs(vocab, padded, dtype, dtype)
             for name in ("weight", "bias"):
                 of_all[name] = of_all[name].detach().chunk(world_size)[rank].clone().requires_grad_()
             own = variant(of_all, truncated)
             scored = log_prob_and_entropy(**own, vocab_size=vocab, group=dist.group.WORLD)
             (scored * gradient).sum().backward()
             bias_grad = own["bias"].grad if truncated else torch.zeros(0)
-            results.append((scored.detach(), own["hidden"].grad, own["weight"].grad, bias_grad))
+            gradients = (own["hidden"].grad.float(), own["weight"].grad.float(), bias_grad.float())
+            results.append((scored.detach(), *gradients))
     return results
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_shards_together_equal_the_whole(world_size):
-    ranks = run_ranks(world_size, sharded, world_size)
+def test_shards_together_equal_the_whole(world_size, dtype):
+    """In bfloat16, logits and their gradients are rounded, and the whole is of float32."""
+    ranks, tolerance = run_ranks(world_size, sharded, world_size, dtype), TOLERANCE[dtype]
     variants = [(size, truncated) for size in SIZES for truncated in (False, True)]
     for (size, truncated), *own in zip(variants, *ranks, strict=True):
-        of_all, gradient = inputs(*size)
+        of_all, gradient = inputs(*size, dtype, torch.float32)
         whole = variant(of_all, truncated)
         expected = torch.stack(plain_log_prob_and_entropy(**whole, vocab_size=size[0]), -1)
         (expected * gradient).sum().backward()
         for scored, *_ in own:
-            assert relative_error(scored, expected.detach()) <= 1e-5
-        assert relative_error(sum(part for _, part, _, _ in own), whole["hidden"].grad) <= 1e-5
-        assert relative_error(torch.cat([part for _, _, part, _ in own]), whole["weight"].grad) <= 1e-5
+            assert relative_error(scored, expected.detach()) <= tolerance
+        assert relative_error(sum(part for _, part, _, _ in own), whole["hidden"].grad) <= tolerance
+        assert relative_error(torch.cat([part for _, _, part, _ in own]), whole["weight"].grad) <= tolerance
         if truncated:
-            assert relative_error(torch.cat([part for *_, part in own]), whole["bias"].grad) <= 1e-5
+            assert relative_error(torch.cat([part for *_, part in own]), whole["bias"].grad) <= tolerance

@@ -1,21 +1,28 @@
 """A microbatch's loss, KL, entropy and metrics come out of one pass through the model, and neither head nor objective
-waits for a number. (Attention on CPU does, for the lengths of documents.)"""
+waits for a number, whatever is trained. (Attention on CPU does, for the lengths of documents.)"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.config.schema import Config
+from megarl.batch import TrainingSample
+from megarl.cluster.rank_group import worker_class
+from megarl.config.schema import Config, Role
+from megarl.data.packing import Microbatch
 from megarl.megatron import head, step
 from megarl.megatron.actor_worker import ActorWorker
+from megarl.megatron.critic_worker import CriticWorker
+from megarl.megatron.implicit_reward_worker import ImplicitRewardWorker
+from megarl.megatron.worker import TrainerWorker
 from megarl.ops import linear_head
 from tests.forked import run_ranks
-from tests.parity import config_of, own_share, random_groups
+from tests.parity import config_of, random_groups, shares
 from tests.tiny_model import write_tiny_llama
 
 WAITING = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
@@ -40,17 +47,23 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradients(store, rank: int, configs: Sequence[Config], folder: Path) -> list[tuple[set[str], int, int]]:
-    """For each: operators of the update that wait; how often the model was called; number of microbatches."""
+def updates(store, rank: int, configs: Sequence[Config], folder: Path) -> list[tuple[set[str], int, int, set[str]]]:
+    """For each: operators of the update that wait; how often the model was called; number of microbatches; metrics."""
     worker = ActorWorker(configs[0], folder, rank, store, threads=1)
     return [of_update(worker, config) for config in configs]
 
 
-def of_update(worker: ActorWorker, config: Config) -> tuple[set[str], int, int]:
+def update_of_role(store, rank: int, config: Config, folder: Path, role: Role) -> tuple[set[str], int, int, set[str]]:
+    worker = worker_class(config, role)(config, folder, rank, store, threads=1)
+    worker.packing = replace(worker.packing, shares_prompts=False)  # more than one microbatch, also of pairs
+    return of_update(worker, config)
+
+
+def of_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, int, set[str]]:
     worker._config = config
-    share, samples = own_share(config, worker, random_groups(0), None)
-    worker.score("reference", samples, share.microbatches)
-    worker.score("old", samples, share.microbatches)
+    share = shares(config, worker.packing, random_groups(0), worker.role)[0]
+    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+    make_passes(worker, samples, share.microbatches)
     batches = worker._training_batches(samples, share.microbatches)
     waits, calls = Waits(), []
 
@@ -68,22 +81,55 @@ def of_update(worker: ActorWorker, config: Config) -> tuple[set[str], int, int]:
         parts = step.accumulate_gradients(worker.chunks, watched(worker.objective), batches)
     hook.remove()
     worker.end_step()
-    names = {name for part in parts for name in part}
-    assert names >= {
-        "policy/loss",
-        "policy/entropy",
-        "policy/clip_low_share",
-        "correction/weight_max",
-        "kl/coefficient",
-    }
-    return waits.found, len(calls), len(batches)
+    return waits.found, len(calls), len(batches), {name for part in parts for name in part}
 
 
-def test_an_update_calls_the_model_once_a_microbatch_and_never_waits(tmp_path):
-    folder = write_tiny_llama(tmp_path / "model")
+def make_passes(worker: TrainerWorker, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> None:
+    if isinstance(worker, CriticWorker | ImplicitRewardWorker):
+        worker.token_scores(samples, microbatches)
+    elif isinstance(worker, ActorWorker):
+        for scorer in ("old", "reference") if worker._config.has_reference else ("old",):
+            worker.score(scorer, samples, microbatches)
+
+
+def assert_never_waits(result: tuple[set[str], int, int, set[str]], name: str, metrics: set[str]) -> None:
+    waits, calls, microbatches, found = result
+    assert not waits, name
+    assert calls == microbatches > 1, name
+    assert found >= metrics, name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+def test_an_update_calls_the_model_once_a_microbatch_and_never_waits(folder):
     common = ["algorithm.kl.coefficient=0.05", "algorithm.correction={weight: token, mask: sequence}"]
     configs = [config_of(folder, *common, f"algorithm.objective={objective}") for objective in OBJECTIVES]
-    [results] = run_ranks(1, gradients, configs, folder)
-    for objective, (waits, calls, microbatches) in zip(OBJECTIVES, results, strict=True):
-        assert not waits, objective
-        assert calls == microbatches > 1
+    [results] = run_ranks(1, updates, configs, folder)
+    of_policy = {"policy/loss", "policy/entropy", "policy/clip_low_share", "correction/weight_max", "kl/coefficient"}
+    for objective, result in zip(OBJECTIVES, results, strict=True):
+        assert_never_waits(result, objective, of_policy)
+
+
+GIVEN = "data={source: rows.jsonl, rows: preferences}"
+ROLES = {
+    "SFT": ("actor", ["algorithm.objective.name=sft", "data={source: rows.jsonl, rows: messages}"], "policy/nll"),
+    "reward model": ("actor", ["algorithm.objective.name=reward_model", GIVEN], "preference/accuracy"),
+    "DPO": ("actor", ["algorithm.objective={name: dpo, length_normalised: true}", GIVEN], "preference/accuracy"),
+    "IPO, online": ("actor", ["algorithm.objective.name=ipo"], "mismatch/logprob_abs_max"),
+    "critic": ("critic", ["algorithm.value.clip=0.2"], "value/clip_share"),
+    "critic on the actor": ("actor", ["critic.trunk=actor", "algorithm.value.clip=0.2"], "value/clip_share"),
+    "implicit reward": ("implicit_reward", ["implicit_reward.coefficient=1.0"], "implicit_reward/accuracy"),
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_whatever_is_trained_never_waits(folder, name):
+    role, keys, metric = ROLES[name]
+    estimator = ["algorithm.advantage.estimator=gae"] if "critic" in name or role != "actor" else []
+    budgets = [f"{section}.tokens_per_microbatch=128" for section in ("actor", "critic", "implicit_reward")]
+    config = config_of(folder, "rollout.temperature=1.0", *budgets, *estimator, *keys)
+    [result] = run_ranks(1, update_of_role, config, folder, role)
+    assert_never_waits(result, name, {metric})

@@ -1,0 +1,145 @@
+"""Estimators, objectives, aggregations and forms of the KL combine freely: in any layout, loss and gradients are those
+of plain Hugging Face and torch, one sample at a time.
+
+Each estimator is with each objective, and each of both with every aggregation and every correction. Each form of the KL
+is in four of the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple, get_args
+
+import pytest
+import torch
+
+from megarl.config.estimators import ESTIMATORS
+from megarl.config.objectives import OBJECTIVES
+from megarl.config.schema import Aggregation
+from tests import estimator_reference as advantages
+from tests import objective_reference as plain
+from tests.distributed import test_objectives
+from tests.estimator_reference import Divergence, Estimate
+from tests.marks import exhaustive_but
+from tests.objective_cases import KL, LAYOUTS, Case, World, check, expected
+
+AVERAGE, GREEDY = 0.4, {"0": 0.5, "1": 1.0, "2": 0.0}
+
+
+class Estimator(NamedTuple):
+    """Its keys, what it amounts to with a KL in the reward, and what other models have to say of tokens for it."""
+
+    keys: str
+    estimate: Callable[[Divergence, World], Estimate]
+    given: tuple[str, ...] = ()
+
+
+def compared(name: str, compare: advantages.Compare) -> Estimator:
+    return Estimator(name, lambda kl, world: advantages.of_samples(compare, kl))
+
+
+OF_ESTIMATORS: dict[str, Estimator] = {
+    "policy gradient": compared("policy_gradient", advantages.nothing),
+    "REINFORCE": compared("reinforce", advantages.constant(AVERAGE)),
+    "REINFORCE++": Estimator(
+        "reinforce_plus_plus, gamma: 0.9", lambda kl, world: advantages.whitened(advantages.to_come(0.9, kl))
+    ),
+    "REINFORCE++, group baseline": Estimator(
+        "reinforce_plus_plus_baseline",
+        lambda kl, world: advantages.whitened(advantages.of_samples(advantages.group_mean, kl)),
+    ),
+    "RLOO": compared("rloo", advantages.mean_of_others),
+    "PRIME": Estimator(
+        "rloo, credit: to_go",
+        lambda kl, world: advantages.of_samples(advantages.mean_of_others, kl, world.lists("token_reward")),
+        ("token_reward",),
+    ),
+    "ReMax": compared("remax", advantages.by_prompt(GREEDY)),
+    "GRPO": compared("grpo", advantages.standardised),
+    "OPO": compared("opo", advantages.weighted_by_length),
+    "GPG": Estimator("gpg", lambda kl, world: advantages.amplified(kl)),
+    "pass@k": compared("pass_at_k, k: 2", advantages.best_of(2)),
+    "GAE": Estimator(
+        "gae, gamma: 0.9, gae_lambda: 0.8",
+        lambda kl, world: advantages.temporal_differences(0.9, 0.8, world.lists("values"), kl),
+        ("values",),
+    ),
+}
+OF_OBJECTIVES = [
+    *("dual clip", "unclipped", "TRPO's penalty", "GSPO", "GMPO", "CISPO", "SAPO", "DPPO, TV", "DPPO, KL"),
+    *("Clip-Cov", "KL-Cov", "DRO"),
+]
+CORRECTIONS: list[tuple[str, plain.Factor]] = [
+    ("", plain.no_factor),
+    ("weight: token, weight_limit: 1.2", plain.truncated(plain.of_token, 1.2)),
+    ("weight: sequence, weight_limit: 1.5", plain.truncated(plain.of_sequence, 1.5)),
+    ("weight: geometric, weight_limit: null", plain.truncated(plain.geometric)),
+    ("weight: token, weight_limit: null, mask: token, mask_low: 0.7, mask_high: 1.5", plain.icepop),
+    ("mask: sequence, mask_low: 0.5, mask_high: 2", plain.masked(plain.of_sequence, 0.5, 2)),
+    ("mask: geometric, mask_low: 0.97, mask_high: 1.2", plain.masked(plain.geometric, 0.97, 1.2)),
+]
+KLS = [None, *product(("loss", "reward"), ("token", "sequence"), ("k1", "k2", "k3", "abs"), (False, True))]
+
+
+def case(world: World, i: int, j: int) -> Case:
+    """Of estimator i and objective j. 5 and 7 divide no difference of two indices that would leave a pair out: over a
+    row or a column, i + j takes every value modulo 5, and i + 3j modulo 7."""
+    keys, estimate, given = list(OF_ESTIMATORS.values())[i]
+    correction, factor = CORRECTIONS[(i + 3 * j) % len(CORRECTIONS)]
+    aggregations = get_args(Aggregation)
+    with_objective = replace(
+        test_objectives.CASES[OF_OBJECTIVES[j]],
+        aggregation=aggregations[(i + j) % len(aggregations)],
+        correction=correction,
+        factor=factor,
+        estimator=f"estimator: {keys}",
+        given=given,
+    )
+    form = KLS[(len(OF_OBJECTIVES) * i + j) % len(KLS)]
+    if form is None:
+        return replace(with_objective, kl="", divergence=None, estimate=estimate(Divergence(), world))
+    placement, level, estimator, straight_through = form
+    in_reward = placement == "reward"
+    name = f"kl/{placement}_{level}_{estimator}{'_straight_through' if straight_through else ''}"
+    return replace(
+        with_objective,
+        reported=(name, plain.divergence(estimator, level, straight_through)),
+        kl=f"placement: {placement}, level: {level}, estimator: {estimator}, "
+        f"straight_through: {str(straight_through).lower()}",
+        divergence=None if in_reward else plain.divergence(estimator, level, straight_through),
+        estimate=estimate(Divergence(KL, estimator, level) if in_reward else Divergence(), world),
+    )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return World.make(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def cases(world) -> dict[str, Case]:
+    pairs = product(enumerate(OF_ESTIMATORS), enumerate(OF_OBJECTIVES))
+    return {f"{estimator} with {objective}": case(world, i, j) for (i, estimator), (j, objective) in pairs}
+
+
+@pytest.fixture(scope="module")
+def of_single_samples(world, cases) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+    return expected(world, cases)
+
+
+def test_every_pair_is_among_the_cases(cases):
+    estimators = {c.estimator.partition(": ")[2].partition(",")[0] for c in cases.values()}
+    objectives = {c.objective.partition(": ")[2].partition(",")[0] for c in cases.values()}
+    assert estimators == set(ESTIMATORS)
+    assert objectives == {name for name, reads in OBJECTIVES.items() if reads.of_policy}
+    for axis, other in product(("estimator", "objective"), ("aggregation", "correction")):
+        pairs = {(getattr(c, axis), getattr(c, other)) for c in cases.values()}
+        assert len(pairs) == len({a for a, _ in pairs}) * len({b for _, b in pairs}), (axis, other)
+    assert len({c.kl for c in cases.values()}) == len(KLS)
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "TP2, SP, 1 microbatch", "CP2"))
+def test_gradients_are_those_of_single_samples(world, cases, of_single_samples, layout):
+    check(world, cases, of_single_samples, layout, GREEDY, AVERAGE)

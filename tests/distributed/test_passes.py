@@ -1,0 +1,112 @@
+"""Passes that a run leaves out: with them, the gradients would be the same, bit by bit. And what is not left out with
+them: the correction for samples that another policy gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.algorithms import passes
+from megarl.config.objectives import OBJECTIVES
+from megarl.config.schema import Config
+from megarl.megatron import parallel, step
+from megarl.megatron.actor_worker import ActorWorker
+from tests.forked import run_ranks
+from tests.marks import exhaustive_but
+from tests.parity import TokenScores, config_of, random_groups, reduced_gradients, shares
+from tests.tiny_model import write_tiny_llama
+
+Gradients = dict[str, torch.Tensor]
+CORRECTION = (
+    "algorithm.correction={weight: token, weight_limit: 1.5, mask: geometric, mask_low: 0.001, mask_high: 1000}"
+)
+LAYOUTS = {"1 process": "{}", "PP2": "{pp: 2}", "CP2": "{cp: 2}"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
+
+
+def gradients(
+    store, rank: int, configs: Mapping[str, Config], folder: Path, given: TokenScores, old_pass: bool
+) -> dict[str, Gradients]:
+    """By case, those of one update."""
+    worker = ActorWorker(next(iter(configs.values())), folder, rank, store, threads=1)
+    return {name: of_update(worker, config, given, old_pass) for name, config in configs.items()}
+
+
+def of_update(worker: ActorWorker, config: Config, given: TokenScores, old_pass: bool) -> Gradients:
+    worker._config = config
+    groups = random_groups(0)
+    share = shares(config, worker.packing, groups, scores=given)[worker.data_parallel_rank]
+    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+    if old_pass:
+        worker.score("old", samples, share.microbatches)
+    batches = worker._training_batches(samples, share.microbatches)
+    assert not parallel.is_last_stage(None) or all((batch.old is not None) == old_pass for batch in batches)
+    step.accumulate_gradients(worker.chunks, worker.objective, batches)
+    worker.end_step()
+    return reduced_gradients(worker)
+
+
+def assert_same(ranks: list[dict[str, Gradients]], others: list[dict[str, Gradients]]) -> None:
+    for own, other in zip(ranks, others, strict=True):
+        for case in own:
+            assert all(torch.equal(own[case][name], other[case][name]) for name in own[case]), case
+            assert any(gradient.any() for gradient in own[case].values()), case
+
+
+def tokens(seed: int) -> dict[str, torch.Tensor]:
+    """A number for every response token, by sample."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = [sample for group in random_groups(0) for sample, _ in group]
+    return {sample.id: torch.randn(len(sample.response_ids), generator=generator) for sample in samples}
+
+
+OBJECTIVES_WITHOUT_OLD = [
+    name for name, reads in OBJECTIVES.items() if reads.of_policy and "covariance_share" not in reads.options
+]
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "1 process", "PP2"))
+def test_with_one_update_a_step_the_old_policy_is_the_current_one(folder, layout):
+    """In every objective, with corrections and without; and a correction is not left out with the pass."""
+    configs = {
+        f"{name} {correction}": config_of(
+            folder, f"actor.layout={LAYOUTS[layout]}", f"algorithm.objective.name={name}", *correction
+        )
+        for name in OBJECTIVES_WITHOUT_OLD
+        for correction in ((), (CORRECTION,))
+    }
+    assert not any(passes.needed(config, "old log-probs") for config in configs.values())
+    world_size = next(iter(configs.values())).actor.layout.world_size
+    without, with_pass = (run_ranks(world_size, gradients, configs, folder, {}, old) for old in (False, True))
+    assert_same(without, with_pass)
+    for own in without:
+        for name in OBJECTIVES_WITHOUT_OLD:
+            plain, corrected = own[f"{name} ()"], own[f"{name} {(CORRECTION,)}"]
+            assert all(not torch.equal(plain[p], corrected[p]) for p in plain if plain[p].any()), name
+
+
+@pytest.mark.parametrize(
+    ("left_out", "given"),
+    [
+        ("reference log-probs", {"reference": tokens(1)}),
+        ("critic values", {"values": tokens(2)}),
+        ("implicit rewards", {"token_reward": {name: 0.0 * own for name, own in tokens(3).items()}}),
+    ],
+)
+def test_what_no_term_reads_changes_nothing(folder, left_out, given):
+    """A reference with a coefficient of 0, a critic where samples are compared with each other, and an implicit reward
+    model whose rewards have a coefficient of 0."""
+    configs = {
+        name: config_of(folder, f"algorithm.advantage.estimator={name}")
+        for name in ("grpo", "rloo", "reinforce_plus_plus")
+    }
+    assert not any(passes.needed(config, left_out) for config in configs.values())
+    without, with_pass = (run_ranks(1, gradients, configs, folder, scores, False) for scores in ({}, given))
+    assert_same(without, with_pass)

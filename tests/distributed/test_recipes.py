@@ -1,0 +1,147 @@
+"""Every recipe trains: the driver's part of two steps and the actor's, on a tiny model. Other models are made up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import compress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.algorithms import passes
+from megarl.algorithms.baselines import MovingAverage
+from megarl.algorithms.kl import metric_name
+from megarl.batch import SampleInfo, TokenTotals
+from megarl.cluster.engine_group import RemoteSample
+from megarl.cluster.rank_group import worker_class
+from megarl.cluster.share import Share
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.handout import samples_of, updates_of
+from megarl.megatron.worker import TrainerWorker
+from megarl.metrics import Metric
+from megarl.selection import ScoredSample
+from megarl.train import train, train_actor
+from tests.forked import run_ranks
+from tests.parity import random_groups
+from tests.tiny_model import write_tiny_llama
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*-*.yaml"))
+TINY = (
+    *("actor.layout={pp: 1}", "actor.layout.last_stage_layers=null", "actor.tokens_per_microbatch=256"),
+    *("actor.optimizer.lr=0.001", "batch.prompts_per_step=4", "batch.samples_per_prompt=4"),
+)
+
+
+class Actor:
+    """A TrainerGroup of one rank, in this process. Samples are handed out as they are."""
+
+    def __init__(self, worker: TrainerWorker):
+        self.packing, self._worker = worker.packing, worker
+        self.calls: list[str] = []
+
+    def score(self, scorer: str, shares: Sequence[Share]) -> None:
+        self.calls.append(f"{scorer} log-probs")
+        self._worker.score(scorer, *self._own(shares))
+
+    def score_tokens(self, updates: Sequence[Sequence[Share]]):
+        scores: dict[str, torch.Tensor] = {}
+        for shares in updates:
+            scores |= self._worker.token_scores(*self._own(shares))
+        return scores, totals(scores, updates)
+
+    def update(self, shares: Sequence[Share]) -> dict[str, Metric]:
+        return self._worker.update(*self._own(shares))
+
+    def end_step(self) -> None:
+        self._worker.end_step()
+
+    def adapt_kl(self, divergence: float, num_samples: int) -> None:
+        self._worker.adapt_kl(divergence, num_samples)
+
+    def renew_reference(self) -> None:
+        self._worker.renew_reference()
+
+    def _own(self, shares: Sequence[Share]):
+        [share] = shares
+        return [item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches
+
+
+class Scorer:
+    """Another model, which says something of every token."""
+
+    def __init__(self, packing):
+        self.packing = packing
+
+    def score_tokens(self, updates: Sequence[Sequence[Share]]):
+        generator = torch.Generator().manual_seed(1)
+        samples = [item.sample for shares in updates for share in shares for item in share.samples]
+        scores = {sample.id: torch.randn(len(sample.response_ids), generator=generator) for sample in samples}
+        return scores, totals(scores, updates)
+
+    def update(self, shares: Sequence[Share]) -> dict[str, Metric]:
+        return {}
+
+    def end_step(self) -> None:
+        pass
+
+
+def totals(scores: dict[str, torch.Tensor], updates: Sequence[Sequence[Share]]) -> dict[str, TokenTotals]:
+    samples = [item.sample for shares in updates for share in shares for item in share.samples]
+    return {s.id: TokenTotals.of(list(compress(scores[s.id].tolist(), s.response_mask))) for s in samples}
+
+
+def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[list[dict[str, float]], list[str], bool]:
+    """Metrics of each, the actor's passes, and whether its weights have moved."""
+    worker = worker_class(config, "actor")(config, folder, rank, store, threads=1)
+    before = {name: weight.clone() for name, weight in worker.parameters().items()}
+    actor = Actor(worker)
+    cast = SimpleNamespace(trainers=actor, critic=Scorer(worker.packing), implicit_reward=Scorer(worker.packing))
+    first = config.critic.warmup_steps + 1
+    metrics = [
+        of_step(config, cast, [scored(group) for group in random_groups(number)], number)
+        for number in (first, first + 1)
+    ]
+    moved = any(not torch.equal(weight, before[name]) for name, weight in worker.parameters().items())
+    return metrics, actor.calls, moved
+
+
+def of_step(config: Config, cast: SimpleNamespace, groups: list[list[ScoredSample]], number: int) -> dict[str, float]:
+    if config.on_given_data:
+        rows = [group[: config.trained_per_prompt] for group in groups]
+        metrics = train_actor(config, cast.trainers, [samples_of(update) for update in updates_of(config, rows)], {})
+    else:
+        metrics = train(config, cast, groups, number, {}, MovingAverage())
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def scored(group) -> list[ScoredSample]:
+    return [ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, greedy=0.5) for s, reward in group]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_trains(folder, recipe):
+    as_it_is = load(recipe)
+    updates = as_it_is.batch.prompts_per_step // as_it_is.batch.prompts_per_update
+    # Half of the samples of a prompt, and so half of a set.
+    keys = ["algorithm.advantage.k=2"] if as_it_is.algorithm.advantage.estimator == "pass_at_k" else []
+    keys += [f"model.path={folder}", f"batch.prompts_per_update={max(4 // updates, 1)}"]
+    config = load(recipe, [*TINY, *keys])
+    [(metrics, calls, moved)] = run_ranks(1, train_two_steps, config, folder)
+    assert moved
+    for step in metrics:
+        assert all(map(math.isfinite, step.values())), step
+        assert any(name.endswith("grad_norm") and value > 0 for name, value in step.items())
+    assert set(calls) == {name for name in ("old log-probs", "reference log-probs") if passes.needed(config, name)}
+    kl = config.algorithm.kl
+    assert (metric_name(kl) in metrics[0]) == (kl.coefficient > 0)
+    if updates > 1 and config.algorithm.correction.old == "trainer":
+        assert metrics[0]["policy/ratio_max"] > 1  # in the later updates of a step

@@ -1,0 +1,287 @@
+"""Cases of the policy's loss: the keys that make them, and what they amount to in plain Hugging Face and torch, one
+sample at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributions import Categorical
+from transformers.core_model_loading import revert_weight_conversion
+
+from megarl.config.schema import Config
+from megarl.megatron import parallel, step
+from megarl.megatron.actor_worker import ActorWorker
+from megarl.megatron.sums import read
+from megarl.metrics import Metric, merge, values
+from tests import objective_reference as plain
+from tests.estimator_reference import Estimate, of_samples, standardised
+from tests.forked import run_ranks
+from tests.grpo_reference import GrpoReference
+from tests.parity import (
+    EPS,
+    LR,
+    TEMPERATURE,
+    TOLERANCE,
+    Group,
+    RankResult,
+    assert_equal,
+    canonical,
+    config_of,
+    random_groups,
+    reduced_gradients,
+    shares,
+)
+from tests.tiny_model import write_tiny_model
+
+KL = 0.3
+CONTEXT = 64
+Tokens = dict[str, torch.Tensor]
+"""Sample id -> a number for each of its response tokens."""
+
+LAYOUTS = {
+    "1 process, 1 microbatch": ("{}", 1024, {}),
+    "1 process, padded": ("{}", 128, dict(shares_prompts=False, document_multiple=CONTEXT)),
+    "DP2": ("{dp: 2}", 64, {}),
+    "TP2, SP, 1 microbatch": ("{tp: 2, sequence_parallel: true}", 1024, {}),
+    "PP2": ("{pp: 2}", 64, {}),
+    "CP2": ("{cp: 2}", 64, {}),
+    "CP2, padded": ("{cp: 2}", 128, dict(shares_prompts=False, document_multiple=CONTEXT)),
+    "EP2": ("{dp: 2, ep: 2}", 128, {}),
+}
+"""Keys, tokens of a microbatch, and what is packed differently from what the layout asks for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """objective, correction, kl, estimator: keys of these sections, beside what they amount to by the reference.
+    given: what other models say of tokens. reported: the divergence that the metrics have, by its name."""
+
+    objective: str
+    loss: plain.Loss
+    aggregation: str
+    correction: str = ""
+    factor: plain.Factor = plain.no_factor
+    kl: str = ""
+    divergence: plain.Loss | None = None
+    old: str = "old"
+    imitation: float = 0.0
+    entropy: float = 0.0
+    share: float = 0.0
+    bounds: tuple[float, float] | None = None
+    estimator: str = "estimator: grpo"
+    estimate: Estimate = dataclasses.field(default_factory=lambda: of_samples(standardised))
+    given: tuple[str, ...] = ()
+    reported: tuple[str, plain.Loss] | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        coefficient = KL if self.kl else 0.0
+        return [
+            f"algorithm.advantage={{{self.estimator}}}",
+            f"algorithm.objective={{{self.objective}, aggregation: {self.aggregation}}}",
+            f"algorithm.correction={{{self.correction}}}",
+            f"algorithm.kl={{coefficient: {coefficient}{', ' if self.kl else ''}{self.kl}}}",
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A model, and samples of it with their rewards. others: log-probs of other policies, not far from the model's, a
+    critic's values, and rewards of tokens."""
+
+    folder: Path
+    model: torch.nn.Module
+    groups: list[Group]
+    scored: dict[str, Categorical]
+    others: dict[str, Tokens]
+
+    @classmethod
+    def make(cls, folder: Path) -> World:
+        """In float64: sums over whole samples amplify rounding, and only one side's is to be seen."""
+        write_experts(folder)
+        reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
+        reference.model.double().set_experts_implementation("eager")  # others have no float64
+        groups = random_groups(0)
+        groups[1] = [(sample, 0.5) for sample, _ in groups[1]]  # it tells nothing
+        samples = [sample for group in groups for sample, _ in group]
+        generator = torch.Generator().manual_seed(3)
+        scored = {sample.id: Categorical(logits=reference.logits(reference.model, sample)) for sample in samples}
+        now = {s.id: scored[s.id].log_prob(torch.tensor(s.response_ids)).detach().float() for s in samples}
+        others = {
+            name: {i: x + shift + spread * torch.randn(x.shape, generator=generator) for i, x in now.items()}
+            for name, spread, shift in (("old", 0.2, 0.0), ("behaviour", 0.3, 0.0), ("reference", 0.2, -0.1))
+        }
+        for name in ("values", "token_reward"):
+            others[name] = {i: torch.randn(x.shape, generator=generator) for i, x in now.items()}
+        sampled = [
+            [
+                (dataclasses.replace(s, response_logprobs=tuple(others["behaviour"][s.id].tolist())), reward)
+                for s, reward in group
+            ]
+            for group in groups
+        ]
+        return cls(folder, reference.model, sampled, scored, others)
+
+    def lists(self, name: str) -> dict[str, list[float]]:
+        return {i: values.tolist() for i, values in self.others[name].items()}
+
+    def gradients(self, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
+        """The loss, and the gradient of each tensor."""
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        loss = self.loss(case)
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        return loss.item(), dict(revert_weight_conversion(self.model, dict(zip(names, gradients, strict=True))))
+
+    def loss(self, case: Case) -> torch.Tensor:
+        responses = self.responses(case)
+        factors = [case.factor((r.old - r.behaviour).exp()) for r in responses]
+        losses = [f * case.loss(r) if len(f) else f for f, r in zip(factors, responses, strict=True)]
+        loss = plain.aggregate(case.aggregation, losses, responses)
+        if case.divergence is not None:
+            loss = loss + KL * plain.aggregate(case.aggregation, [case.divergence(r) for r in responses], responses)
+        if case.entropy:
+            loss = loss - case.entropy * plain.aggregate(case.aggregation, [r.entropy for r in responses], responses)
+        if case.imitation:
+            positive = [reward > 0.7 for group in self.groups for _, reward in group]
+            log_probs = [r.now for r, good in zip(responses, positive, strict=True) if good]
+            loss = loss - case.imitation * torch.cat(log_probs).mean()
+        return loss
+
+    def metrics(self, case: Case) -> dict[str, float]:
+        """What an update reports of its trained tokens."""
+        responses = [r for r in self.responses(case) if len(r.now)]
+        factor = torch.cat([case.factor((r.old - r.behaviour).exp()) for r in responses])
+        found = {
+            "policy/entropy": torch.cat([r.entropy for r in responses]).mean(),
+            "mismatch/logprob_abs_mean": torch.cat([(r.now - r.behaviour).abs() for r in responses]).mean(),
+            "mismatch/logprob_abs_max": torch.cat([(r.now - r.behaviour).abs() for r in responses]).max(),
+        }
+        if "weight" in case.correction and "mask" not in case.correction:
+            found["correction/weight_mean"], found["correction/weight_max"] = factor.mean(), factor.max()
+            found["correction/weight_square_mean"] = factor.square().mean()
+        if "mask" in case.correction:
+            found["correction/masked_share"] = (factor == 0).double().mean()
+        if case.reported is not None:
+            name, divergence = case.reported
+            found[name] = torch.cat([divergence(r) for r in responses]).mean()
+        return {name: value.item() for name, value in found.items()}
+
+    def responses(self, case: Case) -> list[plain.Response]:
+        old, reference = self.others["old"], self.others["reference"]
+        advantages = case.estimate(self.groups, {i: (old[i] - reference[i]).double().tolist() for i in old})
+        samples = [sample for group in self.groups for sample, _ in group]
+        masks = [torch.tensor(sample.response_mask) for sample in samples]
+        advantage = [torch.tensor(advantages[sample.id], dtype=torch.float64) for sample in samples]
+        of_samples = [(s.id, a, mask, old[s.id]) for s, a, mask in zip(samples, advantage, masks, strict=True)]
+        selected = plain.select(of_samples, case.share, case.bounds)
+        responses = []
+        for sample, own, mask, chosen in zip(samples, advantage, masks, selected, strict=True):
+            scored = self.scored[sample.id]
+            now, entropy = scored.log_prob(torch.tensor(sample.response_ids))[mask], scored.entropy()[mask]
+            of = {name: self.others[name][sample.id][mask] for name in ("old", "behaviour", "reference")}
+            policies = ((of | {"now": now.detach()})[case.old], of["behaviour"], of["reference"])
+            unequal = differ(own[mask]) or differ(case.factor((policies[0] - policies[1]).exp()))
+            responses.append(plain.Response(sample.prompt.id, own[mask], now, entropy, *policies, chosen, unequal, 16))
+        return responses
+
+
+def differ(values: torch.Tensor) -> bool:
+    return bool((values != values[:1]).any())
+
+
+def write_experts(folder: Path) -> None:
+    write_tiny_model(
+        folder,
+        "qwen3_moe",
+        vocab_size=128,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        max_position_embeddings=CONTEXT,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+    )
+
+
+def check(
+    world: World,
+    cases: Mapping[str, Case],
+    expected: Mapping[str, tuple[float, dict[str, torch.Tensor]]],
+    layout: str,
+    greedy: Mapping[str, float] | None = None,
+    average: float = 0.0,
+) -> None:
+    """In a layout, loss, metrics and gradients of each case are those of single samples. greedy, average: what some
+    estimators compare rewards with."""
+    settings, budget, packing = LAYOUTS[layout]
+    common = [
+        f"actor.layout={settings}",
+        f"actor.tokens_per_microbatch={budget}",
+        "actor.overlap_communication=false",
+        "rollout.max_new_tokens=16",
+    ]
+    configs = {name: config_of(world.folder, *common, *case.overrides) for name, case in cases.items()}
+    world_size = next(iter(configs.values())).actor.layout.world_size
+    ranks = run_ranks(world_size, of_ranks, cases, configs, world, packing, greedy or {}, average)
+    for name, (loss, gradients) in expected.items():
+        own = [rank[name] for rank in ranks]
+        metrics = values(merge([rank.metrics for rank in own if rank.metrics]))
+        assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE), name
+        of_samples = world.metrics(cases[name])
+        assert {name: metrics[name] for name in of_samples} == pytest.approx(of_samples, rel=1e-4, abs=1e-6), name
+        assert_equal(canonical(world.folder, own, "gradients"), gradients, f"{name}: gradient")
+
+
+def of_ranks(
+    store,
+    rank: int,
+    cases: Mapping[str, Case],
+    configs: Mapping[str, Config],
+    world: World,
+    packing: dict,
+    greedy: Mapping[str, float],
+    average: float,
+) -> dict[str, RankResult]:
+    """By case, what this rank holds after the backward passes of one update."""
+    worker = ActorWorker(next(iter(configs.values())), world.folder, rank, store, threads=1)
+    worker.packing = dataclasses.replace(worker.packing, **packing)
+    results = {}
+    for name, config in configs.items():
+        worker._config, worker.kl_coefficient = config, config.algorithm.kl.coefficient
+        names = [*cases[name].given, *(["old"] if cases[name].old != "now" else [])]
+        given = {name: world.others[name] for name in (*names, *(["reference"] if cases[name].kl else []))}
+        if config.kl_in_reward:
+            given["kl_reward"] = rewarded_with_kl(worker, world)
+        share = shares(config, worker.packing, world.groups, "actor", given, greedy, average)[worker.data_parallel_rank]
+        samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+        batches = worker._training_batches(samples, share.microbatches)
+        parts = step.accumulate_gradients(worker.chunks, worker.objective, batches)
+        metrics: dict[str, Metric] = merge(map(read, parts)) if parallel.reports_metrics() else {}
+        results[name] = RankResult(worker.holder, reduced_gradients(worker), {}, metrics)
+    return results
+
+
+def rewarded_with_kl(worker: ActorWorker, world: World) -> Tokens:
+    """What the ranks together make of log-probs from passes."""
+    worker._kept = {name: world.others[name] for name in ("old", "reference")}
+    share = shares(worker._config, worker.packing, world.groups)[worker.data_parallel_rank]
+    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+    of_ranks: list[Tokens] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, worker.token_scores(samples, share.microbatches))
+    worker._kept = {}
+    return {name: own for of_rank in of_ranks for name, own in of_rank.items()}
+
+
+def expected(world: World, cases: Mapping[str, Case]) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+    """By case, the loss and the gradients."""
+    return {name: world.gradients(case) for name, case in cases.items()}
