@@ -10,7 +10,7 @@ from megarl.batch import Sample
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.machine import check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
-from megarl.cluster.model_folders import find_models, trained_hf_config
+from megarl.cluster.model_folders import ModelFolders, find_models, trained_hf_config
 from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
@@ -36,19 +36,24 @@ def run(config: Config, scratch: Path) -> None:
     check_megatron_settings(config, models)
     loop = Loop.prepare(config, models, load_given(config, models.actor))
     with Session(config.cluster, loop.folder.logs, scratch) as session:
-        actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
-        actor.start()
-        if loop.begin.checkpoint is not None:
-            actor.load_checkpoint(loop.begin.checkpoint)
-        print(f"kernels: {actor.kernels}", flush=True)
-        loop.run([actor], lambda: step(config, actor, loop))
-        if config.run.export:
-            plan = make_plan(
-                actor.holders, [huggingface_holder(trained_hf_config(config, models.actor), config.model.dtype)]
-            )
-            actor.export(plan, SharedMemory(actor.publish()), loop.folder.model)
-        actor.close()
+        learn(session, config, models, loop)
     print(f"report: {report.write(loop.folder.path)}")
+
+
+def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) -> None:
+    """All steps, by trainer ranks that it starts, to the trained model."""
+    actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
+    actor.start()
+    if loop.begin.checkpoint is not None:
+        actor.load_checkpoint(loop.begin.checkpoint)
+    print(f"kernels: {actor.kernels}", flush=True)
+    loop.run([actor], lambda: step(config, actor, loop))
+    if config.run.export:
+        plan = make_plan(
+            actor.holders, [huggingface_holder(trained_hf_config(config, models.actor), config.model.dtype)]
+        )
+        actor.export(plan, SharedMemory(actor.publish()), loop.folder.model)
+    actor.close()
 
 
 def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:

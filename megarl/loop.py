@@ -75,13 +75,13 @@ class Loop:
         """Steps until run.steps. trained: what checkpoints hold."""
         state, folder, saver = self.state, self.folder, self.saver
         sinks = (JsonlSink(folder.metrics), ConsoleSink(self.config.run.steps, given=self.config.on_given_data))
-        memory = MemorySampler()
-        while state.step < self.config.run.steps:
-            state.step += 1
-            metrics = step() | {"data/dropped_rows": self.data.num_dropped}
-            metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
-            metrics |= saver.save(trained, state.step, state.dump())
-            for sink in sinks:
-                sink.write(state.step, metrics)
-            saver.commit()  # after the step's metrics: a run that goes on from here has them
-        saver.finish()
+        with MemorySampler() as memory:
+            while state.step < self.config.run.steps:
+                state.step += 1
+                metrics = step() | {"data/dropped_rows": self.data.num_dropped}
+                metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
+                metrics |= saver.save(trained, state.step, state.dump())
+                for sink in sinks:
+                    sink.write(state.step, metrics)
+                saver.commit()  # after the step's metrics: a run that goes on from here has them
+            saver.finish()

@@ -41,13 +41,18 @@ def run(config: Config, scratch: Path) -> None:
     loop = Loop.prepare(config, models, load_prompts(config, models.actor))
     with Session(config.cluster, loop.folder.logs, scratch) as session:
         cast = assemble(session, config, models, loop.placement, loop.begin.checkpoint)
-        cast.refit.run(version=loop.state.step)
-        print(f"kernels: {cast.trainers.kernels}\nrefit: by {cast.refit.transport}", flush=True)
-        loop.run(cast.trained, lambda: step(config, cast, loop))
-        if config.run.export:
-            cast.export(loop.folder.model)
-        cast.close()
+        learn(config, cast, loop)
     print(f"report: {report.write(loop.folder.path)}")
+
+
+def learn(config: Config, cast: Cast, loop: Loop) -> None:
+    """All steps, from the first refit of the engines, which may hold any weights, to the trained model."""
+    cast.refit.run(version=loop.state.step)
+    print(f"kernels: {cast.trainers.kernels}\nrefit: by {cast.refit.transport}", flush=True)
+    loop.run(cast.trained, lambda: step(config, cast, loop))
+    if config.run.export:
+        cast.export(loop.folder.model)
+    cast.close()
 
 
 def step(config: Config, cast: Cast, loop: Loop) -> dict[str, float]:

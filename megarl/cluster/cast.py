@@ -67,9 +67,11 @@ def assemble(
     models: ModelFolders,
     placement: Placement,
     checkpoint: Checkpoint | None,
+    engines: EngineGroup | None = None,
 ) -> Cast:
     """Starts all processes, then plans how weights flow between them. Each model starts from its folder, before
-    what it has in the checkpoint, if there is one, is loaded."""
+    what it has in the checkpoint, if there is one, is loaded. engines: those that an earlier run of the session has
+    left, for one that asks the same of them."""
     trainers = TrainerGroup(session, config, "actor", models.actor, placement.trainers)
     critic = None
     if placement.critics:
@@ -79,8 +81,9 @@ def assemble(
         implicit_reward = TrainerGroup(
             session, config, "implicit_reward", models.implicit_reward, placement.implicit_rewards
         )
-    engines = EngineGroup(session, config, models.actor, placement.engines)
-    engines.start()  # first: asleep, they leave their memory to the others
+    if engines is None:
+        engines = EngineGroup(session, config, models.actor, placement.engines)
+        engines.start()  # first: asleep, they leave their memory to the others
     reward_model = None
     if models.reward_model is not None:
         reward_model = _reward_model(session, config, models.reward_model, placement)

@@ -10,7 +10,7 @@ INTERVAL_S = 2.0
 
 
 class MemorySampler:
-    """Reads the memory of this process and its descendants from a thread, every INTERVAL_S seconds."""
+    """Reads the memory of this process and its descendants from a thread, every INTERVAL_S seconds, until its end."""
 
     def __init__(self) -> None:
         self._peak = (0.0, 0.0)
@@ -21,7 +21,10 @@ class MemorySampler:
         """Highest sum so far, in 10⁹ bytes: (RSS, PSS)."""
         return self._peak
 
-    def stop(self) -> None:
+    def __enter__(self) -> MemorySampler:
+        return self
+
+    def __exit__(self, *_) -> None:
         self._stopped.set()
 
     def _sample(self) -> None:
