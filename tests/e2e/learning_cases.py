@@ -1,30 +1,61 @@
-"""Which settings are seen to learn: each estimator and objective, on a tiny random model whose optimum is known.
-
-The reward is the share of even digits: 0.1 at the start, 1 at the optimum.
-"""
+"""Which settings are seen to learn: each estimator and objective, on a tiny random model and a task whose optimum is
+known."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.e2e.learning_tasks import (
+    Answers,
+    Bandit,
+    EvenDigits,
+    Optimum,
+    Preferences,
+    ScoredDigits,
+    Task,
+    logit,
+    of_forward_kl,
+    of_reverse_kl,
+)
+
 ON_POLICY = ("batch.prompts_per_update=8",)
 TWO_UPDATES = ("batch.prompts_per_update=4",)  # only then is an objective's ratio not 1
 ONE_SAMPLE = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=1")
+ALL_ROWS = ("batch.prompts_per_step=40", "batch.prompts_per_update=40")  # of given data, in each update
+TO_ITS_END = "actor.optimizer.schedule.name=linear"  # what is left of the noise at the end is little
 CRITIC = ("critic.optimizer.lr=0.003", "critic.tokens_per_microbatch=1024", "critic.threads=1")
+
+
+EVEN_DIGITS = EvenDigits()
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """in_test: whether `make test` runs it, too."""
+
     overrides: tuple[str, ...]
     steps: int = 20
+    task: Task = EVEN_DIGITS
+    in_test: bool = False
 
 
-def estimator(name: str, *overrides: str, steps: int = 20) -> Case:
-    return Case((f"algorithm.advantage.estimator={name}", *ON_POLICY, *overrides), steps)
+def estimator(name: str, *overrides: str, **of_case) -> Case:
+    return Case((f"algorithm.advantage.estimator={name}", *ON_POLICY, *overrides), **of_case)
 
 
-def objective(name: str, *overrides: str, steps: int = 20) -> Case:
-    return Case((f"algorithm.objective.name={name}", *TWO_UPDATES, *overrides), steps)
+def objective(name: str, *overrides: str) -> Case:
+    return Case((f"algorithm.objective.name={name}", *TWO_UPDATES, *overrides))
+
+
+def under_kl(keys: str, optimum: Optimum) -> Case:
+    """On policy, and with advantages in units of the reward: else the KL's coefficient is another."""
+    batch = "batch={prompts_per_step: 4, prompts_per_update: 4, samples_per_prompt: 128}"
+    overrides = ("algorithm.advantage.estimator=rloo", f"algorithm.kl={{{keys}}}", batch, "rollout.max_new_tokens=1")
+    return Case((*overrides, TO_ITS_END, "actor.optimizer.lr=0.005"), 40, Bandit(optimum))
+
+
+def given(keys: str, task: Task, *overrides: str, **of_case) -> Case:
+    return Case((f"algorithm.objective={{{keys}}}", *ALL_ROWS, TO_ITS_END, *overrides), 40, task, **of_case)
 
 
 CASES: dict[str, Case] = {
@@ -36,7 +67,7 @@ CASES: dict[str, Case] = {
     "REINFORCE++, group baseline": estimator("reinforce_plus_plus_baseline"),
     "RLOO": estimator("rloo"),
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
-    "GRPO": estimator("grpo"),
+    "GRPO": estimator("grpo", in_test=True),
     "Dr.GRPO": estimator(
         "grpo", "algorithm.advantage.std=none", "algorithm.objective.aggregation=sequence_mean_over_max_tokens"
     ),
@@ -67,6 +98,10 @@ CASES: dict[str, Case] = {
         "implicit_reward.optimizer.lr=0.001",
         "implicit_reward.tokens_per_microbatch=1024",
     ),
+    "RLOO, token rewards": estimator("rloo", "algorithm.advantage.credit=to_go", task=ScoredDigits()),
+    "GRPO, step rewards": estimator(
+        "grpo", "algorithm.advantage.credit=to_go", "reward_model.step_end='0'", task=ScoredDigits()
+    ),
     "clip": objective("clip"),
     "clip-higher, dual clip": objective("clip", "algorithm.objective={clip_high: 0.28, dual_clip: 3.0}"),
     "unclipped": objective("unclipped"),
@@ -80,13 +115,21 @@ CASES: dict[str, Case] = {
     "Clip-Cov": objective("clip_cov", "algorithm.objective.covariance_share=0.01"),
     "KL-Cov": objective("kl_cov", "algorithm.objective.covariance_share=0.01"),
     "DRO": objective("dro", "algorithm.objective.tau=0.1", "algorithm.advantage.std=none"),
+    "online DPO": Case(("algorithm.objective.name=dpo", *ON_POLICY)),
+    "KL in the reward, k1": under_kl("placement: reward, estimator: k1", of_reverse_kl),
+    "KL as a loss, k2": under_kl("placement: loss, estimator: k2", of_reverse_kl),
+    "KL as a loss, k3": under_kl("placement: loss, estimator: k3", of_forward_kl),
+    "SFT": given("name: sft, aggregation: token_mean", Answers()),
+    "reward model": given("name: reward_model", Preferences(logit, classifies=True)),
+    "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True),
+    "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
 }
 
 
 def markdown(rows: dict[str, dict]) -> str:
     """The README's table of what was seen."""
-    lines = ["| | first step | last three | steps until 0.9 | with others' rewards |", "|---|---|---|---|---|"]
+    lines = ["| | at the start | at the end | steps until 0.9 | control |", "|---|---|---|---|---|"]
     for name, row in rows.items():
-        of_control = f"{row['control_last']:.2f}"
-        lines.append(f"| {name} | {row['first']:.2f} | {row['last']:.2f} | {row['steps_to_optimum']} | {of_control} |")
+        until = row["steps_to_optimum"] or f"at most {row['steps']}"
+        lines.append(f"| {name} | {row['first']:.2f} | {row['last']:.2f} | {until} | {row['control_last']:.2f} |")
     return "\n".join(lines)

@@ -30,6 +30,16 @@ METRICS = {
 
 def train(folder: Path, model: Path, *overrides: str) -> Path:
     """Runs `megarl train` to its end. Returns the run folder."""
+    command = [sys.executable, "-m", "megarl.cli", "train", str(write_recipe(folder, model)), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    logs = "\n".join(f.read_text()[-2000:] for f in (folder / "runs/tiny/logs/attempt_1").glob("*"))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
+    assert "\nkernels: layers of " in done.stdout
+    return folder / "runs" / "tiny"
+
+
+def write_recipe(folder: Path, model: Path) -> Path:
+    """Of runs that are kept in folder/runs/tiny."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         yaml.safe_dump(
@@ -46,12 +56,7 @@ def train(folder: Path, model: Path, *overrides: str) -> Path:
             }
         )
     )
-    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    logs = "\n".join(f.read_text()[-2000:] for f in (folder / "runs/tiny/logs/attempt_1").glob("*"))
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
-    assert "\nkernels: layers of " in done.stdout
-    return folder / "runs" / "tiny"
+    return recipe
 
 
 def metrics_of(run: Path) -> list[dict]:

@@ -1,0 +1,224 @@
+"""What the learning runs are to learn, and how far from the optimum, which is known, their models end.
+
+A task writes what a run learns from, or, for its control, the same with rewards, answers or preferences that belong to
+others. Its shares of the optimum are 0 or little at the start and 1 at the optimum.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from tests.distributed.test_given_data import answers, log_probs, token_ids, turns
+from tests.e2e.digits import even_share
+from tests.e2e.test_train import REWARD
+from tests.tiny_model import tiny_tokenizer, write_tiny_llama
+
+EVEN, DIGITS = "02468", "0123456789"
+
+
+class Task(ABC):
+    @abstractmethod
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        """Writes what the run needs into the folder. Returns the keys that name it."""
+
+    @abstractmethod
+    def shares(self, start: Path, run: Path) -> list[float]:
+        """Of each step; or, where only models are measured, of the model at the start and of the exported one."""
+
+
+def reward(shuffled: bool) -> str:
+    """Of even digits; shuffled: that of another sample."""
+    function = "even_share_of_another" if shuffled else "even_share"
+    return f"rewards.functions=[{{function: '{REWARD}:{function}', weight: 1.0}}]"
+
+
+class EvenDigits(Task):
+    """The share of even digits in the responses: 0.1 at the start, 1 at the optimum."""
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        return [reward(shuffled), "run.export=false"]
+
+    def shares(self, start: Path, run: Path) -> list[float]:
+        """As the rollouts' files have it, of what was sampled."""
+        files = sorted((run / "rollouts").glob("step_*.jsonl"))
+        rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        sampled = [[row for row in step if not row["sample_id"].endswith("greedy")] for step in rows]
+        return [fmean(even_share("", row["response"], None) for row in step) for step in sampled]
+
+
+class ScoredDigits(EvenDigits):
+    """The same, but a reward model scores each token: 1 for an even digit, else 0. For the control these scores belong
+    to other tokens."""
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        vocabulary = tiny_tokenizer().get_vocab()
+        good = [vocabulary[digit] for digit in EVEN]
+        if shuffled:
+            good = random.Random(0).sample(sorted(set(range(len(vocabulary))).difference(good)), len(good))
+        write_token_scorer(folder / "scorer", good)
+        model = f"reward_model={{path: {folder / 'scorer'}, tokens_per_microbatch: 1024, threads: 1}}"
+        return ["rewards.functions=[]", model, "run.export=false"]
+
+
+def write_token_scorer(folder: Path, good: Sequence[int]) -> None:
+    """A classifier that scores these tokens with 1 and all others with 0, whatever comes before: no layer adds anything
+    to the embeddings, which are the axes of the hidden space."""
+    size = len(tiny_tokenizer().get_vocab())
+    trunk = write_tiny_llama(folder, vocab_size=size, hidden_size=size, num_layers=1)
+    model = AutoModelForTokenClassification.from_pretrained(trunk, num_labels=1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.model.norm.weight.fill_(1.0)
+        model.score.bias.zero_()
+        model.score.weight.zero_()
+        scale = model.model.norm(torch.eye(size)).max()
+        model.score.weight[0, list(good)] = 1 / scale
+    model.save_pretrained(folder)
+
+
+Optimum = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""(log-probs of the reference [P, V], reward of each token [V], coefficient of the KL) -> the best policy's [P, V]."""
+
+
+def of_reverse_kl(reference: torch.Tensor, rewards: torch.Tensor, beta: float) -> torch.Tensor:
+    """argmax E_π[r] − β·KL(π ‖ ρ) = ρ·exp(r / β) / Z."""
+    return (reference + rewards / beta).log_softmax(-1)
+
+
+def of_forward_kl(reference: torch.Tensor, rewards: torch.Tensor, beta: float) -> torch.Tensor:
+    """argmax E_π[r] − β·KL(ρ ‖ π): r + β·ρ/π is the same λ for all tokens, so that π = β·ρ / (λ − r), which
+    sums up to 1 for one λ in (max r, max r + β]."""
+    low = torch.full((len(reference), 1), rewards.max().item(), dtype=reference.dtype)
+    high = low + beta
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = (beta * reference.exp() / (middle - rewards)).sum(-1, keepdim=True) > 1
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return (beta * reference.exp() / (high - rewards)).log()
+
+
+@dataclass(frozen=True)
+class Bandit(Task):
+    """One token for each of four prompts, rewarded with 1 if it is an even digit, under a KL to the start ρ. The share
+    is 1 − KL(π ‖ π*) / KL(ρ ‖ π*) for the optimum π*."""
+
+    optimum: Optimum
+    beta: float = 0.3
+    prompts: str = "abcd"
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        rows = write_rows(folder / "prompts.jsonl", [{"prompt": prompt, "answer": None} for prompt in self.prompts])
+        return [reward(shuffled), f"data.source={rows}", f"algorithm.kl.coefficient={self.beta}"]
+
+    def shares(self, start: Path, run: Path) -> list[float]:
+        policies = [self.policy(folder) for folder in (start, run / "model")]
+        rewards = torch.tensor([even_share("", tiny_tokenizer().decode([i]), None) for i in range(len(policies[0][0]))])
+        best = self.optimum(policies[0], rewards.double(), self.beta)
+        at_start, at_end = ((own.exp() * (own - best)).sum(-1).mean().item() for own in policies)
+        return [0.0, 1 - at_end / at_start]
+
+    def policy(self, folder: Path) -> torch.Tensor:
+        """Log-probs of the token that follows each prompt, float64 [P, V]."""
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        asked = [token_ids([(f"<|user|>{prompt}<eos><|assistant|>", False)])[0] for prompt in self.prompts]
+        with torch.no_grad():
+            return torch.stack([model(ids).logits[0, -1].double().log_softmax(-1) for ids in asked])
+
+
+class Answers(Task):
+    """Supervised: to a digit, the next one is answered. The share is the probability of answer and end. For the control
+    answers belong to other rows."""
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        asked = [digit for digit in DIGITS for _ in range(4)]
+        said = [self.next(digit) for digit in asked]
+        if shuffled:
+            random.Random(0).shuffle(said)
+        rows = [{"messages": self.messages(*pair)} for pair in zip(asked, said, strict=True)]
+        return [f"data={{rows: messages, source: {write_rows(folder / 'conversations.jsonl', rows)}}}"]
+
+    def shares(self, start: Path, run: Path) -> list[float]:
+        return [self.probability(folder) for folder in (start, run / "model")]
+
+    def probability(self, folder: Path) -> float:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        texts = [turns(self.messages(digit, self.next(digit))) for digit in DIGITS]
+        with torch.no_grad():
+            return fmean(log_probs(model, text).sum().exp().item() for text in texts)
+
+    @staticmethod
+    def next(digit: str) -> str:
+        return DIGITS[(int(digit) + 1) % 10]
+
+    @staticmethod
+    def messages(asked: str, said: str) -> list[dict]:
+        return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+
+
+PREFERRED = {"a": 0.9, "b": 0.7, "c": 0.3, "d": 0.1}
+"""Share of ten pairs of each prompt in which the first of RESPONSES is preferred."""
+
+RESPONSES = ("x", "y")
+
+
+@dataclass(frozen=True)
+class Preferences(Task):
+    """Of two responses to each of four prompts, the first is preferred in a known share p of the pairs. What the model
+    has of them (a difference of scores or of log-ratios to the start) has a known optimum, `best`(p). The share is
+    1 − distance to the optimum / the optimum's own length, over the prompts. For the control, preferences belong to
+    other pairs."""
+
+    best: Callable[[float], float]
+    classifies: bool = False
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        asked = [(prompt, i < round(10 * share)) for prompt, share in PREFERRED.items() for i in range(10)]
+        first_wins = [wins for _, wins in asked]
+        if shuffled:
+            random.Random(0).shuffle(first_wins)
+        rows = [
+            dict(zip(("prompt", "chosen", "rejected"), (prompt, *RESPONSES[:: 1 if wins else -1]), strict=True))
+            for (prompt, _), wins in zip(asked, first_wins, strict=True)
+        ]
+        return [f"data={{rows: preferences, source: {write_rows(folder / 'preferences.jsonl', rows)}}}"]
+
+    def shares(self, start: Path, run: Path) -> list[float]:
+        best = torch.tensor([self.best(share) for share in PREFERRED.values()])
+        found = self.margins(run / "model")
+        if not self.classifies:
+            found = found - self.margins(start)
+        return [0.0, 1 - ((found - best).norm() / best.norm()).item()]
+
+    def margins(self, folder: Path) -> torch.Tensor:
+        """By how much the model is for the first response, for each prompt."""
+        kind = AutoModelForSequenceClassification if self.classifies else AutoModelForCausalLM
+        model = kind.from_pretrained(folder)
+        first, second = RESPONSES
+        pairs = [answers({"prompt": prompt, "chosen": first, "rejected": second}) for prompt in PREFERRED]
+        with torch.no_grad():
+            return torch.tensor([self.value(model, one) - self.value(model, other) for one, other in pairs])
+
+    def value(self, model: torch.nn.Module, text: Sequence[tuple[str, bool]]) -> float:
+        return (model(token_ids(text)[0]).logits[0, 0] if self.classifies else log_probs(model, text).sum()).item()
+
+
+def logit(share: float) -> float:
+    return math.log(share / (1 - share))
+
+
+def write_rows(path: Path, rows: Sequence[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

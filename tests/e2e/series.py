@@ -1,0 +1,113 @@
+"""Runs that follow each other in one tree of processes: Ray starts once, and so does an engine for all runs that want
+the same of it. Rewards and trainer ranks are each run's own.
+
+As a program it reads from stdin, line by line, the arguments of `megarl train`, and answers when that run is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Timer
+
+from megarl import finetune, train
+from megarl.cluster.cast import assemble
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.model_folders import ModelFolders, find_models
+from megarl.cluster.session import Session
+from megarl.cluster.supervisor import supervised
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.data.given import load_given
+from megarl.data.prompts import load_prompts
+from megarl.loop import Loop
+
+DONE = "done\n"
+DEADLINE_S = 240
+"""Of one run."""
+
+END_S = 30
+
+
+class Series:
+    """The program, started for its first run."""
+
+    def __init__(self, folder: Path):
+        """folder: for the logs of its processes."""
+        self._folder = folder
+        self._process: subprocess.Popen[str] | None = None
+
+    def train(self, recipe: Path, *overrides: str) -> None:
+        """Returns when the run has reached its last step. After one that fails, the next starts the program anew."""
+        process, self._process = self._process or self._start(), None
+        process.stdin.write(json.dumps([str(recipe), *overrides]) + "\n")
+        process.stdin.flush()
+        deadline = Timer(DEADLINE_S, process.terminate)
+        deadline.start()
+        try:
+            assert process.stdout.readline() == DONE, self._errors.read_text()[-5000:]
+        finally:
+            deadline.cancel()
+        self._process = process
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.stdin.close()
+            assert self._process.wait(END_S) == 0, self._errors.read_text()[-5000:]
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.e2e.series", str(self._folder)]
+        with self._errors.open("w") as errors:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            return subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True, **pipes)
+
+    @property
+    def _errors(self) -> Path:
+        return self._folder / "errors"
+
+
+class Stage:
+    """Where the runs take place."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._engines: EngineGroup | None = None
+        self._asked = ""
+
+    def run(self, config: Config) -> None:
+        models = find_models(config)
+        load_data = load_given if config.on_given_data else load_prompts
+        loop = Loop.prepare(config, models, load_data(config, models.actor))
+        if config.on_given_data:
+            finetune.learn(self._session, config, models, loop)
+        else:
+            self._run_with_engines(config, models, loop)
+
+    def _run_with_engines(self, config: Config, models: ModelFolders, loop: Loop) -> None:
+        asked = f"{models.actor} {config.model.dtype} {config.run.seed} {config.rollout.model_dump_json()}"
+        engines = self._engines if asked == self._asked else None
+        cast = assemble(self._session, config, models, loop.placement, None, engines)
+        self._engines, self._asked = cast.engines, asked
+        train.learn(config, cast, loop)
+
+
+def main(folder: Path) -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where runs say what they do
+    with supervised() as scratch, ExitStack() as stack:
+        stage = None
+        for line in sys.stdin:
+            recipe, *overrides = json.loads(line)
+            config = load(Path(recipe), overrides)
+            stage = stage or Stage(stack.enter_context(Session(config.cluster, folder, scratch)))
+            stage.run(config)
+            answers.write(DONE)
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

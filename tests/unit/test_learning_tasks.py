@@ -1,0 +1,43 @@
+"""What the learning runs are measured by."""
+
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification
+
+from tests.e2e.learning_tasks import of_forward_kl, of_reverse_kl, write_token_scorer
+
+
+@pytest.mark.parametrize(
+    ("optimum", "divergence"),
+    [
+        (of_reverse_kl, lambda policy, reference: (policy.exp() * (policy - reference)).sum(-1)),
+        (of_forward_kl, lambda policy, reference: (reference.exp() * (reference - policy)).sum(-1)),
+    ],
+    ids=["reverse", "forward"],
+)
+@pytest.mark.parametrize("beta", [0.3, 2.0])
+def test_the_optimum_is_where_gradient_ascent_ends(optimum, divergence, beta):
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(3, 6, dtype=torch.float64, generator=generator).log_softmax(-1)
+    rewards = torch.randn(6, dtype=torch.float64, generator=generator)
+    logits = reference.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([logits], max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-16)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        policy = logits.log_softmax(-1)
+        negative = -((policy.exp() * rewards).sum(-1) - beta * divergence(policy, reference)).sum()
+        negative.backward()
+        return negative
+
+    optimizer.step(loss)
+    torch.testing.assert_close(optimum(reference, rewards, beta).exp(), logits.detach().softmax(-1), rtol=0, atol=1e-5)
+
+
+def test_a_token_has_its_score_whatever_comes_before(tmp_path):
+    write_token_scorer(tmp_path, [7, 11])
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path)
+    ids = torch.tensor([[3, 7, 50, 11, 11, 127, 7]])
+    with torch.no_grad():
+        scores = model(ids).logits[0, :, 0]
+    torch.testing.assert_close(scores, torch.tensor([0.0, 1, 0, 1, 1, 0, 1]), rtol=0, atol=1e-5)
