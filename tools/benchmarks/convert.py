@@ -210,7 +210,7 @@ def show(result: Mapping[str, Any]) -> None:
         plain = ("read_seconds", "write_seconds", "plain_cpu_seconds")
         keys = ("seconds", "cpu_seconds", *plain, "ratio", "peak_gb")
         table.add_row(name, *(f"{values[key]:.2f}" for key in keys))
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def _own_cpu_seconds() -> float:
