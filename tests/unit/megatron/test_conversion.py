@@ -130,6 +130,63 @@ def test_there_to_another_layout_and_back_is_bit_exact(tmp_path, case):
     assert config == json.loads((tmp_path / "hf" / "config.json").read_text()) | {"dtype": "bfloat16"}
 
 
+WIDE = dict(
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=24,
+    moe_intermediate_size=8,
+    vocab_size=131,
+)
+FAMILIES = {
+    "Llama, tied": TIED,
+    "Llama, all biases": dict(attention_bias=True, mlp_bias=True),
+    "Mistral": dict(model_type="mistral"),
+    "Phi-3, tied": TIED | dict(model_type="phi3"),
+    "Qwen2": dict(model_type="qwen2"),
+    "Qwen3, tied": TIED | dict(model_type="qwen3"),
+    "Mixtral, tied": TIED | MIXTRAL,
+    "Qwen3 with experts": QWEN3_MOE,
+    "DeepSeek-V3, tied": TIED | DEEPSEEK,
+    "DeepSeek-V3, direct queries": DEEPSEEK | dict(q_lora_rank=None),
+}
+LAYOUTS = (layout_of(tp=2, pp=2), layout_of(pp=2, vpp=2), layout_of(tp=4), layout_of(tp=2, pp=3, first=2))
+EXPERT_LAYOUTS = (
+    layout_of(tp=2, ep=2, etp=1),
+    layout_of(tp=2, dp=2, ep=2),
+    layout_of(tp=4, dp=2, pp=2, vpp=2, ep=4, etp=2),
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_through_all_layouts_is_bit_exact(tmp_path, family):
+    """From each layout to the next, and in all of them Megatron finds the same tensors, but for the padding."""
+    config = config_of(**FAMILIES[family] | WIDE)
+    tensors = write_model(tmp_path / "hf", config)
+    first, *others = LAYOUTS + (EXPERT_LAYOUTS if has_experts(config) else ())
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "0", first)
+    global_tensors = whole_tensors(tmp_path / "0", config["vocab_size"])
+    for i, layout in enumerate(others):
+        reshape(tmp_path / f"{i}", tmp_path / f"{i + 1}", layout, options=Options(verify=False))
+        assert_same(whole_tensors(tmp_path / f"{i + 1}", config["vocab_size"]), global_tensors)
+    megatron_to_huggingface(tmp_path / f"{len(others)}", tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), tensors)
+
+
+def has_experts(config: dict[str, Any]) -> bool:
+    return any(key in config for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
+def whole_tensors(checkpoint: Path, vocabulary: int) -> dict[str, torch.Tensor]:
+    """As torch reads them, without the padding of the vocabulary."""
+    metadata = torch_checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in metadata.items() if hasattr(e, "chunks")}
+    torch_checkpoint.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+    padded = ("word_embeddings.weight", "output_layer.weight")
+    return {k: tensor[:vocabulary] if k.endswith(padded) else tensor for k, tensor in tensors.items()}
+
+
 def test_torch_itself_reads_the_tensors_that_the_model_is_made_of(tmp_path):
     """Whole tensors, whatever the layout; queries, keys and values by group; padding is zero."""
     config = config_of(vocab_size=130)
