@@ -70,6 +70,12 @@ class Remote:
         self.send(method, *args)
         return self.receive()
 
+    def kill_a_worker(self) -> None:
+        """One of vLLM's processes, of several."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        [*_, last] = [process for process in children if "VLLM::Worker" in " ".join(process.cmdline())]
+        last.kill()
+
     def end(self) -> None:
         """And with it the processes that it has started, and their shared memory."""
         own = psutil.Process(self._process.pid)
@@ -159,6 +165,9 @@ class EngineSide:
     def recorded(self):
         return self.calls
 
+    def has_lost_a_rank(self):
+        return self.engine.has_lost_a_rank
+
     def parameters(self):
         return self.engine.parameters()
 
@@ -199,7 +208,8 @@ class TrainerSide:
     def update(self, samples):
         """Advantages alternate in sign, so that every update moves the weights."""
         training = [TrainingSample(s, i % 2, Baseline(0.5, 0.5), 0.01) for i, s in enumerate(samples)]
-        return self.worker.update(training, [tuple(range(len(samples)))])
+        self.worker.update(training, [tuple(range(len(samples)))])
+        self.worker.end_step()
 
     def log_probs(self, samples):
         training = [TrainingSample(s, 0.0, NO_BASELINE, 0.0) for s in samples]
@@ -248,14 +258,15 @@ def remotes():
         remote.end()
 
 
-def config_of(folder: Path, tp: int, overrides: Sequence[str] = ()) -> Config:
+def config_of(folder: Path, layout: str, tp: int, overrides: Sequence[str] = ()) -> Config:
+    """layout: of the trainer; tp: of the engine."""
     return load(
         BASE,
         [
             f"model.path={folder}",
             "model.dtype=float32",
             "data.source=arithmetic",
-            "actor.layout.pp=2",
+            f"actor.layout={layout}",
             "actor.optimizer.lr=3e-3",
             "actor.tokens_per_microbatch=1024",
             f"rollout.tp={tp}",
@@ -313,23 +324,32 @@ YARN = dict(
     mscale=1.0,
     mscale_all_dim=1.0,
 )
+STAGES, ROWS = "{pp: 2}", "{tp: 2, sequence_parallel: true}"
+EXPERTS, EXPERTS_OF_ROWS = "{dp: 2, ep: 2}", "{tp: 2, sequence_parallel: true, ep: 2, etp: 1}"
+TWO_GROUPS = dict(num_attention_heads=4, num_key_value_heads=2)
 MODELS = {
-    "Llama, tied": ("llama", dict(tie_word_embeddings=True)),
-    "Llama, all biases": ("llama", dict(attention_bias=True, mlp_bias=True)),
-    "Mistral": ("mistral", dict(sliding_window=None)),
-    "Mixtral": ("mixtral", dict(num_local_experts=4)),
-    "Phi-3": ("phi3", {}),
-    "Qwen2": ("qwen2", {}),
-    "Qwen3": ("qwen3", {}),
+    "Llama, tied": ("llama", dict(tie_word_embeddings=True), STAGES),
+    "Llama, all biases": ("llama", dict(attention_bias=True, mlp_bias=True) | TWO_GROUPS, ROWS),
+    "Mistral": ("mistral", dict(sliding_window=None), STAGES),
+    "Mixtral": ("mixtral", dict(num_local_experts=4), EXPERTS),
+    "Phi-3": ("phi3", TWO_GROUPS, ROWS),
+    "Qwen2": ("qwen2", TWO_GROUPS, ROWS),
+    "Qwen3": ("qwen3", {}, STAGES),
     "Qwen3, experts": (
         "qwen3_moe",
         dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0], norm_topk_prob=True),
+        EXPERTS,
     ),
-    "DeepSeek-V3": ("deepseek_v3", LATENT | dict(q_lora_rank=24)),
-    "DeepSeek-V3, direct queries, YaRN": ("deepseek_v3", LATENT | dict(q_lora_rank=None, rope_parameters=YARN)),
+    "DeepSeek-V3": ("deepseek_v3", LATENT | dict(q_lora_rank=24), EXPERTS_OF_ROWS),
+    "DeepSeek-V3, direct queries, YaRN": (
+        "deepseek_v3",
+        LATENT | dict(q_lora_rank=None, rope_parameters=YARN),
+        STAGES,
+    ),
 }
+"""Family, what its config.json has beside the sizes, and the layout of the trainer's two ranks."""
 
-OVER_TWO_WORKERS = ("Llama, tied", "Llama, all biases", "Qwen3, experts")
+OVER_TWO_WORKERS = ("Llama, tied", "Llama, all biases", "Qwen3, experts", "DeepSeek-V3")
 EVERY_TIME = {("Llama, tied", 1), ("DeepSeek-V3", 1), ("Llama, tied", 2), ("Qwen3, experts", 2)}
 """Dense and tied, latent, and over two workers. The others are exhaustive."""
 
@@ -341,7 +361,7 @@ IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
 
 
 class Trainers:
-    """Two pipeline stages, called together."""
+    """Two ranks, called together."""
 
     def __init__(self, start, config: Config, folder: Path, store: Path):
         self._ranks = [start("fork", TrainerSide, config, folder, store, rank) for rank in range(2)]
@@ -366,7 +386,7 @@ class Trainers:
         return Meeting("127.0.0.1", self._rendezvous.port, "refit", DEADLINE_S)
 
     def log_probs(self, samples) -> dict[str, list[float]]:
-        """The last pipeline stage has them."""
+        """The last rank has them in every layout."""
         return self.call("log_probs", samples)[-1]
 
     def export_plan(self, hf_config) -> Plan:
@@ -385,10 +405,10 @@ class Trainers:
 
 @pytest.mark.parametrize(("name", "tp"), CASES)
 def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
-    model_type, changes = MODELS[name]
+    model_type, changes, layout = MODELS[name]
     folder = write_tiny_model(tmp_path / "model", model_type, **SIZES | changes)
     truncated = [] if (name, tp) in IN_FLIGHT else ["rollout.top_k=7", "rollout.top_p=0.8"]
-    config, hf_config = config_of(folder, tp, truncated), read_config(folder)
+    config, hf_config = config_of(folder, layout, tp, truncated), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes("spawn", EngineSide, config, folder, False)
     targets = [vllm_holder(hf_config, tp, rank, replica=0) for rank in range(tp)]
@@ -447,7 +467,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     trainers.begin("send")
     fresh.send("refit", 3, right)
     # With two workers, both fail, and the next call must not get the second one's answer.
-    wrong = rf"not the trainer's: {spoiled}\[.* in megatron:1 "
+    wrong = rf"not the trainer's: {spoiled}\[.* in megatron:[01] "
     with pytest.raises(RuntimeError, match=wrong):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
     fresh.receive()
@@ -481,6 +501,13 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     pause = ["sleep 0", "step", "wake scheduling"]
     assert engine.call("recorded")[:7] == ["wake weights", *pause, "refit", "wake kv_cache", "step"]
 
+    assert not engine.call("has_lost_a_rank")
+    if tp > 1:
+        engine.kill_a_worker()
+        with pytest.raises(RuntimeError):
+            engine.call("checksums")
+        assert engine.call("has_lost_a_rank")
+
 
 def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sample], reference: Remote) -> None:
     through = [sample for sample in samples if len(sample.response_ids) > STEPS_BEFORE_REFIT]
@@ -509,7 +536,7 @@ QUANTISED = (
 def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path, remotes):
     """Its weights are of another dtype and shape than those of the family, and have scales beside them."""
     folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(tie_word_embeddings=True))
-    config, hf_config = config_of(folder, 1, QUANTISED), read_config(folder)
+    config, hf_config = config_of(folder, STAGES, 1, QUANTISED), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes("spawn", EngineSide, config, folder, False)
     misfits = vllm_holder(hf_config, 1, 0, replica=0, dtype="bfloat16").shard.misfits(engine.call("parameters")[0])

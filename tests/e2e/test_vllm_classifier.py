@@ -62,7 +62,7 @@ def test_every_family_is_scored_as_transformers_does(tmp_path, kind):
     folders = {name: tmp_path / str(i) for i, name in enumerate(names)}
     models = {}
     for name in names:
-        model_type, changes = MODELS[name]
+        model_type, changes, _ = MODELS[name]
         # What transformers calls head_dim is, with latent attention, the channels that have positions.
         changes = changes | ({"head_dim": changes["qk_rope_head_dim"]} if model_type == "deepseek_v3" else {})
         trunk = write_tiny_model(tmp_path / "trunk" / folders[name].name, model_type, **SIZES | changes)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.cluster import engine_group
-from megarl.cluster.engine_group import EngineGroup, RemoteSample
+from megarl.cluster.engine_group import EngineActor, EngineGroup, RemoteSample
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.placement import Process
 from megarl.config.load import load
@@ -177,6 +177,20 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
         "family's; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_engine_without_one_of_its_ranks_ends(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """So that it counts as lost. Any other error is the caller's to see."""
+    ended: list[object] = []
+    monkeypatch.setattr(engine_group.processes, "end_descendants", lambda: ended.append("descendants"))
+    monkeypatch.setattr(engine_group.os, "_exit", ended.append)
+    actor_class = EngineActor.__ray_metadata__.modified_class
+    actor = actor_class.__new__(actor_class)
+    actor._engine = SimpleNamespace(has_lost_a_rank=lost)
+    with pytest.raises(KeyError), actor._whole():
+        raise KeyError("w")
+    assert ended == (["descendants", 1] if lost else [])
 
 
 @pytest.mark.parametrize("sleep", [False, True])
