@@ -11,8 +11,10 @@ from statistics import fmean
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.megatron.conversion import megatron_to_huggingface
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -109,6 +111,13 @@ def test_exported_model_answers_as_the_engine_did(learned):
     out = model.generate(ids, max_new_tokens=8, do_sample=True, temperature=1.0, top_k=0)[0, ids.shape[1] :]
     text = tokenizer.decode(out, skip_special_tokens=True)
     assert sum(character.isdigit() for character in text) >= 0.5 * len(text) > 0
+
+
+def test_the_last_checkpoint_converts_to_the_exported_model(learned, tmp_path):
+    megatron_to_huggingface(learned / "checkpoints/step_000020", tmp_path / "model")
+    exported, converted = (load_file(folder / "model/model.safetensors") for folder in (learned, tmp_path))
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(exported[name], converted[name]) for name in exported)
 
 
 def test_run_folder_is_complete(learned):
