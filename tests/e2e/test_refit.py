@@ -333,7 +333,7 @@ MODELS = {
     "Mistral": ("mistral", dict(sliding_window=None), STAGES),
     "Mixtral": ("mixtral", dict(num_local_experts=4), EXPERTS),
     "Phi-3": ("phi3", TWO_GROUPS, ROWS),
-    "Qwen2": ("qwen2", TWO_GROUPS, ROWS),
+    "Qwen2": ("qwen2", TWO_GROUPS | dict(hidden_size=128), ROWS),  # vLLM takes no head_dim but hidden size over heads
     "Qwen3": ("qwen3", {}, STAGES),
     "Qwen3, experts": (
         "qwen3_moe",
