@@ -47,11 +47,11 @@ def two(tmp_path_factory) -> Iterator[tuple[Series, Series]]:
         list(pool.map(Series.end, series))
 
 
-def shares(series: Series, folder: Path, model: Path, case: Case, shuffled: bool) -> list[float]:
+def prepared(folder: Path, model: Path, case: Case, shuffled: bool) -> list[str | Path]:
+    """The arguments of the run, in this folder."""
     folder.mkdir()
     of_task = case.task.overrides(folder, shuffled)
-    series.train(write_recipe(folder, model), f"run.steps={case.steps}", *ALIKE, *of_task, *case.overrides)
-    return case.task.shares(model, folder / "runs" / "tiny")
+    return [write_recipe(folder, model), f"run.steps={case.steps}", *ALIKE, *of_task, *case.overrides]
 
 
 def parameter(name: str):
@@ -62,12 +62,14 @@ def parameter(name: str):
 def test_it_learns(two, model, tmp_path, table, name):
     """Both at the same time, one a core."""
     case = CASES[name]
+    folders = [tmp_path / "learning", tmp_path / "control"]
+    asked = [prepared(folder, model, case, shuffled=folder.name == "control") for folder in folders]
     with ThreadPoolExecutor(2) as pool:
-        runs = [
-            pool.submit(shares, own, tmp_path / folder, model, case, shuffled)
-            for own, folder, shuffled in zip(two, ("learning", "control"), (False, True), strict=True)
-        ]
-        learned, control = (run.result() for run in runs)
+        runs = [pool.submit(series.train, *arguments) for series, arguments in zip(two, asked, strict=True)]
+    for run in runs:
+        run.result()
+    # One after the other: transformers cannot load two models in two threads, and leaves their memory as it finds it.
+    learned, control = (case.task.shares(model, folder / "runs" / "tiny") for folder in folders)
     of_steps = len(learned) == case.steps
     until = next((i for i, share in enumerate(learned, start=1) if share >= LEARNED), None) if of_steps else None
     table[name] = {
