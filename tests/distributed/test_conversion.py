@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -101,6 +102,8 @@ def save_as_megatron_does(store, rank: int, config: Config, model: Path, out: Pa
     """With Megatron's defaults, in which all layers are slices of one tensor."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     dist_checkpointing.save({"model": worker.chunks[0].module.sharded_state_dict()}, str(out))
+    for child in psutil.Process().children(recursive=True):
+        child.kill()  # Megatron's queue has a process, which ranks that end without exit handlers would leave behind
 
 
 def test_a_checkpoint_by_megatrons_own_writer(tmp_path):
