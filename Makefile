@@ -12,12 +12,12 @@ RUN := $(VENV)/bin/python
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        everything but the two below and what needs a GPU: under 25 minutes on 2 cores"
+	@echo "make test        everything but the two below and what needs a GPU: about 22 minutes on 2 cores"
 	@echo "make test-runs   its whole runs: the half of it that starts Ray and engines"
 	@echo "make test-ranks  its other half: ranks in one process tree, and the unit tests"
 	@echo "make test-fast   the unit tests, under 3 minutes"
-	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective: about 20 minutes"
-	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs: about 25 minutes"
+	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective: about 16 minutes"
+	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs: about 15 minutes"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)
