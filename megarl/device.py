@@ -32,6 +32,11 @@ def memory_bytes(gpu: int) -> int:
     return torch.cuda.get_device_properties(gpu).total_memory
 
 
+def uuid(gpu: int) -> str:
+    """Of a GPU, by its number in this process: the same in every process."""
+    return str(torch.cuda.get_device_properties(gpu).uuid)
+
+
 def memory_transport() -> Literal["shared_memory", "cuda_ipc"]:
     """How a process reads weights of another one on the same machine."""
     return "cuda_ipc" if on_cuda() else "shared_memory"

@@ -70,8 +70,8 @@ def assemble(
     engines: EngineGroup | None = None,
 ) -> Cast:
     """Starts all processes, then plans how weights flow between them. Each model starts from its folder, before
-    what it has in the checkpoint, if there is one, is loaded. engines: those that an earlier run of the session has
-    left, for one that asks the same of them."""
+    what it has in the checkpoint, if there is one, is loaded. engines: running ones that were asked for the same (None:
+    they are started)."""
     trainers = TrainerGroup(session, config, "actor", models.actor, placement.trainers)
     critic = None
     if placement.critics:

@@ -71,7 +71,7 @@ def publish(parameters: Mapping[str, torch.Tensor]) -> Published:
 
 def _segment(storage: torch.UntypedStorage) -> Segment:
     _, arguments = reduce_tensor(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-    return Segment(_uuid(storage.device.index), arguments)
+    return Segment(device.uuid(storage.device.index), arguments)
 
 
 class CudaMemory:
@@ -125,13 +125,9 @@ class GpuReader(Readable):
 
 
 def _opened(source: str, segment: Segment) -> torch.UntypedStorage:
-    own = {_uuid(index): index for index in range(torch.cuda.device_count())}
+    own = {device.uuid(index): index for index in range(device.num_gpus())}
     if segment.gpu not in own:
         raise ValueError(f"{source} has its weights on GPU {segment.gpu}, and this process sees {', '.join(own)} only")
     arguments = list(segment.arguments)
     arguments[DEVICE_INDEX] = own[segment.gpu]
     return rebuild_cuda_tensor(*arguments).untyped_storage()
-
-
-def _uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)

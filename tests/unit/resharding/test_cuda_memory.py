@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from megarl import device
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, vllm_holders
 from megarl.resharding.planner import make_plan
@@ -57,8 +58,8 @@ def ipc(monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
     fake = FakeIpc()
     monkeypatch.setattr(cuda_memory, "reduce_tensor", fake.reduce_tensor)
     monkeypatch.setattr(cuda_memory, "rebuild_cuda_tensor", fake.rebuild)
-    monkeypatch.setattr(cuda_memory, "_uuid", lambda index: {None: "GPU-b", 0: "GPU-a", 1: "GPU-b"}[index])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(device, "uuid", lambda index: {None: "GPU-b", 0: "GPU-a", 1: "GPU-b"}[index])
+    monkeypatch.setattr(device, "num_gpus", lambda: 2)
     return fake
 
 
@@ -135,7 +136,7 @@ def test_a_refit_that_fails_leaves_nothing_open(ipc: FakeIpc) -> None:
 
 
 def test_a_gpu_that_the_reader_does_not_see_is_named(ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(device, "num_gpus", lambda: 1)
     reader = channel(live_weights(), moving=False).open(TARGETS[0].name, {}, PLAN)
     message = r"^huggingface has its weights on GPU GPU-b, and this process sees GPU-a only$"
     with pytest.raises(ValueError, match=message):
