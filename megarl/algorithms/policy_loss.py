@@ -92,7 +92,7 @@ def cispo(
 
     CISPO (https://arxiv.org/abs/2506.13585, eq. 4 and 5), which has no lower bound (clip_low None), tunes clip_high and
     does not say to what. The value of ScaleRL (https://arxiv.org/abs/2510.13786), which names the bound itself, is
-    1 + clip_high = 5; it found hardly a difference between 4, 5 and 8.
+    1 + clip_high = 5.
     """
     ratio = _ratio(log_prob, old, advantage).detach()
     lowest = 0.0 if clip_low is None else 1 - clip_low
