@@ -124,12 +124,3 @@ CASES: dict[str, Case] = {
     "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
 }
-
-
-def markdown(rows: dict[str, dict]) -> str:
-    """The README's table of what was seen."""
-    lines = ["| | at the start | at the end | steps until 0.9 | control |", "|---|---|---|---|---|"]
-    for name, row in rows.items():
-        until = row["steps_to_optimum"] or f"at most {row['steps']}"
-        lines.append(f"| {name} | {row['first']:.2f} | {row['last']:.2f} | {until} | {row['control_last']:.2f} |")
-    return "\n".join(lines)

@@ -15,10 +15,10 @@ from tests.e2e.learning_cases import CASES, Case
 from tests.e2e.series import Series
 from tests.e2e.test_train import write_recipe
 from tests.tiny_model import write_tiny_llama
+from tools.benchmarks import figures
 from tools.benchmarks.machine import machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.learn]
-RESULTS = Path(__file__).parents[2] / "tools" / "benchmarks" / "results" / "learning.json"
 START, LEARNED, NOT_LEARNED = 0.2, 0.9, 0.5
 ALIKE = ("run.export=true", "checkpoint.every_steps=null", "actor.threads=1", "rollout.threads=1")
 
@@ -30,12 +30,13 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def table():
-    """Rows by case, written as results once every case has one."""
+    """Rows by case, written as results, and into the README, once every case has one."""
     rows: dict[str, dict] = {}
     yield rows
     if rows.keys() == CASES.keys():
         result = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "runs": rows}
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+        (figures.RESULTS / "learning.json").write_text(json.dumps(result, indent=2) + "\n")
+        figures.write()
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ def output_of(*command: str) -> str:
 
 SCRIPTS = (
     "convert.py",
+    "figures.py",
     "linear_head.py",
     "mfu.py",
     "plan.py",

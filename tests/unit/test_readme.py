@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -11,12 +12,13 @@ import pytest
 import yaml
 
 from megarl.config.huggingface import FAMILIES
-from tests.e2e.learning_cases import CASES, markdown
+from tests.e2e.learning_cases import CASES
 from tests.published_models import CONFIGS
 from tests.readme import ROOT, command_blocks, commands
 from tests.unit.megatron.test_conversion import assert_same, weights_of, write_model
 from tests.unit.resharding.cases import config_of
 from tests.unit.test_convert import convert
+from tools.benchmarks import figures
 
 MEGARL = [sys.executable, "-m", "megarl.cli"]
 CONVERTER = ".venv/bin/python tools/convert.py "
@@ -112,10 +114,31 @@ def test_adding_a_family_touches_what_the_readme_names():
     assert {str(path.relative_to(ROOT)) for path in knowing} <= named
 
 
-def test_the_table_of_what_learns_is_the_result():
-    rows = json.loads((ROOT / "tools" / "benchmarks" / "results" / "learning.json").read_text())["runs"]
-    assert f"<!-- learning:begin -->\n{markdown(rows)}\n<!-- learning:end -->" in (ROOT / "README.md").read_text()
-    assert rows.keys() == CASES.keys()
+def test_the_figures_are_those_of_the_recorded_results():
+    """`python tools/benchmarks/figures.py --write` puts them there."""
+    text = (ROOT / "README.md").read_text()
+    assert figures.rendered(text) == text
+
+
+def test_new_results_are_written_into_the_readme(tmp_path, monkeypatch):
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    shutil.copytree(figures.RESULTS, results)
+    shutil.copy(ROOT / "README.md", readme)
+    monkeypatch.setattr(figures, "RESULTS", results)
+    monkeypatch.setattr(figures, "README", readme)
+    run = {"first": 0.125, "last": 0.75, "steps": 20, "steps_to_optimum": None, "control_last": 0.0}
+    (results / "learning.json").write_text(json.dumps({"runs": {"a case": run}}))
+    step = json.loads((results / "step_equal.json").read_text()) | {"cpu_percent_elsewhere": 12.3}
+    (results / "step_equal.json").write_text(json.dumps(step))
+    figures.write()
+    rows = re.search(r"<!-- learning:begin -->\n(.*?)\n<!-- learning:end -->", readme.read_text(), re.DOTALL).group(1)
+    assert rows.splitlines()[2:] == ["| a case | 0.12 | 0.75 | at most 20 | 0.00 |"]
+    busy = "by `python tools/benchmarks/training_step.py`, while other processes had 12 % of the machine's CPU time:"
+    assert busy in " ".join(readme.read_text().split())
+
+
+def test_every_case_that_is_seen_to_learn_has_a_result():
+    assert figures.result("learning")["runs"].keys() == CASES.keys()
 
 
 def test_our_names_in_the_table_of_verl_are_keys_of_the_base_recipe():

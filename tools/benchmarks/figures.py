@@ -1,0 +1,284 @@
+"""The README's tables of what was measured, from the recorded results.
+
+.venv/bin/python tools/benchmarks/figures.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from textwrap import fill
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # as a script, and as a module of the tests
+
+from tools.benchmarks.machine import QUIET_PERCENT  # noqa: E402
+
+README = ROOT / "README.md"
+RESULTS = Path(__file__).with_name("results")
+WIDTH = 120
+PLANNED = {
+    "deepseek-v3": "DeepSeek-V3 (671B)",
+    "deepseek-v3-whole-experts": "…, whole experts on each worker",
+    "llama-3.1-405b": "Llama-3.1-405B",
+    "qwen3-235b-nemo-rl-16-nodes": "Qwen3-235B-A22B, NeMo-RL's layout",
+    "qwen3-235b-nemo-rl-32-nodes": "…, NeMo-RL's on more nodes",
+    "qwen3-235b-slime": "…, slime's",
+    "qwen3-235b-verl": "…, verl's",
+    "qwen3-235b-verl-colocated": "…, verl's, on the same GPUs",
+}
+"""Cases of reshard.py, in the order of its results."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put them into README.md, between their markers")
+    if parser.parse_args().write:
+        write()
+    else:
+        print("\n\n".join(make() for make in BLOCKS.values()))
+
+
+def write() -> None:
+    README.write_text(rendered(README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def rendered(readme: str) -> str:
+    """The text with the blocks that the results make, each between <!-- NAME:begin --> and <!-- NAME:end -->."""
+    for name, make in BLOCKS.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, _, rest = readme.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"README.md has no {begin} with {end} after it; put the markers back")
+        readme = f"{before}{begin}\n{make()}\n{end}{after}"
+    return readme
+
+
+def figures() -> str:
+    training = (step_against_trl, training_step, update_against_trl)
+    sections = (quickstart, *training, refit, saving, converting, linear_head, memory, plans)
+    return "\n\n".join(section() for section in sections)
+
+
+def learning() -> str:
+    header = ["", "at the start", "at the end", "steps until 0.9", "control"]
+    rows = []
+    for name, run in result("learning")["runs"].items():
+        until = str(run["steps_to_optimum"] or f"at most {run['steps']}")
+        rows.append([name, f"{run['first']:.2f}", f"{run['last']:.2f}", until, f"{run['control_last']:.2f}"])
+    return table(header, rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"learning": learning, "figures": figures}
+
+
+def quickstart() -> str:
+    found = result("quickstart")
+    machine, seconds, reward = found["machine"], found["seconds"], found["reward"]
+    step, steps = seconds["median_step"], len(reward["per_step"])
+    cpu, _, cores = machine["cpu"].partition(", ")
+    lead = f"On {cores} of an {cpu} and {machine['memory_gib']} GiB, without a GPU ([data](tools/benchmarks/results)):"
+    what = f"`make quickstart` on a fresh clone: environment, {steps} steps, export, report (model converted before)"
+    parts = f"{step['rollout']:.1f} + {step['train']:.1f} + {step['refit']:.2f}"
+    rows = [
+        [what, f"{seconds['total'] / 60:.1f} minutes"],
+        ["Reward, first step → mean of the last three", f"{reward['first']:.2f} → {reward['last_three']:.2f}"],
+        ["A step (median): rollout + training + refit", f"{parts} = {step['step']:.1f} s"],
+        ["Peak memory, all processes (PSS)", f"{found['peak_pss_gb']:.2f} GB"],
+        ["Largest difference of trainer's and engine's log-prob of one token", f"{found['mismatch']['max']:.0e}"],
+    ]
+    return f"{lead}\n\n{table(['', ''], rows)}"
+
+
+def step_against_trl() -> str:
+    found = result("step_vs_trl")
+    megarl, trl = found["megarl"], found["trl"]
+    lead = f"""The same step against TRL {trl["versions"]["trl"]}'s `GRPOTrainer` (transformers generation), same model,
+        prompts, reward and machine, one after the other, by `python tools/benchmarks/step_vs_trl.py`:"""
+    rows = []
+    for title, name in (("total", "step"), ("rollout", "rollout"), ("training", "train")):
+        rows.append(compared(title, megarl["median_seconds"][name], trl["median_seconds"][name], "s"))
+    rows.append(compared("peak memory", megarl["peak_pss_gb"], trl["peak_pss_gb"], "GB"))
+    slower = [
+        f"{side['settings']['microbatch']}: {side['median_seconds']['step']:.0f} s and {side['peak_pss_gb']:.1f} GB"
+        for side in found["trl_slower_settings"]
+    ]
+    others = f" (of {', of '.join(slower)})" if slower else ""
+    notes = f"TRL ran with a microbatch of {trl['settings']['microbatch']}{others}."
+    elsewhere = [side["cpu_percent_elsewhere"] for side in (megarl, trl)]
+    if max(elsewhere) > QUIET_PERCENT:
+        notes += f""" Other processes had {elsewhere[0]:.0f} % of the machine's CPU time during megarl's part and
+            {elsewhere[1]:.0f} % during TRL's."""
+    return f"{text(lead)}\n\n{table(['Median step', 'megarl', 'TRL', 'ratio'], rows)}\n\n{text(notes)}"
+
+
+def training_step() -> str:
+    lead = """One training step of SmolLM2-135M's shape, float32, against the same model in transformers with torch's
+        AdamW (its fastest microbatch), same tokens and rows of the head, by
+        `python tools/benchmarks/training_step.py`"""
+    rows, busiest = [], {"cpu_percent_elsewhere": 0.0}
+    for what, title, side, other, name, target in (
+        ("equal", "samples of equal lengths", "megarl", "transformers", "transformers: ", " (target 0.9)"),
+        ("mixed", "mixed lengths", "megarl", "transformers", "transformers, padded: ", ""),
+        ("padded", "mixed lengths, packed against padded microbatches of megarl", "packed", "padded", "", ""),
+    ):
+        found = result(f"step_{what}")
+        speeds = [f"{found[one]['tokens_per_second']:.0f}" for one in (side, other)]
+        rows.append([title, speeds[0], name + speeds[1], f"{found['ratio_of_tokens_per_second']:.2f}{target}"])
+        busiest = max(busiest, found, key=lambda one: one["cpu_percent_elsewhere"])
+    return f"{text(lead + meanwhile(busiest))}\n\n{table(['Tokens per second', 'megarl', 'other', 'ratio'], rows)}"
+
+
+def update_against_trl() -> str:
+    found = result("step_trl")
+    mixed, equal = found["mixes"]["mixed"], found["mixes"]["equal"]
+    samples, size = len(mixed["lengths"]), mixed["trl"]["settings"]["samples_per_microbatch"]
+    options = f"--samples {samples} --trl-microbatch {size} --updates {len(mixed['megarl']['seconds'])}"
+    lead = f"""An update of GRPO against TRL {mixed["trl"]["versions"]["trl"]}'s `GRPOTrainer` on the same {samples}
+        samples (its microbatch: {size}), and the memory above weights, gradients and Adam's state, by
+        `python tools/benchmarks/training_step.py trl {options}`"""
+    rows = []
+    for title, mix in (
+        ("mixed lengths (targets 0.7 and 0.5)", mixed),
+        ("equal lengths, where both are bound by the same products", equal),
+    ):
+        sides = [
+            f"{mix[side]['median_seconds']:.1f} s, {mix[side]['bytes_above_state'] / 1e6:,.0f} MB"
+            for side in ("megarl", "trl")
+        ]
+        rows.append([title, *sides, f"{mix['ratio_of_seconds']:.2f}, {mix['ratio_of_bytes_above_state']:.2f}"])
+    return f"{text(lead + meanwhile(found))}\n\n{table(['', 'megarl', 'TRL', 'ratios'], rows)}"
+
+
+def refit() -> str:
+    found = result("refit")
+    tp, pp = found["trainer"]["tp"], found["trainer"]["pp"]
+    lead = f"""A refit of SmolLM2-135M's {found["gigabytes"]:.2f} GB from {tp * pp} trainer ranks (TP{tp}·PP{pp}) into
+        an engine of one, by `python tools/benchmarks/refit.py`; the common way gathers whole tensors, sends them and
+        calls vLLM's `load_weights`:"""
+    of_copy = f"{found['shared memory, of the plain copy']:.2f} of the copy (target 0.4)"
+    predicted = f"{found['predicted_seconds']:.3f} s predicted from the measured link"
+    faster = f"{found['gloo, against the common way']:.1f} × as fast (target 3); {predicted}"
+    rows = []
+    for way, title, note in (
+        ("plain copy", "a plain copy of the same bytes", ""),
+        ("shared memory", "shared memory", of_copy),
+        ("common way, gloo", "the common way, gloo", ""),
+        ("gloo", "shard to shard, gloo", faster),
+    ):
+        figures = f"{median(found['seconds'][way]):.3f}", f"{found['gigabytes_per_second'][way]:.3g}"
+        rows.append([title, *figures, note])
+    return f"{text(lead)}\n\n{table(['', 'seconds', 'GB/s', ''], rows)}"
+
+
+def saving() -> str:
+    found = result("step_saving")
+    saves = len(found["layouts"]["1 process"][0]["saves"])
+    lead = f"""How long a save of SmolLM2-135M's shape in float32 keeps a rank from training (the median of {saves}),
+        beside a plain copy of as many bytes in memory, by `python tools/benchmarks/training_step.py saving`"""
+    rows = []
+    for layout, ranks in found["layouts"].items():
+        slowest = max(ranks, key=lambda rank: rank["stall_seconds"])
+        stall, copy, disk = (slowest[key] for key in ("stall_seconds", "copy_seconds", "seconds_to_the_disk"))
+        of_copy = f"{copy:.2f} s ({stall / copy:.2f})"
+        rows.append([layout, f"{slowest['bytes'] / 1e9:.2f} GB", f"{stall:.2f} s", of_copy, f"{disk:.1f} s"])
+    header = ["The slowest rank", "saves", "waits", "plain copy (waiting / copy)", "on the disk after"]
+    return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}"
+
+
+def converting() -> str:
+    found = result("convert")
+    lead = f"""`tools/convert.py` on a model of {found["num_parameters"] / 1e9:.1f}B parameters in bfloat16
+        ({found["gb"]:.1f} GB), to TP2·PP2 and back, against reading its bytes from the disk and writing as many, by
+        `python tools/benchmarks/convert.py`"""
+    rows = []
+    for name, run in found["runs"].items():
+        plain = run["read_seconds"] + run["write_seconds"]
+        figures = f"{run['seconds']:.1f} s", f"{plain:.1f} s", f"{run['ratio']:.2f}", f"{run['peak_gb']:.2f} GB"
+        rows.append([f"`{name}`", *figures])
+    header = ["", "takes", "plain reading and writing", "ratio (target 2)", "memory (target 2 GB)"]
+    return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}"
+
+
+def linear_head() -> str:
+    found = result("linear_head")
+    size = f"{found['vocabulary']:,} × {found['hidden']:,} and {found['tokens']:,} tokens"
+    megabytes, share = found["tiled"]["extra_bytes"] / 1e6, 100 * found["share_of_logits"]["tiled"]
+    return text(
+        f"""The head against full logits, {size}, forward and backward in {found["dtype"]}, by
+        `python tools/benchmarks/linear_head.py`{meanwhile(found, "")}: {found["ratio_of_seconds"]:.2f} of the time
+        (target 0.9), and {megabytes:.0f} MB beside inputs and gradients, {share:.1f} % of the logits (target 5 %),
+        against {found["plain"]["extra_bytes"] / 1e9:.1f} GB."""
+    )
+
+
+def memory() -> str:
+    found = result("step_memory")
+    ratios = []
+    for layout, ranks in found["layouts"].items():
+        of_ranks = [f"{rank['measured_to_closed_form']:.2f}" for rank in ranks]
+        ratios.append(f"{' and '.join(dict.fromkeys(of_ranks))} ({layout})")
+    return text(
+        f"""A rank's peak memory, measured, over its closed form (`megarl/planning/memory.py`), by
+        `… training_step.py memory`{meanwhile(found, "")}: {", ".join(ratios)}; target: within 15 %."""
+    )
+
+
+def plans() -> str:
+    found = result("reshard")
+    lead = f"""Plans of published models ([how](tools/benchmarks/README.md)), by
+        `python tools/benchmarks/reshard.py`{meanwhile(found, "")}. No byte is wasted in any of them; the last two
+        columns are those of the simulated schedule:"""
+    rows = []
+    for name, run in found["runs"].items():
+        plan = run["figures"]
+        assert plan["written_once"] and not plan["bytes_wasted"]
+        engines = dict(option.split("=") for option in run["destination"].removeprefix("vllm:").split(","))
+        moved = f"{plan['ranks_source']:,} ranks → {engines['replicas']} engines of TP{engines['tp']}"
+        rows.append(
+            [
+                f"{PLANNED[name]}, {moved}",
+                f"{run['seconds']:.0f} s ({run['cpu_seconds']:.0f} s of CPU)",
+                f"{run['peak_gb']:.2f} GB",
+                f"{plan['source_balance']:.2f}",
+                f"{plan['predicted_seconds']:.2f} s",
+                f"{plan['predicted_seconds'] / plan['floor_seconds']:.3f}",
+            ]
+        )
+    header = ["takes", "memory", "busiest source / mean", "predicted refit", "over the least possible"]
+    return f"{text(lead)}\n\n{table(['`megarl reshard`', *header], rows)}"
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def meanwhile(found: Mapping[str, Any], end: str = ":") -> str:
+    """What else the machine did, where it was not quiet."""
+    percent = found["cpu_percent_elsewhere"]
+    busy = f", while other processes had {percent:.0f} % of the machine's CPU time" if percent > QUIET_PERCENT else ""
+    return busy + end
+
+
+def compared(title: str, megarl: float, other: float, unit: str) -> list[str]:
+    return [title, f"{megarl:.1f} {unit}", f"{other:.1f} {unit}", f"{megarl / other:.2f}"]
+
+
+def table(header: list[str], rows: Iterable[list[str]]) -> str:
+    lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in (header, *rows)]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+
+
+def text(paragraph: str) -> str:
+    """In lines as long as the README's."""
+    return fill(" ".join(paragraph.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    main()
