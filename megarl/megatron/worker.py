@@ -130,8 +130,10 @@ class TrainerWorker(ModelWorker, ABC):
             self._offload.move_in(part)
 
     def end_step(self) -> None:
-        """Its samples do not come back, and whoever reads the parameters now finds them complete."""
+        """Its samples do not come back, and whoever reads the parameters now, also from another process, finds them
+        complete."""
         step.gather_parameters(self.chunks)
+        device.synchronize()
         self._kept.clear()
         if self._config.is_colocated:
             device.release_cache()  # an engine wakes up next

@@ -1,10 +1,10 @@
 """Weights of another process on a GPU of this machine, read where they lie: the GPU's counterpart of shared memory.
 
 The owner's storages stay where they are and are opened by CUDA IPC. It waits for its own device before it lets others
-read what it has changed. torch counts the readers of a storage, and keeps it when its owner would free it, until all
-have closed it: each that is published for a reader is opened by this reader, once, and an owner that moves its tensors
-between two refits publishes them anew for each, to be closed at its end. A reader sees the GPUs of all that it reads,
-and has a CUDA context on each.
+read: here what it has when it publishes, and by itself what it changes later. torch counts the readers of a storage,
+and keeps it when its owner would free it, until all have closed it: each that is published for a reader is opened by
+this reader, once, and an owner that moves its tensors between two refits publishes them anew for each, to be closed at
+its end. A reader sees the GPUs of all that it reads, and has a CUDA context on each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch keeps of a GPU's memory is given back before another process wakes up on it."""
+"""What a rank leaves to others on its GPU: parameters that are complete, and memory that torch would have kept."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def worker(placement: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What a rank has when it is done; what it does then is in its log."""
     log: list[str] = []
     monkeypatch.setattr(device, "release_cache", lambda: log.append("release"))
+    monkeypatch.setattr(device, "synchronize", lambda: log.append("synchronize"))
     monkeypatch.setattr(step, "gather_parameters", lambda chunks: log.append("gather"))
     config = load(BASE, ["model.path=m", "data.source=arithmetic", f"cluster.placement={placement}"])
     moved = SimpleNamespace(offload=[])
@@ -35,8 +36,9 @@ def worker(placement: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_of_a_trainer_at_the_end_of_a_step(worker: SimpleNamespace, placement: str) -> None:
+    """Other processes read its parameters without asking it again."""
     TrainerWorker.end_step(worker)
-    assert worker.log == ["gather", *(["release"] if placement == "colocated" else [])]
+    assert worker.log == ["gather", "synchronize", *(["release"] if placement == "colocated" else [])]
 
 
 def test_of_a_reward_model_that_has_scored(worker: SimpleNamespace, placement: str) -> None:
