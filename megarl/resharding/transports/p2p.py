@@ -4,10 +4,15 @@ The members have a process group of their own, so that neither the trainer's nor
 of the plan travel in its order, and every member has two buffers for them: one is filled or emptied while the other is
 on its way. What is large and lies in one stretch of a parameter needs none. A bucket that is to leave again when its
 buffer has been used for others is packed anew.
+
+NCCL knows no tags, and does what goes between two members, in either direction, one after the other. Both begin it in
+the plan's order, and so it matches. Even where a GPU has room for one operation at a time nobody waits for ever, by the
+same order: see schedule.ordered.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +36,7 @@ UNUSED_TAG, NOTHING = 2**31 - 1, torch.empty(1, dtype=torch.uint8)
 """Nobody sends this."""
 CHECK_S = 1.0
 """How often a member that waits for another looks whether they are still connected."""
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Result = TypeVar("Result")
 _Deliveries = Generator[Delivered, None, Result]
@@ -113,7 +119,9 @@ class PointToPoint:
         is_destination = self._rank >= plan.num_sources
         copies = plan.into(member).copies if is_destination else ()
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
-        self._group: dist.Backend | None = _process_group(meeting, self._rank, len(plan.holders))
+        self._timeout = timedelta(seconds=meeting.timeout_s)
+        self._store = _store(meeting)
+        self._group: dist.Backend | None = _process_group(self._store, self._timeout, self._rank, len(plan.holders))
         # An engine's rank may have another device than the process's first.
         self._device = next(iter(parameters.values())).device
         self._in_hand: deque[Message] = deque()
@@ -140,6 +148,7 @@ class PointToPoint:
         self._tags.clear()
         try:
             yield from self._exchange()
+            device.synchronize()  # what came in a buffer is in its place
         except BaseException:
             self.close()
             raise
@@ -210,9 +219,16 @@ class PointToPoint:
         tag = self._tags[link]
         self._tags[link] += 1
         with self._naming(neighbour):
+            if device.backend() == "nccl" and neighbour not in self._neighbours:
+                self._meet(neighbour)
             work = operation([tensor], neighbour, tag)
         self._neighbours.add(neighbour)
         return Begun(neighbour, work)
+
+    def _meet(self, neighbour: int) -> None:
+        """Waits until it is as far: to connect them, in their first operation, NCCL waits without a deadline."""
+        self._store.set(f"{self._rank} for {neighbour}", "here")
+        self._store.wait([f"{neighbour} for {self._rank}"], self._timeout)
 
     def _wait(self, begun: list[Begun]) -> None:
         """Until all of it is done; none is left then.
@@ -312,21 +328,42 @@ class _Waiter(threading.Thread):
         return alive
 
 
-def _process_group(meeting: Meeting, rank: int, size: int) -> dist.Backend:
+def _store(meeting: Meeting) -> dist.Store:
     timeout = timedelta(seconds=meeting.timeout_s)
-    store = dist.PrefixStore(
+    return dist.PrefixStore(
         meeting.name,
         dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout),
     )
+
+
+def _process_group(store: dist.Store, timeout: timedelta, rank: int, size: int) -> dist.Backend:
     if device.backend() == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        with _waiting_for_the_end():
+            return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     # Members connect when they first talk to each other: most pairs never do.
     options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+@contextmanager
+def _waiting_for_the_end() -> Iterator[None]:
+    """For NCCL groups that are made inside: who waits for an operation waits until the GPU has done it, at most for the
+    group's timeout, and is told of what goes wrong. Else the wait would be the GPU's, without a deadline, and at an
+    error torch's watchdog would end the process. torch has no option of a group for it, and reads the variable when it
+    makes one."""
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
 
 
 def _end_connections(group: dist.Backend, neighbours: Iterable[int]) -> None:

@@ -1,0 +1,152 @@
+"""Weights travel over NCCL between processes with a GPU each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.resharding.execute import execute
+from megarl.resharding.transports.delta_p2p import DeltaMeeting
+from megarl.resharding.transports.p2p import Meeting
+from tests.distributed.test_p2p import Case
+from tests.unit.resharding.cases import layout_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: torch finds fewer"),
+]
+DEADLINE_S = 120
+TIMEOUT_S = 20.0
+
+
+def a_case() -> Case:
+    return Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=1024)
+
+
+class Member:
+    """A rank's transport, on the GPU of its number."""
+
+    def __init__(self, rank: int, port: int, kind: type[Meeting], meeting: str = "first"):
+        torch.cuda.set_device(rank)
+        case = a_case()
+        self.holder = case.members[rank]
+        self.receives = self.holder in case.destinations
+        self._writes = case.plan.into(self.holder.name) if self.receives else None
+        self.expected = {name: tensor.cuda() for name, tensor in case.weights[self.holder.name].items()}
+        self.own = {name: torch.full_like(t, torch.nan) if self.receives else t for name, t in self.expected.items()}
+        self._port, self._kind, self._part = port, kind, case.part(rank)
+        self.meet(meeting)
+
+    def meet(self, name: str) -> None:
+        meeting = self._kind("127.0.0.1", self._port, name, TIMEOUT_S)
+        self.transport = meeting.open(self.holder.name, self.own, self._part)
+
+    def refit(self, factor: float) -> None:
+        """Of weights that the source has changed by the factor."""
+        if self.receives:
+            execute(self._writes, self.own, self.transport)
+            assert torch.cuda.current_stream().query(), "reported before all is in its place"
+            wrong = [name for name, own in self.own.items() if not torch.equal(own, factor * self.expected[name])]
+            assert not wrong
+        else:
+            self.transport.send()
+            for tensor in self.own.values():
+                tensor.mul_(2)  # exact; whoever still read them would see it
+
+
+def refit_twice(connection: Connection, rank: int, port: int, kind: type[Meeting]) -> None:
+    member = Member(rank, port, kind)
+    for factor in (1, 2):
+        member.refit(factor)
+    connection.send("done")
+    connection.recv()
+
+
+def dies_in_the_second(connection: Connection, rank: int, port: int, kind: type[Meeting]) -> None:
+    member = Member(rank, port, kind)
+    member.refit(1)
+    for _ in member.transport.deliver(()):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def goes_on_without(connection: Connection, rank: int, port: int, kind: type[Meeting]) -> None:
+    """The other dies in the second refit, and a third is with one that is new."""
+    member = Member(rank, port, kind)
+    member.refit(1)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^megatron:0: with vllm:0.0: "):
+        for _ in range(2):  # all of the second may have left before it died
+            member.transport.send()
+    assert time.monotonic() - begun < 3 * TIMEOUT_S
+    for tensor in member.own.values():
+        tensor.div_(2)
+    torch.cuda.synchronize()  # nothing of the lost exchange occupies the GPU
+    connection.send("lost")
+    connection.recv()
+    member.meet("second")
+    member.refit(1)
+    connection.send("done")
+    connection.recv()
+
+
+def comes_later(connection: Connection, rank: int, port: int, kind: type[Meeting]) -> None:
+    member = Member(rank, port, kind, "second")
+    member.refit(1)
+    connection.send("done")
+    connection.recv()
+
+
+class Processes:
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._started: list[multiprocessing.Process] = []
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(self, function, rank: int, kind: type[Meeting]) -> Connection:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=function, args=(theirs, rank, self._store.port, kind))
+        process.start()
+        theirs.close()  # so that its end is seen
+        self._started.append(process)
+        return ours
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+
+
+@pytest.fixture
+def processes():
+    own = Processes()
+    yield own
+    own.end()
+
+
+def answer(connection: Connection) -> str:
+    assert connection.poll(DEADLINE_S), "no answer"
+    return connection.recv()
+
+
+@pytest.mark.parametrize("kind", [Meeting, DeltaMeeting])
+def test_all_has_arrived_when_it_is_said(processes, kind):
+    """And all has left when the source goes on."""
+    connections = [processes.start(refit_twice, rank, kind) for rank in range(2)]
+    for connection in connections:
+        assert answer(connection) == "done"
+
+
+def test_a_member_that_dies_is_named_and_the_others_go_on(processes):
+    source = processes.start(goes_on_without, 0, Meeting)
+    processes.start(dies_in_the_second, 1, Meeting)
+    assert answer(source) == "lost"
+    engine = processes.start(comes_later, 1, Meeting)
+    source.send("go on")
+    for connection in (source, engine):
+        assert answer(connection) == "done"
