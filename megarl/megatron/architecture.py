@@ -39,7 +39,7 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         ffn_hidden_size=shape.intermediate,
         layernorm_epsilon=model["rms_norm_eps"],
         normalization="RMSNorm",
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm or shape.latent is not None,  # of latents, too
         gated_linear_unit=True,
         activation_func=F.silu,
         # On every linear layer; the layer specification takes them away again where the model has none.

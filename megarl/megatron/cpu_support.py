@@ -12,7 +12,9 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+import megatron.core
 import torch
+from packaging.version import Version
 
 # module:function in which a constant names the CUDA device ("cuda", or the type "torch.cuda.FloatTensor").
 DEVICE_LITERALS = (
@@ -29,6 +31,8 @@ DEVICE_LITERALS = (
     "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
     "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange",
 )
+# Those that only newer versions have: since which one, and where.
+NEWER_DEVICE_LITERALS = (("0.19", "optimizer.optimizer:MegatronOptimizer.has_grad_norm_group"),)
 
 _installed = False
 
@@ -53,9 +57,11 @@ def install() -> None:
 
 
 def device_queries() -> None:
-    """Buffers are allocated on torch.cuda.current_device(); pipeline communication synchronises with the device."""
+    """Buffers are allocated on torch.cuda.current_device(); pipeline communication synchronises with the device, and
+    since megatron-core 0.19 the reduction of gradients asks for a stream, which it needs for CUDA graphs alone."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_stream = lambda device=None: None
 
 
 def tensor_moves() -> None:
@@ -78,7 +84,9 @@ def device_literals() -> None:
 
     A list that has gone stale with a new megatron-core is our bug, hence the assertion.
     """
-    for entry in DEVICE_LITERALS:
+    version = Version(megatron.core.__version__)
+    newer = (entry for since, entry in NEWER_DEVICE_LITERALS if version >= Version(since))
+    for entry in (*DEVICE_LITERALS, *newer):
         function = _resolve(entry)
         constants = tuple(_on_cpu(constant) for constant in function.__code__.co_consts)
         assert constants != function.__code__.co_consts, f"{entry} names no CUDA device: drop it from DEVICE_LITERALS"

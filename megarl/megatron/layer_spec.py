@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -19,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -91,7 +93,16 @@ class DocumentAttention(torch.nn.Module):
             key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
         out = packed_attention(query, key, value, packed_seq_params.documents, self.scale, dropout)
-        return out.reshape(num_tokens, 1, -1)
+        return out.reshape(num_tokens, -1)  # as Transformer Engine's
+
+
+class LatentAttention(multi_latent_attention.MLASelfAttention):
+    """Its norms and projections are those of the specification. From 0.19 on, megatron-core's own wants norms of queries
+    and of keys and values, or none: where queries have no latent, they have no norm either, but keys and values have."""
+
+    def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
 
 def uses_transformer_engine() -> bool:
@@ -115,7 +126,6 @@ def block_spec(
 
 def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
     num_experts = shape.experts.count if has_experts else None
-    # The norms of latents are a choice of the specification as well.
     attention = dict(multi_latent_attention=shape.latent is not None, qk_layernorm=bool(shape.latent or shape.qk_norm))
     if fused:
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=has_experts, **attention)
@@ -123,6 +133,8 @@ def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
         layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", **attention)
         _use_our_layers(layer.submodules, shape)
         layer.submodules.sharded_state_dict_keys_map = fused_names(shape, has_experts)
+    if shape.latent:
+        layer.submodules.self_attention.module = LatentAttention
     if shape.attention_out_bias or shape.mlp_bias:
         _drop_biases(layer.submodules, shape)
     return layer
@@ -137,13 +149,18 @@ def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
     """Where TransformerConfig, which gives them to all linear layers or to none, asks for more than the model has."""
-    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
     if not shape.attention_out_bias:
         attention.linear_proj = without_bias(attention.linear_proj)
     if not shape.mlp_bias:
         mlp.linear_fc1, mlp.linear_fc2 = without_bias(mlp.linear_fc1), without_bias(mlp.linear_fc2)
+
+
+def _submodules(spec: ModuleSpec | partial) -> object:
+    """A specification's; since megatron-core 0.17 that of an MLP is a call that builds it."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def without_bias(linear: type) -> type:
@@ -162,7 +179,8 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> Non
     attention.core_attention = DocumentAttention
     if shape.latent:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        attention.kv_layernorm = RMSNorm
+        attention.q_layernorm = RMSNorm if shape.latent.query_rank else IdentityOp
     elif shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
 
