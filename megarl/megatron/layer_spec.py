@@ -97,8 +97,8 @@ class DocumentAttention(torch.nn.Module):
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """Its norms and projections are those of the specification. From 0.19 on, megatron-core's own wants norms of queries
-    and of keys and values, or none: where queries have no latent, they have no norm either, but keys and values have."""
+    """Its norms and projections are those of the specification. From 0.19 on, megatron-core's own wants norms of both
+    queries and latents of keys and values, or none: queries without a latent have no norm, but keys and values have."""
 
     def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
