@@ -36,8 +36,8 @@ def compared(
         case _:
             baselines = [[NO_BASELINE] * len(group) for group in groups]
     if advantage.estimator == "gpg":
-        scale = 1 / amplification([[member.reward for member in group] for group in members])
-        baselines = [[replace(baseline, scale=scale) for baseline in group] for group in baselines]
+        alpha = amplification([[_member(config, item, of_tokens, {}) for item in group] for group in groups])
+        baselines = [[_amplified(baseline, alpha) for baseline in group] for group in baselines]
     return [
         replace(item, baseline=baseline)
         for group, own in zip(groups, baselines, strict=True)
@@ -56,6 +56,10 @@ def take_up(
     mean = fmean(_member(config, item, of_tokens, of_kl).reward for group in groups for item in group)
     average.add(mean, advantage.option("baseline_decay"))
     return {"reward/baseline": Metric(before)}
+
+
+def _amplified(baseline: Baseline, alpha: float) -> Baseline:
+    return replace(baseline, scale=baseline.scale / alpha, token_scale=baseline.token_scale / alpha)
 
 
 def _member(config: Config, item: ScoredSample, of_tokens: Totals, of_kl: Totals) -> Member:

@@ -147,11 +147,10 @@ def best_of(k: int) -> Compare:
 
 
 def amplified(kl: Divergence = Divergence()) -> Estimate:
-    """GPG's: against the group's mean, times samples / samples of groups whose rewards differ."""
+    """GPG's: against the group's mean, times samples / samples of groups whose rewards, without the KL, differ."""
 
     def larger(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
-        totals = [[r + sum(kl.rewards(sample, ratios).values()) for sample, r in group] for group in groups]
-        factor = sum(map(len, groups)) / sum(len(own) for own in totals if len(set(own)) > 1)
+        factor = sum(map(len, groups)) / sum(len(group) for group in groups if len({r for _, r in group}) > 1)
         return {name: [factor * a for a in own] for name, own in of_samples(group_mean, kl)(groups, ratios).items()}
 
     return larger

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.pass_at_k import against_all, against_without
-from megarl.batch import NO_TOTALS, Baseline, TokenTotals
+from megarl.batch import NO_BASELINE, NO_TOTALS, Baseline, TokenTotals
 from megarl.config.schema import Advantage
+
+NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
+"""Whatever the rewards of a sample and of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +30,11 @@ class Member:
 def group_baselines(config: Advantage, group: Sequence[Member]) -> list[Baseline]:
     """Of an estimator that compares the samples of a group.
 
-    A group of one (the others' rewards failed) has nothing to compare with: its advantage is 0, or with
-    group_of_one=reward its reward.
+    A group of one (the others' rewards failed) has nothing to compare with: its advantage is 0, whatever its tokens
+    are rewarded with, or with group_of_one=reward its reward.
     """
-    rewards = [member.reward for member in group]
     if len(group) == 1:
-        return [Baseline(0.0 if config.option("group_of_one") == "reward" else rewards[0])]
+        return [NO_BASELINE if config.option("group_of_one") == "reward" else NO_ADVANTAGE]
     baselines = _of_rewards(config, group)
     if config.option("credit") == "whole":
         return baselines
@@ -60,8 +62,8 @@ def _of_rewards(config: Advantage, group: Sequence[Member]) -> list[Baseline]:
                 config.option("std_epsilon"),
             )
         case "grpo":
-            scale = standard_deviation(rewards, config.option("std")) + _epsilon(config)
-            return [Baseline(mean(rewards), scale)] * len(group)
+            deviation = standard_deviation(rewards, config.option("std"))
+            return [Baseline(mean(rewards), scale_of(deviation, _epsilon(config)))] * len(group)
         case _:
             return [Baseline(mean(rewards))] * len(group)
 
@@ -85,15 +87,28 @@ def pass_at_k(rewards: Sequence[float], k: int, baseline: str, std: str, std_eps
     if baseline == "without":
         return [Baseline(r - advantage) for r, advantage in zip(rewards, against_without(rewards, k), strict=True)]
     advantages, deviation = against_all(rewards, k)
-    scale = 1.0 if std == "none" else deviation + std_epsilon
+    scale = 1.0 if std == "none" else scale_of(deviation, std_epsilon)
     return [Baseline(r - advantage, scale) for r, advantage in zip(rewards, advantages, strict=True)]
 
 
-def amplification(groups: Sequence[Sequence[float]]) -> float:
+def amplification(groups: Sequence[Sequence[Member]]) -> float:
     """α = samples / samples in groups of unequal rewards: GPG's correction for groups without a gradient (arXiv
-    2504.02546, section 3.3). 1 where there is none else."""
-    unequal = sum(len(group) for group in groups if len(set(group)) > 1)
+    2504.02546, section 3.3). 1 where there is none else. Rewards without the KL, which never leaves two of them equal.
+    """
+    unequal = sum(len(group) for group in groups if _differ(group))
     return sum(map(len, groups)) / unequal if unequal else 1.0
+
+
+def _differ(group: Sequence[Member]) -> bool:
+    """Whether rewards of samples differ, or those of single tokens: n·Σx² = (Σx)², to rounding, where all are equal."""
+    of_tokens = sum((member.of_tokens for member in group), NO_TOTALS)
+    of_equal = of_tokens.total**2 * (1 + 1e-12)
+    return len({member.reward for member in group}) > 1 or of_tokens.count * of_tokens.squares > of_equal
+
+
+def scale_of(deviation: float, std_epsilon: float) -> float:
+    """What advantages are divided by; 1 where that were 0: rewards that do not deviate have the advantage 0."""
+    return deviation + std_epsilon or 1.0
 
 
 def mean(rewards: Sequence[float]) -> float:
@@ -101,12 +116,15 @@ def mean(rewards: Sequence[float]) -> float:
 
 
 def standard_deviation(rewards: Sequence[float], std: str) -> float:
-    """std: "sample" divides the squared deviations by n − 1, "population" by n; "none" makes it 1. 0 for one reward."""
+    """std: "sample" divides the squared deviations by n − 1, "population" by n; "none" makes it 1. 0 for equal rewards,
+    whose mean may differ from them by rounding."""
     if std == "none":
         return 1.0
-    divisor = len(rewards) - 1 if std == "sample" else len(rewards)
+    if min(rewards) == max(rewards):
+        return 0.0
     average = mean(rewards)
-    return math.sqrt(math.fsum((r - average) ** 2 for r in rewards) / divisor) if divisor else 0.0
+    divisor = len(rewards) - 1 if std == "sample" else len(rewards)
+    return math.sqrt(math.fsum((r - average) ** 2 for r in rewards) / divisor)
 
 
 def _leave_one_out_of_tokens(group: Sequence[TokenTotals]) -> list[tuple[float, float]]:
@@ -125,7 +143,7 @@ def _of_all_tokens(config: Advantage, group: Sequence[TokenTotals]) -> list[tupl
     squares = math.fsum(totals.squares for totals in group) - count * average**2
     divisor = count - 1 if config.option("std") == "sample" else count
     deviation = math.sqrt(max(squares, 0.0) / divisor) if divisor > 0 else 0.0
-    return [(average, deviation + _epsilon(config))] * len(group)
+    return [(average, scale_of(deviation, _epsilon(config)))] * len(group)
 
 
 def _epsilon(config: Advantage) -> float:

@@ -22,6 +22,8 @@ def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:
     any rewards, not of 0 and 1 only.
     """
     chances = best_of_k(rewards, k)
+    best = max(rewards)
+    rewards = [reward - best for reward in rewards]  # exactly 0 where every set of k has it
     mean = math.fsum(p * reward for p, reward in zip(chances, rewards, strict=True))
     variance = math.fsum(p * (reward - mean) ** 2 for p, reward in zip(chances, rewards, strict=True))
     n, ranks = len(rewards), _ranks(rewards)

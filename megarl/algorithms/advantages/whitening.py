@@ -18,9 +18,10 @@ def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[
 
 
 def whiten(advantage: torch.Tensor, mask: torch.Tensor, mean: float, std: float, std_epsilon: float) -> torch.Tensor:
-    """(A − mean) / (std + ε) where the mask is True, 0 elsewhere. Mean and std are of a whole update's trained tokens.
+    """(A − mean) / (std + ε) where the mask is True, 0 elsewhere, and everywhere if std + ε is 0. Mean and std are of a
+    whole update's trained tokens.
 
     advantage, mask   float32 and bool [N]
     """
     require_one_shape(advantage=advantage, mask=mask)
-    return torch.where(mask, (advantage - mean) / (std + std_epsilon), 0.0)
+    return torch.where(mask, (advantage - mean) / (std + std_epsilon or 1.0), 0.0)

@@ -66,6 +66,33 @@ def test_groups_of_one_and_of_equal_rewards(estimator):
     assert advantages([0.7] * 5, estimator=estimator) == pytest.approx([0.0] * 5, abs=1e-6)
 
 
+@pytest.mark.parametrize("std", ["sample", "population"])
+@pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, -2.3])
+@pytest.mark.parametrize("num_samples", [2, 3, 6, 7])
+def test_nothing_is_added_to_a_deviation_of_zero(std, reward, num_samples):
+    """Means of equal rewards differ from them by rounding, which a deviation of nothing else would blow up."""
+    equal = [reward] * num_samples
+    assert advantages(equal, estimator="grpo", std=std, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
+    assert advantages(equal, estimator="pass_at_k", k=2, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
+    tokens = [Member(reward, 2, TokenTotals.of([0.5] * 2)) for _ in equal]
+    for baseline in group_baselines(config(estimator="grpo", credit="to_go", std=std, std_epsilon=0.0), tokens):
+        assert (baseline.token_value, baseline.token_scale) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(("num_lower", "num_best", "k"), [(0, 5, 4), (3, 2, 4), (1, 6, 3)])
+def test_where_every_set_of_k_has_one_of_the_best_nothing_is_better(num_lower, num_best, k):
+    rewards = [-4.3] * num_lower + [-3.0] * num_best
+    assert advantages(rewards, estimator="pass_at_k", k=k, std_epsilon=0.0) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("credit", ["whole", "to_go"])
+@pytest.mark.parametrize("estimator", GROUP)
+def test_a_sample_alone_has_no_advantage_by_its_tokens_either(estimator, credit):
+    [baseline] = group_baselines(config(estimator=estimator, credit=credit), [Member(5.0, 2, TokenTotals.of([1.0]))])
+    assert (5.0 - baseline.value) / baseline.scale == 0
+    assert (1.0 - baseline.token_value) / baseline.token_scale == 0
+
+
 @pytest.mark.parametrize("estimator", GROUP)
 @given(rewards=REWARDS, shift=st.floats(-5, 5), order=st.randoms(use_true_random=False))
 def test_no_shift_is_seen_and_no_order(estimator, rewards, shift, order):
@@ -137,8 +164,22 @@ def test_rewards_of_tokens_are_compared_by_themselves():
 
 
 def test_groups_without_a_gradient_are_made_up_for():
-    assert amplification([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0, 1.0]]) == 7 / 5
-    assert amplification([[1.0, 1.0]]) == 1.0
+    def groups(*rewards: list[float]) -> list[list[Member]]:
+        return [[Member(reward, 1) for reward in group] for group in rewards]
+
+    assert amplification(groups([1.0, 0.0], [1.0, 1.0], [0.0, 0.0, 1.0])) == 7 / 5
+    assert amplification(groups([1.0, 1.0])) == 1.0
+
+
+@given(
+    reward=st.integers(-30, 30).map(lambda tenths: tenths / 10),
+    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+)
+def test_rewards_of_tokens_give_a_gradient_unless_all_are_equal(reward, lengths):
+    equal = [Member(1.0, n, TokenTotals.of([reward] * n)) for n in lengths]
+    unequal = [Member(1.0, 2, TokenTotals.of([0.0, 1.0]))] * 2
+    assert amplification([equal]) == 1.0
+    assert amplification([equal, unequal]) == (len(lengths) + 2) / 2
 
 
 def test_the_moving_average_forgets_its_start():

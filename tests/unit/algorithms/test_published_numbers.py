@@ -104,7 +104,8 @@ def test_verls_gpg():
     the same."""
     rewards = [reward + 1 for reward in REWARDS]
     rewards[PROMPTS.index("b")] = 0.0
-    groups = [[r for r, p in zip(rewards, PROMPTS, strict=True) if p == prompt] for prompt in sorted(set(PROMPTS))]
+    own = [[r for r, p in zip(rewards, PROMPTS, strict=True) if p == prompt] for prompt in sorted(set(PROMPTS))]
+    groups = [[Member(reward, 1) for reward in group] for group in own]
     advantage = against(rewards, in_groups(rewards, estimator="gpg")) * amplification(groups)
     assert_equal(advantage[MASK], theirs("verl", "advantage/gpg"))
 

@@ -8,6 +8,7 @@ import torch
 
 from megarl.algorithms.advantages import relative
 from megarl.algorithms.advantages.returns import sum_of_sample, to_go
+from megarl.algorithms.advantages.whitening import mean_and_std, whiten
 
 ROWS = torch.tensor([0, 0, 0, 0, 1, 2, 2])
 MASK = torch.tensor([True, False, True, True, False, True, True])
@@ -38,6 +39,15 @@ def test_tokens_without_a_reward_are_not_compared():
     reward = torch.tensor([1.0, math.nan, 3.0, math.nan, math.nan, 5.0, 0.0])
     found = relative.of_tokens(reward, ROWS, torch.tensor([1.0, 7.0, 3.0]), torch.tensor([1.0, 1.0, 2.0]))
     assert found.tolist() == [0.0, 0.0, 2.0, 0.0, 0.0, 1.0, -1.5]
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.7])
+def test_equal_advantages_are_whitened_to_nothing(value):
+    """Their deviation is 0, and so may be what is added to it."""
+    advantage = torch.full((3,), value)
+    total, squares = float(advantage.double().sum()), float(advantage.double().square().sum())
+    mean, std = mean_and_std(3, total, squares, "population")
+    assert whiten(advantage, torch.ones(3).bool(), mean, std, 0.0).tolist() == [0.0] * 3
 
 
 def test_samples_against_their_baselines():

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.batch import NO_BASELINE, Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.algorithms.baselines import Member, group_baselines
+from megarl.batch import NO_BASELINE, Baseline, Prompt, Sample, TokenTotals, TrainingSample, VersionRun
 from megarl.config.estimators import ESTIMATORS
 from megarl.config.load import load
 from megarl.config.schema import Algorithm
@@ -143,6 +144,16 @@ def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample():
     )
     assert of_tokens == [[-2.75, 0, -2.25, -1.25, 0], [-4.75], [0, -24.25, -16.25], [0, 0]]
     assert of_samples == [[-2.75, 0, -2.75, -2.75, 0], [-4.75], [0, -24.25, -24.25], [0, 0]]
+
+
+def test_a_sample_alone_has_no_advantage_whatever_rewards_its_tokens():
+    settings = algorithm("rloo", "advantage.credit=to_go", "kl.placement=reward")
+    [alone] = group_baselines(settings.advantage, [Member(REWARDS["a"] - 7.0, 3, TokenTotals.of([2.0, 5.0]))])
+    scores = {
+        name: {"a": torch.tensor(own["a"])} for name, own in (("process_reward", STEPS), ("kl_reward", KL_REWARDS))
+    }
+    [batch] = with_advantages(settings, [collate([replace(training_sample("a"), baseline=alone)], packing(), **scores)])
+    assert not batch.advantage.any()
 
 
 def test_all_rewards_are_to_come_without_a_baseline():
