@@ -60,7 +60,7 @@ def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:
     """One step: one update for every prompts_per_update rows. Returns its metrics."""
     watch = Stopwatch()
     rows: list[Sequence[Sample]] = loop.take(config.batch.prompts_per_step)
-    groups = [[ScoredSample(RemoteSample.put(sample), reward=0.0) for sample in row] for row in rows]
+    groups = [[ScoredSample(RemoteSample.put(sample), outcome=0.0) for sample in row] for row in rows]
     with watch.phase("train"):
         metrics = train_actor(config, actor, [samples_of(update) for update in updates_of(config, groups)], {})
         follow_policy(config, actor, loop.state.step, metrics, len(rows))

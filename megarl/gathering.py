@@ -14,7 +14,7 @@ from megarl.cluster.share import Scores
 from megarl.config.schema import Config
 from megarl.metrics import Metric
 from megarl.sampling import requests
-from megarl.selection import Metrics, ScoredSample, select
+from megarl.selection import Metrics, ScoredSample, select, tells
 from megarl.stopwatch import Stopwatch
 
 
@@ -38,7 +38,7 @@ def gather(
     watch: Stopwatch,
     meanwhile: Callable[[], None],
 ) -> Gathered:
-    """Samples prompts_per_step prompts, and further ones in place of those whose samples all have one reward, until
+    """Samples prompts_per_step prompts, and further ones in place of those whose samples all have one outcome, until
     there are enough that tell something or batch.sampling_rounds have passed: DAPO's dynamic sampling
     (https://arxiv.org/abs/2503.14476, eq. 11). The metrics are of all that was sampled."""
     wanted = config.batch.prompts_per_step
@@ -62,17 +62,13 @@ def gather(
     return Gathered(sampled, choose(scored, wanted), token_rewards, metrics)
 
 
-def tells(group: Sequence[ScoredSample]) -> bool:
-    """Whether its rewards differ: else no sample is better than another."""
-    return len({item.reward for item in group}) > 1
-
-
 def further_prompts(missing: int, telling: int, seen: int, most: int) -> int:
     """As many as give the missing ones if of them as large a share tells something as of those seen."""
     return min(most, ceil(missing * max(seen, 1) / max(telling, 1)))
 
 
 def choose(groups: Sequence[Sequence[ScoredSample]], wanted: int) -> list[Sequence[ScoredSample]]:
-    """The first groups that tell something, and, where they are too few, the first of the others. In their order."""
-    by_worth = sorted(range(len(groups)), key=lambda i: not tells(groups[i]))
+    """The first groups that tell something, and, where they are too few, the first of the others, at last of those
+    without a sample that could be scored. In their order."""
+    by_worth = sorted(range(len(groups)), key=lambda i: (not tells(groups[i]), not groups[i]))
     return [groups[i] for i in sorted(by_worth[:wanted])]

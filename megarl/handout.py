@@ -34,20 +34,20 @@ def hand_out(
     """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss. Those
     that an objective compares in pairs stand two by two, the better one first, and stay together.
     scores: what other models say of its tokens, by the name that it has in TokenBatch. What tokens are rewarded with
-    one by one is not given to the sample again."""
+    one by one is not given to the sample again. Whether it is a success does not depend on its length."""
     infos = [item.sample.info for item in samples]
     num_tokens = [_counted_tokens(config, role, info) for info in infos]
     prompts = [info.prompt_id for info in infos]
     untrained = config.algorithm.objective.untrained_samples if role == "actor" else "counted"
     longest = config.rollout.max_new_tokens
     weights = sample_weights(_aggregation(config, role), num_tokens, prompts, longest, untrained)
-    rewards = [item.reward for item in samples]
-    imitation = imitation_weights(num_tokens, rewards, config.algorithm.objective.imitation_above)
+    outcomes = [item.outcome for item in samples]
+    imitation = imitation_weights(num_tokens, outcomes, config.algorithm.objective.imitation_above)
     scores = scores or {}
     assignments = [
         Assignment(
             item.sample.ref,
-            item.reward - item.of_tokens.total if "process_reward" in scores else item.reward,
+            _reward(item, role, process="process_reward" in scores),
             item.baseline,
             weight,
             {name: by_sample[item.sample.info.id] for name, by_sample in scores.items()},
@@ -57,6 +57,13 @@ def hand_out(
     ]
     microbatches = schedule([Lengths.of(info) for info in infos], packing, _units(config, role, len(samples)))
     return [Share.of(assignments, own) for own in microbatches]
+
+
+def _reward(item: ScoredSample, role: Role, process: bool) -> float:
+    """What the sample is learned from as a whole. process: whether its tokens' rewards are given one by one."""
+    if role == "implicit_reward":
+        return item.outcome
+    return item.reward - item.of_tokens.total if process else item.reward
 
 
 def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:

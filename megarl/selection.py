@@ -20,15 +20,27 @@ Metrics = dict[str, Metric]
 class ScoredSample:
     """A sample that the rewards have judged, and what its reward is compared with, once that is known.
 
-    of_tokens   the part of the reward that its tokens have one by one
-    greedy      the reward of the greedy response to its prompt, where the estimator asks for one
+    outcome         what they say of it
+    length_reward   what comes to that for its length
+    of_tokens       the part of the outcome that its tokens have one by one
+    greedy          the reward of the greedy response to its prompt, where the estimator asks for one
     """
 
     sample: RemoteSample
-    reward: float
+    outcome: float
+    length_reward: float = 0.0
     baseline: Baseline = NO_BASELINE
     of_tokens: TokenTotals = NO_TOTALS
     greedy: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        return self.outcome + self.length_reward
+
+
+def tells(group: Sequence[ScoredSample]) -> bool:
+    """Whether its outcomes differ: else no sample is better than another, but for its length."""
+    return len({item.outcome for item in group}) > 1
 
 
 def select(
@@ -48,20 +60,22 @@ def select(
     if not config.samples_greedily:
         scored = [_scored(config, group) for group in judged]
         return scored, _reward_metrics(scored, scores)
-    scored = [_scored(config, group[:-1], group[-1][1]) for group in judged]
-    greedy = [group[-1][1].value for group in judged if group[-1][1].value is not None]
+    of_greedy = [_reward(config, *group[-1]) for group in judged]
+    scored = [
+        [] if own is None else _scored(config, group[:-1], own) for group, own in zip(judged, of_greedy, strict=True)
+    ]
+    greedy = [own for own in of_greedy if own is not None]
     sampled = [score for group in judged for _, score in group[:-1]]
     return scored, _reward_metrics(scored, sampled) | {"reward/greedy_mean": Metric(fmean(greedy))}
 
 
-def _scored(
-    config: Config, members: Sequence[tuple[RemoteSample, Score]], greedy: Score | None = None
-) -> list[ScoredSample]:
-    if greedy is not None and greedy.value is None:
-        return []
-    of_greedy = 0.0 if greedy is None or greedy.value is None else greedy.value
+def _reward(config: Config, sample: RemoteSample, score: Score) -> float | None:
+    return None if score.value is None else score.value + _length_reward(config, sample)
+
+
+def _scored(config: Config, members: Sequence[tuple[RemoteSample, Score]], greedy: float = 0.0) -> list[ScoredSample]:
     return [
-        ScoredSample(sample, score.value + _length_reward(config, sample), of_tokens=score.of_tokens, greedy=of_greedy)
+        ScoredSample(sample, score.value, _length_reward(config, sample), of_tokens=score.of_tokens, greedy=greedy)
         for sample, score in members
         if score.value is not None
     ]
@@ -79,10 +93,9 @@ def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], scores: Sequence[S
     if not rewards:
         raise RunFailure("rewards: no sample of this step could be scored; see the rollouts' failure fields")
     parts = merge({f"reward/{name}": Metric(value) for name, value in score.parts.items()} for score in scores)
-    uniform = [len({item.reward for item in group}) <= 1 for group in groups]
     return parts | {
         "reward/mean": Metric(fmean(rewards)),
         "reward/std": Metric(pstdev(rewards)),
         "reward/failed_share": Metric(1 - len(rewards) / len(scores)),
-        "reward/zero_std_groups": Metric(fmean(uniform)),
+        "reward/zero_std_groups": Metric(fmean(not tells(group) for group in groups)),
     }

@@ -51,12 +51,12 @@ MODES = {
 }
 
 
-def imitation_weights(num_tokens: Sequence[int], rewards: Sequence[float], above: float) -> list[float]:
-    """w = 1 / Σ n_j over the samples j with a reward above the bound, for one token of these; 0 for the others.
+def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], above: float) -> list[float]:
+    """w = 1 / Σ n_j over the samples j with an outcome above the bound, for one token of these; 0 for the others.
 
     The mean that VAPO's loss of positive examples is (https://arxiv.org/abs/2504.05118, eq. 10).
     """
-    positive = [n if reward > above else 0 for n, reward in zip(num_tokens, rewards, strict=True)]
+    positive = [n if outcome > above else 0 for n, outcome in zip(num_tokens, outcomes, strict=True)]
     return [1.0 / sum(positive) if n else 0.0 for n in positive]
 
 

@@ -179,7 +179,7 @@ def train(store, rank: int, config: Config, folder: Path) -> RankResult:
 
 
 def handed(sample: Sample) -> ScoredSample:
-    return ScoredSample(RemoteSample(SampleInfo.of(sample), sample), reward=0.0)
+    return ScoredSample(RemoteSample(SampleInfo.of(sample), sample), outcome=0.0)
 
 
 def plain(case: Case, folder: Path, kind: type, rows: list) -> tuple[torch.nn.Module, float]:

@@ -30,18 +30,24 @@ class Engines:
 
     @staticmethod
     def info(request) -> SampleInfo:
-        return SampleInfo(request.sample_id, request.prompt.id, "default", 10, 4, 4, "stop", 0, 0)
+        n = 4 if request.sample_id.endswith(".1") else 2
+        return SampleInfo(request.sample_id, request.prompt.id, "default", 10, n, n, "stop", 0, 0)
 
 
 def run(telling: str, rounds: int, wanted: int = 3):
-    """telling: of the data's prompts in their order, + whose samples have different rewards and - whose have one."""
+    """telling: of the data's prompts in their order, + whose samples have different rewards, - whose have one and
+    0 whose have none. The second of two samples is cut off."""
     overrides = ["model.path=m", "data.source=arithmetic", f"batch.sampling_rounds={rounds}"]
+    overrides += ["rewards.failure_limit=1", "rollout.max_new_tokens=4", "rewards.overlong_buffer=1"]
     batch = [f"batch.prompts_per_step={wanted}", f"batch.prompts_per_update={wanted}", "batch.samples_per_prompt=2"]
     engines, prompts = Engines(), iter([Prompt(str(i), "", (1,), "") for i in range(len(telling))])
 
     def score(samples, step, rollouts):
         ends = [(int(sample.info.prompt_id), sample.info.id.endswith(".1")) for sample in samples]
-        scores = [Score(float(telling[i] == "+" and second), {}) for i, second in ends]
+        scores = [
+            Score(None, {}, "none") if telling[i] == "0" else Score(float(telling[i] == "+" and second), {})
+            for i, second in ends
+        ]
         return scores, {sample.info.id: f"of {sample.info.id}" for sample in samples}
 
     cast = SimpleNamespace(engines=engines, rewards=SimpleNamespace(score=score), offloaded=lambda: nullcontext({}))
@@ -54,7 +60,7 @@ def run(telling: str, rounds: int, wanted: int = 3):
         Stopwatch(),
         lambda: None,
     )
-    chosen = [group[0].sample.info.prompt_id for group in gathered.chosen]
+    chosen = [group[0].sample.info.prompt_id if group else "none" for group in gathered.chosen]
     return engines.asked, chosen, gathered
 
 
@@ -71,7 +77,7 @@ def test_prompts_that_tell_nothing_are_replaced():
     assert [len(group) for group in gathered.sampled] == [2] * 5
     metrics = values(gathered.metrics)
     assert metrics["rollout/rounds"] == 2 and metrics["rollout/prompts"] == 5
-    assert metrics["reward/mean"] == pytest.approx(3 / 10)  # of all that was sampled
+    assert metrics["reward/mean"] == pytest.approx((3 - 5) / 10)  # of all that was sampled, half of it cut off
     assert metrics["reward/zero_std_groups"] == pytest.approx(2 / 5)
 
 
@@ -86,6 +92,13 @@ def test_after_the_last_round_the_others_fill_up():
     asked, chosen, _ = run("---" + "-+-" + "--+", rounds=2)
     assert asked == [["0", "1", "2"], ["3", "4", "5"]]  # never more than a step's prompts at once
     assert chosen == ["0", "1", "4"]
+
+
+def test_prompts_without_a_score_fill_up_at_last():
+    _, chosen, _ = run("00-" + "-+0", rounds=2)
+    assert chosen == ["2", "3", "4"]
+    _, chosen, _ = run("00-" + "+00", rounds=2)
+    assert chosen == ["none", "2", "3"]
 
 
 def test_what_is_too_much_is_left_out():

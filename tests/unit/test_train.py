@@ -96,6 +96,24 @@ def test_a_long_response_loses_reward_before_it_is_compared():
     assert values(metrics)["reward/mean"] == 0.5 and values(metrics)["reward/f"] == 1.0
 
 
+OVERLONG = "rewards.overlong_buffer=4"
+
+
+def test_a_length_makes_no_outcome():
+    """A wrong answer that is cut off tells nothing, and a right one that is long is no failure."""
+    settings = config(OVERLONG, "algorithm.objective={imitation_coefficient: 0.1, imitation_above: 0.5}")
+    groups = [[sample(0, 0, 16), sample(0, 1)], [sample(1, 0, 15), sample(1, 1)]]
+    scored, metrics = select(settings, groups, [*map(score, [0.0, 0.0, 1.0, 0.0])])
+    assert [[item.reward for item in group] for group in scored] == [[-1.0, 0.0], [0.25, 0.0]]
+    assert values(metrics)["reward/zero_std_groups"] == 0.5
+    members = [item for group in scored for item in group]
+    [share] = hand_out(settings, members, packing())
+    assert [item.reward for item in share.samples] == [-1.0, 0.0, 0.25, 0.0]
+    assert [item.imitation_weight for item in share.samples] == [0.0, 0.0, 1 / 15, 0.0]
+    [of_scorer] = hand_out(settings, members, packing(), "implicit_reward")
+    assert [item.reward for item in of_scorer.samples] == [0.0, 0.0, 1.0, 0.0]
+
+
 def test_truncated_responses_may_have_no_weight_for_the_policy():
     cut = replace(sample(0, 1).info, finish_reason="length")
     scored, _ = select(config(), [[sample(0, 0), RemoteSample(cut, "0.1")]], [score(1.0), score(0.0)])
@@ -204,6 +222,14 @@ def test_a_greedy_response_is_what_its_group_is_compared_with():
     assert [item.baseline for item in made] == [Baseline(0.25)] * 2
 
 
+def test_a_long_greedy_response_loses_reward_too():
+    settings = config(REMAX, OVERLONG, "batch.samples_per_prompt=2")
+    groups, metrics = select(settings, [[sample(0, 0), sample(0, 1, 14), sample(0, 2, 15)]], [score(1.0)] * 3)
+    assert [item.reward for item in groups[0]] == [1.0, 0.5]
+    assert values(metrics)["reward/greedy_mean"] == 0.25
+    assert [item.baseline for item in compared(settings, groups, {}, {}, MovingAverage())] == [Baseline(0.25)] * 2
+
+
 def test_each_prompt_is_asked_for_a_greedy_response_where_that_is_the_baseline():
     prompts = [Prompt(f"p{i}", "", (7,)) for i in range(2)]
     settings = config(REMAX, "batch.samples_per_prompt=3")
@@ -276,6 +302,19 @@ def test_groups_are_compared_by_rewards_with_their_kl():
     groups, _ = select(settings, GROUPS[:1], [*map(score, [1.0, 0.0])])
     of_kl = {"1.0.0": TokenTotals(4, -3.0, 9.0), "1.0.1": TokenTotals(4, -1.0, 1.0)}
     assert [item.baseline.value for item in compared(settings, groups, {}, of_kl, MovingAverage())] == [-1.5, -1.5]
+
+
+@pytest.mark.parametrize("credit", ["whole", "to_go"])
+def test_gpg_makes_up_for_groups_of_equal_rewards_whatever_their_kl(credit):
+    settings = config(
+        "algorithm.kl={placement: reward, coefficient: 0.1}",
+        f"algorithm.advantage={{estimator: gpg, credit: {credit}}}",
+    )
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 1.0, 1.0])])
+    of_kl = {item.sample.info.id: TokenTotals(4, -float(i), 9.0) for i, item in enumerate(groups[0] + groups[1])}
+    made = compared(settings, groups, {}, of_kl, MovingAverage())
+    assert [item.baseline.scale for item in made] == [1 / 2] * 4
+    assert [item.baseline.token_scale for item in made] == [1 / 2] * 4
 
 
 ONLINE_DPO = ("algorithm.objective.name=dpo", "rollout.context_length=32")
