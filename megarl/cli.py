@@ -51,11 +51,15 @@ def show(file: Recipe, overrides: Overrides = None) -> None:
 
 @config_app.command()
 def explain(file: Recipe, overrides: Overrides = None) -> None:
-    """Print the batch arithmetic of a recipe."""
+    """Print the batch arithmetic of a recipe, and check it against the models that are on this machine."""
+    from megarl.cluster.model_folders import check_models_here
     from megarl.config.explain import explain
     from megarl.config.load import load
 
-    typer.echo(explain(load(file, overrides or ())))
+    config = load(file, overrides or ())
+    typer.echo(explain(config))
+    for line in check_models_here(config):
+        typer.echo(f"model       {line}")
 
 
 @app.command()

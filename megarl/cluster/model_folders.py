@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megarl.config.huggingface import left_out
 from megarl.config.model_rules import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
 from megarl.config.schema import Config, Role
 from megarl.config.value_head import with_value_head
-from megarl.data.model_folder import read_config, resolve
+from megarl.data.model_folder import NotHere, config_here, read_config, resolve
 from megarl.data.tokenizer import load_tokenizer
 from megarl.resharding.selection import check_selections
 
@@ -46,8 +47,7 @@ def find_models(config: Config) -> ModelFolders:
     """Raises ValueError for a model that is not there, or does not fit the config or the actor."""
     actor = resolve(config.model.path)
     hf_config = read_config(actor)
-    check_model(config, hf_config)
-    check_selections(config.actor, trained_hf_config(config, actor))
+    _check_actor(config, hf_config)
     folders = ModelFolders(
         actor=actor,
         critic=_critic(config, actor, hf_config),
@@ -58,9 +58,57 @@ def find_models(config: Config) -> ModelFolders:
     return folders
 
 
+def check_models_here(config: Config) -> list[str]:
+    """Checks what `find_models` checks of config.json, without a download or a conversion. Returns a line for each
+    model that was looked at, or says why it could not be. Raises ValueError as `find_models` does."""
+    lines: list[str] = []
+
+    def look(key: str, path: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        try:
+            hf_config = config_here(path, key=key)
+        except NotHere as why:
+            lines.append(f"{key}={path}: not checked, as {why}")
+            return None
+        check(hf_config)
+        lines.append(f"{key}={path}: the keys fit its config.json")
+        return hf_config
+
+    actor = look("model.path", config.model.path, partial(_check_actor, config))
+    if actor is None:
+        return lines  # what others read must be what the actor writes
+    for there, placed, check in (
+        (config.has_critic, config.critic, _check_critic),
+        (config.has_reward_model, config.reward_model, check_reward_model),
+        (config.has_implicit_reward, config.implicit_reward, _check_implicit_reward),
+    ):
+        if there and placed.path is None:
+            check(config, actor, actor)
+        elif there:
+            look(f"{placed.section}.path", placed.path, partial(check, config, actor))
+    return lines
+
+
+def _check_actor(config: Config, hf_config: dict[str, Any]) -> None:
+    check_model(config, hf_config)
+    check_selections(config.actor, _as_trained(config, hf_config))
+
+
+def _check_critic(config: Config, actor: Mapping[str, Any], critic: dict[str, Any]) -> None:
+    check_critic_model(config, actor, critic)
+    check_selections(config.critic, as_classifier(critic))
+
+
+def _check_implicit_reward(config: Config, actor: Mapping[str, Any], own: dict[str, Any]) -> None:
+    check_implicit_reward_model(config, actor, own)
+    check_selections(config.implicit_reward, own)
+
+
 def trained_hf_config(config: Config, actor: Path) -> dict[str, Any]:
     """The actor's config.json once it is trained: that of a classifier if it becomes a reward model."""
-    hf_config = read_config(actor)
+    return _as_trained(config, read_config(actor))
+
+
+def _as_trained(config: Config, hf_config: dict[str, Any]) -> dict[str, Any]:
     return as_classifier(hf_config) if config.trains_reward_model else hf_config
 
 
@@ -78,9 +126,7 @@ def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path |
     if not config.has_critic:
         return None
     folder = actor if config.critic.path is None else resolve(config.critic.path, key="critic.path")
-    critic = read_config(folder)
-    check_critic_model(config, hf_config, critic)
-    check_selections(config.critic, as_classifier(critic))
+    _check_critic(config, hf_config, read_config(folder))
     return folder
 
 
@@ -117,8 +163,7 @@ def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) 
     if not config.has_implicit_reward:
         return None
     folder = actor if path is None else resolve(path, key="implicit_reward.path")
-    check_implicit_reward_model(config, hf_config, read_config(folder))
-    check_selections(config.implicit_reward, read_config(folder))
+    _check_implicit_reward(config, hf_config, read_config(folder))
     if path is not None:
         remedy = "take a model with the actor's tokenizer"
         _check_tokenizer(config, "implicit_reward.path", path, folder, actor, remedy)

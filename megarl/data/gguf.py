@@ -1,4 +1,5 @@
-"""Converts a GGUF file to a Hugging Face folder: `python -m megarl.data.gguf FILE.gguf FOLDER`.
+"""Converts a GGUF file to a Hugging Face folder: `python -m megarl.data.gguf FILE.gguf FOLDER`. Without a folder it
+prints the config.json that the folder would have.
 
 A process of its own, so that the memory of the conversion is given back when it ends.
 """
@@ -17,7 +18,7 @@ def convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    location = _location(source)
     AutoTokenizer.from_pretrained(**location).save_pretrained(folder)
     # Without `dequantize` the weights stay in GGUF blocks, which cannot be saved.
     quantization = GgufConfig(dequantize=True)
@@ -25,5 +26,18 @@ def convert(source: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def config_json(source: Path) -> str:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(**_location(source)).to_json_string()
+
+
+def _location(source: Path) -> dict[str, str]:
+    return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+
+
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) > 2:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        print(config_json(Path(sys.argv[1])))

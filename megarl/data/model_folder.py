@@ -34,6 +34,23 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path") -> Pa
     return _from_hub(key, path)
 
 
+class NotHere(Exception):
+    """Of a model whose config.json is not on this machine: why."""
+
+
+def config_here(path: str, cache: Path | None = None, key: str = "model.path") -> dict[str, Any]:
+    """The config.json of the model that `path` names, with nothing downloaded or converted. Arguments as of `resolve`.
+
+    Raises NotHere where that takes more, and ValueError where there is no such model.
+    """
+    if path.startswith(PACKAGE_PREFIX):
+        return _config_of_package(key, path.removeprefix(PACKAGE_PREFIX), cache or default_cache())
+    folder = Path(path).expanduser()
+    if folder.exists() or path.startswith((".", "/", "~")):
+        return read_config(_checked(key, path, folder))
+    return _config_of_hub_id(path)
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The model's config.json."""
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -69,13 +86,39 @@ def _from_hub(key: str, hub_id: str) -> Path:
         ) from error
 
 
+def _config_of_hub_id(hub_id: str) -> dict[str, Any]:
+    """Of the newest download."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(hub_id, "config.json")
+    except HFValidationError:
+        file = None
+    if not isinstance(file, str):
+        raise NotHere("it is no folder here, and as a hub id it has not been downloaded")
+    return read_config(Path(file).parent)
+
+
 def _from_package(key: str, name: str, cache: Path) -> Path:
     source, version = _packaged_gguf(key, name)
-    transformers_version = importlib.metadata.version("transformers")
-    folder = cache / f"{name}-{version}-transformers-{transformers_version}"
+    folder = _converted(name, version, cache)
     if not folder.exists():
         _convert(key, name, source, folder)
     return folder
+
+
+def _config_of_package(key: str, name: str, cache: Path) -> dict[str, Any]:
+    """Once it is converted, that of the conversion; until then, what the file says of itself."""
+    source, version = _packaged_gguf(key, name)
+    if missing := _missing("transformers", "torch", "gguf"):
+        raise NotHere(f"to read its GGUF file takes {' and '.join(missing)}")
+    folder = _converted(name, version, cache)
+    return read_config(folder) if folder.exists() else json.loads(_run_gguf(key, source))
+
+
+def _converted(name: str, version: str, cache: Path) -> Path:
+    return cache / f"{name}-{version}-transformers-{importlib.metadata.version('transformers')}"
 
 
 def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
@@ -98,8 +141,7 @@ def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
 
 def _convert(key: str, name: str, source: Path, folder: Path) -> None:
     """Into a temporary folder, then renamed: other processes see a whole folder or none."""
-    missing = [needed for needed in ("gguf", "accelerate") if importlib.util.find_spec(needed) is None]
-    if missing:
+    if missing := _missing("gguf", "accelerate"):
         raise ValueError(f"{key}: {PACKAGE_PREFIX}{name} needs {' and '.join(missing)}; pip install 'megarl[gguf]'")
     print(f"converting {source} to {folder}, once (under a minute)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -114,15 +156,22 @@ def _convert(key: str, name: str, source: Path, folder: Path) -> None:
                 raise
 
 
+def _missing(*packages: str) -> list[str]:
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
 def _run_conversion(key: str, source: Path, folder: Path) -> None:
+    _run_gguf(key, source, str(folder.absolute()))
+
+
+def _run_gguf(key: str, source: Path, *folder: str) -> str:
+    """Returns what it prints."""
     package_root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "megarl.data.gguf", str(source.absolute()), str(folder.absolute())]
+    command = [sys.executable, "-m", "megarl.data.gguf", str(source.absolute()), *folder]
     try:
-        subprocess.run(
+        return subprocess.run(
             command, cwd=package_root, capture_output=True, text=True, check=True, timeout=CONVERSION_TIMEOUT_S
-        )
+        ).stdout
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-        raise ValueError(
-            f"{key}: {source} could not be converted from GGUF ({reason}); give a Hugging Face folder"
-        ) from error
+        raise ValueError(f"{key}: {source} could not be read as GGUF ({reason}); give a Hugging Face folder") from error

@@ -35,7 +35,8 @@ def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def model(tmp_path: Path) -> str:
     """A folder with a config.json alone."""
     sizes = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=4, intermediate_size=8, vocab_size=100)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    config = {"model_type": "llama", "max_position_embeddings": 512, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
 
 
@@ -57,6 +58,38 @@ def test_config_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_config_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "config", "explain", QUICKSTART, "actor.layout.dp=2") == 0
     assert "x dp 2 = world size" in capsys.readouterr().out
+
+
+def test_config_explain_says_whether_the_keys_fit_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    def explained(*overrides: str) -> tuple[int, str, str]:
+        code = run(monkeypatch, "config", "explain", QUICKSTART, f"model.path={model}", *overrides)
+        out, err = capsys.readouterr()
+        return code, out.splitlines()[-1], err
+
+    even = "actor.layout.last_stage_layers=null"
+    assert explained(even) == (0, f"model       model.path={model}: the keys fit its config.json", "")
+    code, _, error = explained(even, "actor.layout.pp=40")
+    assert code == 2
+    assert "actor.layout.pp=40: 2 layers do not tile the stages: 2 layers over 40 stages (2 / 40 = 0.05)" in error
+    code, _, error = explained(even, "actor.layout.pp=1", "actor.layout.tp=3")
+    assert code == 2
+    assert "actor.layout.tp=3: 4 attention heads do not divide by 3 (4 / 3 = 1.333); choose from 1, 2, 4" in error
+    code, _, error = explained(even, "actor.frozen=[no.such.tensor]")
+    assert code == 2 and "actor.frozen" in error
+    assert explained(even, "algorithm.advantage.estimator=gae", "critic.path=/no/critic")[0] == 2
+    assert explained(even, "algorithm.advantage.estimator=gae", "critic.layout.tp=3")[0] == 2
+
+
+def test_config_explain_of_a_model_that_is_not_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=/no/model") == 2
+    assert capsys.readouterr().err.startswith("megarl: error: model.path: /no/model does not exist; give a Hugging")
+    assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=nobody/no-model", "actor.layout.pp=40") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("model       model.path=nobody/no-model: not checked, as it is no folder here")
 
 
 def test_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +176,14 @@ RESHARD = ["reshard", "--model", "MODEL", "--from", "tp=2", "--to", "vllm:tp=2"]
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["algorithms"], ["config", "show", QUICKSTART], ["train", QUICKSTART, "run.stps=1"], RESHARD],
+    [
+        ["--help"],
+        ["algorithms"],
+        ["config", "show", QUICKSTART],
+        ["config", "explain", QUICKSTART, "model.path=MODEL", "actor.layout.last_stage_layers=null"],
+        ["train", QUICKSTART, "run.stps=1"],
+        RESHARD,
+    ],
 )
 def test_command_is_quick_and_loads_nothing_heavy(arguments: list[str], model: str) -> None:
     code = (
@@ -152,7 +192,7 @@ def test_command_is_quick_and_loads_nothing_heavy(arguments: list[str], model: s
         "import runpy; runpy.run_module('megarl.cli', run_name='__main__')"
     )
     start = cpu_seconds_of_children()
-    command = [sys.executable, "-c", code, *[model if text == "MODEL" else text for text in arguments]]
+    command = [sys.executable, "-c", code, *[text.replace("MODEL", model) for text in arguments]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     seconds = cpu_seconds_of_children() - start
     loaded = json.loads(done.stdout.splitlines()[-1])

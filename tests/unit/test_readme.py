@@ -42,9 +42,18 @@ def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
 @pytest.mark.parametrize("command", LOOKING)
 def test_commands_that_look_at_a_recipe(command):
     arguments = shlex.split(command)[1:]
-    done = subprocess.run([*MEGARL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*MEGARL, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_arithmetic():
+    [checks] = [command for command in LOOKING if "actor.layout.dp=64" in command]
+    overrides = ["actor.layout.pp=1", "actor.layout.last_stage_layers=null", "actor.layout.tp=2"]
+    command = [*MEGARL, *shlex.split(checks)[1:], *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "actor.layout.tp=2: 9 attention heads do not divide by 2" in done.stderr
 
 
 def test_commands_that_plan(tmp_path):

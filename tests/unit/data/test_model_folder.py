@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from megarl.data import model_folder
-from megarl.data.model_folder import default_cache, read_config, resolve
+from megarl.data.model_folder import NotHere, config_here, default_cache, read_config, resolve
 
 
 @pytest.fixture
@@ -62,7 +62,12 @@ def test_hub_ids_come_from_the_hubs_cache_when_offline(tmp_path):
     code = textwrap.dedent("""
         import sys
         from megarl.data.model_folder import resolve
-        print(resolve("some/model"))
+        from megarl.data.model_folder import NotHere, config_here
+        print(resolve("some/model"), config_here("some/model"))
+        try:
+            config_here("some/absent")
+        except NotHere as why:
+            print(why)
         for hub_id in ("some/absent", "not a hub id"):
             try:
                 resolve(hub_id)
@@ -72,8 +77,9 @@ def test_hub_ids_come_from_the_hubs_cache_when_offline(tmp_path):
     """)
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    found, absent, malformed = done.stdout.splitlines()
-    assert found == str(snapshot)
+    found, not_here, absent, malformed = done.stdout.splitlines()
+    assert found == f"{snapshot} {{}}"
+    assert not_here == "it is no folder here, and as a hub id it has not been downloaded"
     assert absent.startswith("model.path: some/absent is no folder here, and as a hub id it could not be fetched (")
     assert "HF_HUB_OFFLINE" in absent
     assert malformed.startswith("model.path: not a hub id is no folder here")
@@ -107,6 +113,20 @@ def test_a_package_is_converted_once_under_a_key_of_versions(distribution, tmp_p
     assert [path.name for path in cache.iterdir()] == [folder.name]
 
 
+def test_the_config_of_a_package_takes_no_conversion(distribution, tmp_path, monkeypatch):
+    distribution("one", "one/a.gguf", content=b"no GGUF")
+    cache = tmp_path / "cache"
+    with pytest.raises(ValueError, match=r"^model\.path: .*one/a\.gguf could not be read as GGUF \(.+\)"):
+        config_here("package:one", cache)
+    folder = cache / f"one-1.2-transformers-{version('transformers')}"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert config_here("package:one", cache) == {"model_type": "llama"}
+    monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    with pytest.raises(NotHere, match="takes torch"):
+        config_here("package:one", cache)
+
+
 def test_of_two_processes_that_convert_the_first_to_finish_wins(distribution, tmp_path, monkeypatch):
     distribution("one", "one/a.gguf")
     cache = tmp_path / "cache"
@@ -124,7 +144,7 @@ def test_of_two_processes_that_convert_the_first_to_finish_wins(distribution, tm
 
 def test_a_conversion_that_fails_leaves_nothing(distribution, tmp_path):
     distribution("one", "one/a.gguf", content=b"no GGUF")
-    with pytest.raises(ValueError, match=r"^model\.path: .*one/a\.gguf could not be converted from GGUF \(.+\)"):
+    with pytest.raises(ValueError, match=r"^model\.path: .*one/a\.gguf could not be read as GGUF \(.+\)"):
         resolve("package:one", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
