@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from megarl import device
@@ -101,6 +102,20 @@ def parameters_can_move(config: Config) -> str | None:
     )
 
 
+def ranks_of_an_engine_have_cores(config: Config) -> str | None:
+    tp = {} if config.on_given_data else {"rollout.tp": config.rollout.tp}
+    if config.has_reward_model and config.reward_model.engine == "vllm":
+        tp["reward_model.layout.tp"] = config.reward_model.layout.tp
+    cores = len(os.sched_getaffinity(0))
+    refused = [f"{key}={ranks}" for key, ranks in tp.items() if ranks > cores]
+    if not refused:
+        return None
+    return (
+        f"{', '.join(refused)}: without a GPU each rank of an engine in vLLM has cores of its own, and this machine "
+        f"has {cores} for the run; set at most {cores}"
+    )
+
+
 def _shares_gpus(config: Config) -> bool:
     return config.is_colocated and not config.on_given_data
 
@@ -112,4 +127,4 @@ _GPU_RULES: tuple[Callable[[Config], str | None], ...] = (
     sharing_ranks_do_not_send,
 )
 
-_CPU_RULES: tuple[Callable[[Config], str | None], ...] = (parameters_can_move,)
+_CPU_RULES: tuple[Callable[[Config], str | None], ...] = (parameters_can_move, ranks_of_an_engine_have_cores)

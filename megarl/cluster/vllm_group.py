@@ -23,7 +23,7 @@ class VllmActor:
         log_to(logs / f"{process.name}.log")
         # The sockets between vLLM's processes would else stay behind.
         own = process.environment(os.environ.get(VISIBLE))
-        os.environ.update(environment(tp, process.threads) | own, VLLM_RPC_BASE_PATH=str(scratch))
+        os.environ.update(environment(tp, process.threads, process.index) | own, VLLM_RPC_BASE_PATH=str(scratch))
         segments.name_semaphores(scratch)
         self._config, self._model_folder, self._process, self._scratch = config, model_folder, process, scratch
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 
 
-def environment(tp: int, threads: int) -> dict[str, str]:
-    """tp: ranks of the engine; threads: CPU threads of one of them. A GPU engine ignores the CPU ones."""
-    cores = sorted(os.sched_getaffinity(0))
-    binding = "nobind" if tp == 1 else "|".join(str(core) for core in cores[:tp])
+def environment(tp: int, threads: int, index: int) -> dict[str, str]:
+    """tp: ranks of the engine; threads: CPU threads of one of them; index: of the engine among those of its kind. A GPU
+    engine ignores the CPU ones."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": binding,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if tp == 1 else _binding(tp, threads, index),
         "OMP_NUM_THREADS": str(threads),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def _binding(tp: int, threads: int, index: int) -> str:
+    """Each rank's cores, of which it has as many as threads: vLLM gives it a thread for each. The ranks of all engines
+    take them in turn, and begin again with the first where there are no more."""
+    cores = sorted(os.sched_getaffinity(0))
+    size = min(threads, len(cores))
+    starts = [(index * tp + rank) * size for rank in range(tp)]
+    return "|".join(",".join(str(cores[(start + i) % len(cores)]) for i in range(size)) for start in starts)

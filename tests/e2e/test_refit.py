@@ -103,7 +103,7 @@ def serve(connection: Connection, scratch: str, build, args) -> None:
 
 class EngineSide:
     def __init__(self, config: Config, folder: Path, start_with_weights: bool):
-        os.environ.update(environment(config.rollout.tp, threads=1))
+        os.environ.update(environment(config.rollout.tp, threads=1, index=0))
         from megarl.rollout.vllm_engine import VllmEngine
 
         extra = dict(config.rollout.vllm_extra) | ({"load_format": "auto"} if start_with_weights else {})

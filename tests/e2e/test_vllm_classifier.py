@@ -34,7 +34,7 @@ def config(folder: Path) -> Config:
 
 def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
     """In a process of its own: the scores of SAMPLES by each model."""
-    os.environ.update(environment(tp=1, threads=1))
+    os.environ.update(environment(tp=1, threads=1, index=0))
     from megarl.rollout.vllm_classifier import VllmClassifier
 
     # All of them stay: the first one that ends would take the process group with it.

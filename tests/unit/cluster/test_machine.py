@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,32 @@ def test_published_parameters_do_not_move() -> None:
     message = r"^actor.offload=\['gradients', 'parameters'\]: without a GPU the actor's parameters are in host memory"
     with pytest.raises(ValueError, match=message):
         check_machine(config("actor.offload=[gradients, parameters]"))
+
+
+REWARD_ENGINE = ("reward_model.path=r", "reward_model.engine=vllm", "reward_model.layout.tp=4")
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (("rollout.tp=3",), None),
+        (("rollout={replicas: 8, tp: 2}",), None),
+        (("rollout.tp=4",), "rollout.tp=4: "),
+        (REWARD_ENGINE, "reward_model.layout.tp=4: "),
+        ((*REWARD_ENGINE, "rollout.tp=8"), "rollout.tp=8, reward_model.layout.tp=4: "),
+    ],
+)
+def test_ranks_of_an_engine_have_cores(monkeypatch: pytest.MonkeyPatch, overrides: tuple, refused: str | None) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5})
+    if refused is None:
+        return check_machine(config(*overrides))
+    with pytest.raises(ValueError) as error:
+        check_machine(config(*overrides))
+    assert str(error.value) == (
+        f"{refused}without a GPU each rank of an engine in vLLM has cores of its own, and this machine has 3 for the "
+        "run; set at most 3"
+    )
 
 
 @pytest.mark.usefixtures("cuda")
