@@ -95,13 +95,24 @@ class ScoreLayer(torch.nn.Module):
         return F.linear(rows, self.weight.float(), bias)[:, None], None
 
 
+class Float32Linear(torch.nn.Linear):
+    """A linear layer that computes in float32, whatever its parameters are in.
+
+    It is called, and its parameters are not read from outside: what overlapped communication still fetches of a
+    module's parameters, DDP waits for when the module is called.
+    """
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.linear(rows, self.weight.float(), self.bias.float())
+
+
 class ValueHead(torch.nn.Module):
     """Values of the rows, float32 [N, 1], by an MLP on a language model's hidden states; whole on every rank, too."""
 
     def __init__(self, config: TransformerConfig, tp_group):
         super().__init__()
-        self.fc1 = torch.nn.Linear(config.hidden_size, config.hidden_size, dtype=config.params_dtype)
-        self.fc2 = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
+        self.fc1 = Float32Linear(config.hidden_size, config.hidden_size, dtype=config.params_dtype)
+        self.fc2 = Float32Linear(config.hidden_size, 1, dtype=config.params_dtype)
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 
     @torch.no_grad()
@@ -115,8 +126,7 @@ class ValueHead(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         wanted = _replicated_rows(hidden, rows, self.sequence_parallel, self.tp_group)
-        inner = F.gelu(F.linear(wanted, self.fc1.weight.float(), self.fc1.bias.float()))
-        return F.linear(inner, self.fc2.weight.float(), self.fc2.bias.float())
+        return self.fc2(F.gelu(self.fc1(wanted)))
 
 
 def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel: bool, tp_group) -> torch.Tensor:

@@ -261,8 +261,21 @@ def test_a_critic_from_the_actors_model_starts_at_zero(actor):
     "layout", ["{}", "{tp: 3, sequence_parallel: true}", "{tp: 3}", "{pp: 2}", "{dp: 2}", "{cp: 2}"]
 )
 def test_a_value_head_on_the_actor_equals_plain_torch(actor, layout):
-    steps, coefficient, settings = [[random_groups(0)], [random_groups(1)]], 0.7, EVERYTHING
-    config = ppo_config(actor, None, (layout, "{}"), settings, "critic.trunk=actor", "algorithm.value.coefficient=0.7")
+    check_value_head(actor, layout, [[random_groups(0)], [random_groups(1)]])
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_a_value_head_with_buckets_of_its_own_is_up_to_date(actor, num_updates):
+    """What an update has changed of it comes from the other replica, by itself, not along with the trunk."""
+    second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(2)]
+    steps = [[random_groups(0), second][:num_updates], [random_groups(1)]]
+    check_value_head(actor, "{dp: 2}", steps, "actor.megatron_extra.ddp={bucket_size: 1}")
+
+
+def check_value_head(actor: Path, layout: str, steps: list[list[list[Group]]], *overrides: str) -> None:
+    coefficient, settings = 0.7, EVERYTHING
+    shared = ("critic.trunk=actor", "algorithm.value.coefficient=0.7", *overrides)
+    config = ppo_config(actor, None, (layout, "{}"), settings, *shared)
     start = run_ranks(1, value_head, ppo_config(actor, None, ("{}", "{}"), settings, "critic.trunk=actor"), actor)[0]
     ranks = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, None, {})
     reference = SharedTrunkReference(actor, start, settings, coefficient)
