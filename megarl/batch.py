@@ -261,6 +261,11 @@ class TokenBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         return TokenBatch(**{name: None if value is None else value.to(device) for name, value in moved.items()})
 
+    @property
+    def in_loss(self) -> torch.Tensor:
+        """bool [N]: False for tokens that are not trained on, and for those of samples that the loss leaves out."""
+        return self.weight > 0
+
     def take_rows(self, numbers: torch.Tensor) -> TokenBatch:
         """The batch with the fields of these rows only (int64 [n])."""
         kept = {name: getattr(self, name) for name in ROW_FIELDS}

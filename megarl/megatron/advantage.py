@@ -82,8 +82,8 @@ def _whole(batch: TokenBatch, of_tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _whitened(config: Advantage, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    trained = torch.cat([batch.advantage[batch.mask] for batch in batches]).double()
-    moments = torch.stack((torch.tensor(len(trained)).to(trained), trained.sum(), trained.square().sum()))
+    every = torch.cat([batch.advantage[batch.in_loss] for batch in batches]).double()
+    moments = torch.stack((torch.tensor(len(every)).to(every), every.sum(), every.square().sum()))
     dist.all_reduce(moments, group=parallel_state.get_data_parallel_group())
     mean, std = mean_and_std(*moments.tolist(), config.option("std"))
     epsilon = config.option("std_epsilon")

@@ -20,8 +20,8 @@ from megarl.config.schema import Algorithm
 def with_selection(
     algorithm: Algorithm, batches: Sequence[TokenBatch], members: Sequence[Sequence[TrainingSample]]
 ) -> list[TokenBatch]:
-    """The microbatches of this rank with `selected`: of all trained tokens of the update the covariance_share that its
-    objective orders highest, at least one, and those equal to the last of them.
+    """The microbatches of this rank with `selected`: of all tokens of the update that have a loss the covariance_share
+    that its objective orders highest, at least one, and those equal to the last of them.
 
     Collectives over the data-parallel ranks: all of them call this. Two tokens whose order differs by less than the
     rounding between two layouts may be chosen in one and not in the other.
@@ -36,7 +36,7 @@ def with_selection(
     for batch, old, samples in zip(batches, olds, members, strict=True):
         own = covariance(old, batch.advantage, mean_old, mean_advantage)
         own = _order(algorithm.objective.name, chosen, own, samples)
-        orders.append(torch.where(batch.mask, own, -torch.inf))
+        orders.append(torch.where(batch.in_loss, own, -torch.inf))
     number = max(int(chosen["covariance_share"] * count), 1)
     least = _kth_largest(torch.cat(orders), number)
     return [
@@ -46,10 +46,10 @@ def with_selection(
 
 
 def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple[int, float, float]:
-    """Over the update's trained tokens: their number, mean old log-prob and mean advantage."""
+    """Over the update's tokens that have a loss: their number, mean old log-prob and mean advantage."""
     sums = torch.zeros(3, dtype=torch.float64, device=batches[0].mask.device)
     for batch, old in zip(batches, olds, strict=True):
-        sums += torch.stack([x[batch.mask].double().sum() for x in (torch.ones_like(old), old, batch.advantage)])
+        sums += torch.stack([x[batch.in_loss].double().sum() for x in (torch.ones_like(old), old, batch.advantage)])
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     count, old, advantage = sums.tolist()
     return int(count), old / max(count, 1), advantage / max(count, 1)

@@ -41,7 +41,7 @@ def policy_objective(
         loss = loss + objective.imitation_coefficient * imitation
         sums["policy/imitation_loss"] = total(imitation)
     if batch.selected is not None:
-        sums["policy/selected_share"] = mean(batch.selected, batch.mask)
+        sums["policy/selected_share"] = mean(batch.selected, batch.in_loss)
     if objective.entropy_coefficient:
         loss = loss - objective.entropy_coefficient * (batch.weight * entropy).sum()
     if batch.reference is not None:

@@ -1,0 +1,74 @@
+"""What is computed of an update as a whole, over its ranks and microbatches, is of the tokens that have a loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from megarl.batch import Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.data.collate import collate
+from megarl.megatron import parallel
+from megarl.megatron.advantage import with_advantages
+from megarl.megatron.covariance import with_selection
+from tests.forked import run_ranks
+from tests.packing import packing
+
+BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+OLD = {"a": [-1.0, -3.0], "b": [-2.0, -0.5], "c": [-0.25], "cut": [-9.0, -9.0, -0.001]}
+"""By sample, log-probs of its tokens. Those of the response that was cut off are far from the others', and so is its
+reward."""
+REWARDS = {"a": 1.0, "b": 0.0, "c": 2.0, "cut": 50.0}
+RANKS = (("a", "cut"), ("b", "c"))
+
+
+def training_sample(name: str) -> TrainingSample:
+    n = len(OLD[name])
+    run = (VersionRun(0, n),)
+    reason = "length" if name == "cut" else "stop"
+    sample = Sample(name, Prompt(name, "", (7,)), (9,) * n, (*OLD[name],), (True,) * n, run, reason, "")
+    return TrainingSample(sample, REWARDS[name], Baseline(0.0), 0.0 if name == "cut" else 0.2)
+
+
+def of_rank(store, rank: int, config: Config) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
+    """By sample, advantages, and which tokens are selected; a microbatch each."""
+    parallel.initialize(config.actor.layout, store, rank, seed=0, timeout_s=60)
+    members = [[training_sample(name)] for name in RANKS[rank]]
+    old = {name: torch.tensor(values) for name, values in OLD.items()}
+    batches = with_advantages(config.algorithm, [collate(own, packing(), old=old) for own in members])
+    chosen = with_selection(config.algorithm, batches, members)
+    parallel.destroy()
+    advantages = {name: batch.advantage.tolist() for name, batch in zip(RANKS[rank], chosen, strict=True)}
+    return advantages, {name: batch.selected.tolist() for name, batch in zip(RANKS[rank], chosen, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
+    settings = [
+        "actor.layout.dp=2",
+        "algorithm.advantage={estimator: policy_gradient, whiten: true, std: population, std_epsilon: 0.0}",
+        "algorithm.objective={name: kl_cov, covariance_share: 0.4, skip_truncated: true}",
+    ]
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", *settings])
+    (one, own), (other, others) = run_ranks(2, of_rank, config)
+    return one | other, own | others
+
+
+def test_advantages_are_whitened_over_the_tokens_that_have_a_loss(found):
+    """Rewards 1, 1, 0, 0, 2 of tokens: mean 4/5 and variance 14/25."""
+    advantages, _ = found
+    for name, reward in (("a", 1.0), ("b", 0.0), ("c", 2.0)):
+        assert advantages[name] == pytest.approx([(reward - 0.8) / 0.56**0.5] * len(OLD[name]), rel=1e-5)
+
+
+def test_tokens_are_selected_among_those_that_have_a_loss(found):
+    """The two of largest covariance among five."""
+    _, selected = found
+    tokens = {(name, t): (OLD[name][t], REWARDS[name]) for name in "abc" for t in range(len(OLD[name]))}
+    mean_old, mean_reward = (fmean(values) for values in zip(*tokens.values(), strict=True))
+    order = sorted(tokens, key=lambda token: (tokens[token][0] - mean_old) * (tokens[token][1] - mean_reward))
+    assert {(name, t) for name, own in selected.items() for t, flag in enumerate(own) if flag} == set(order[-2:])
