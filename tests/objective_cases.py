@@ -168,7 +168,9 @@ class World:
             found["correction/masked_share"] = (factor == 0).double().mean()
         if case.reported is not None:
             name, divergence = case.reported
-            found[name] = torch.cat([divergence(r) for r in responses]).mean()
+            of_each = [divergence(r) for r in responses]
+            once = "_sequence_" in name  # it stands on each token of its sample
+            found[name] = torch.stack([d.mean() for d in of_each]).mean() if once else torch.cat(of_each).mean()
         return {name: value.item() for name, value in found.items()}
 
     def responses(self, case: Case) -> list[plain.Response]:

@@ -41,7 +41,7 @@ def estimate(estimator: str, log_ratio: torch.Tensor, straight_through: bool = F
     if not straight_through:
         return value
     with_gradient = k2(log_ratio)
-    return value.detach() + with_gradient - with_gradient.detach()
+    return value.detach() + (with_gradient - with_gradient.detach())
 
 
 def adapted(coefficient: float, divergence: float, target: float, num_samples: int, horizon: int) -> float:

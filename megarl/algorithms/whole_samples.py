@@ -49,6 +49,13 @@ class WholeSamples:
             return values
         return self.sum(values) if level == "sequence" else self.mean(values)
 
+    def share_at_level(self, level: str) -> torch.Tensor:
+        """What each row counts in a mean of what `at_level` makes of values: as a trained token (bool [N]), or of a
+        sample's n tokens each 1/n (float32 [N]), so that the mean is over samples."""
+        if level == "token":
+            return self.mask
+        return self.mask / self.count.clamp(min=1)[self.row_sample]
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Each row's mean over its sample, x̄ + x_t − sg(x_t): float32 [N].
 
@@ -56,7 +63,7 @@ class WholeSamples:
         f(x̄ + x_t − sg(x_t)) has the same value and, in every x_t, the same gradient: no gradient crosses ranks.
         """
         mean = (self.total(values) / self.count.clamp(min=1))[self.row_sample]
-        return mean + values - values.detach()
+        return mean + (values - values.detach())
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Each row's sum over its sample, n·mean: the mean over rows of f(sum) has the gradient f'(Σx) in each x_t."""

@@ -21,10 +21,14 @@ def total(value: torch.Tensor) -> tuple[torch.Tensor, None, str]:
     return value.detach().clone(), None, "sum"
 
 
-def mean(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Mean over the trained tokens, weighted by their number when microbatches are merged."""
-    count = mask.sum()
-    return (values.detach() * mask).sum() / count.clamp(min=1), count, "mean"
+def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Mean of the values by their weights, the sum of which is what it counts when microbatches are merged. A mask
+    makes it the mean over the trained tokens.
+
+    weight   bool or float32, 0 or more
+    """
+    every = weight.sum()
+    return (values.detach() * weight).sum() / every.where(every > 0, 1), every, "mean"
 
 
 def largest(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, None, str]:

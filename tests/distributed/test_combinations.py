@@ -99,7 +99,7 @@ def case(world: World, i: int, j: int) -> Case:
     )
     form = KLS[(len(OF_OBJECTIVES) * i + j) % len(KLS)]
     if form is None:
-        return replace(with_objective, kl="", divergence=None, estimate=estimate(Divergence(), world))
+        return replace(with_objective, kl="", divergence=None, reported=None, estimate=estimate(Divergence(), world))
     placement, level, estimator, straight_through = form
     in_reward = placement == "reward"
     name = f"kl/{placement}_{level}_{estimator}{'_straight_through' if straight_through else ''}"

@@ -39,6 +39,7 @@ CASES = {
         plain.truncated(plain.of_sequence, 1.5),
         "estimator: k3, level: sequence",
         plain.divergence("k3", "sequence", False),
+        reported=("kl/loss_sequence_k3", plain.divergence("k3", "sequence", False)),
     ),
     "GMPO": Case(
         "name: gmpo, clip_low: 0.2, clip_high: 0.2",

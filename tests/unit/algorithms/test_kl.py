@@ -67,6 +67,8 @@ def test_straight_through_keeps_the_value():
     for estimator in kl.ESTIMATORS:
         ratio = policy - reference
         torch.testing.assert_close(kl.estimate(estimator, ratio, True), kl.estimate(estimator, ratio))
+    far = torch.tensor([1000.3])  # k2, which the gradient is of, is larger by far
+    assert kl.estimate("k1", far, True) == far
 
 
 @pytest.mark.parametrize(

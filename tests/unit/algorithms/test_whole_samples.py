@@ -1,5 +1,6 @@
 """Sums over samples whose rows are on two ranks: the value of the whole, and gradients that add up to its own."""
 
+import pytest
 import torch
 
 from megarl.algorithms.whole_samples import WholeSamples
@@ -24,3 +25,22 @@ def test_the_ranks_gradients_add_up_to_that_of_the_whole():
         loss = (of_each.exp() * torch.tensor([1.0, 2.0, 3.0])).sum()
         gradients += torch.autograd.grad(loss, x)[0]
     torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_all_tokens_of_a_sample_have_the_same_value(level):
+    """To the last bit, so that no bound divides a sample, however far from their mean its tokens are."""
+    values = torch.tensor([700.0, 1e-3, -899.9, 0.1, 0.7, 3.0])
+    samples = WholeSamples(MASK, ROW_SAMPLE, 3)
+    of_rows = samples.at_level(level, values)
+    for rows in ([0, 2], [3, 4]):
+        assert len(of_rows[rows].unique()) == 1
+    torch.testing.assert_close(of_rows[3:5], torch.full((2,), 0.8 if level == "sequence" else 0.4))
+
+
+@pytest.mark.parametrize(("level", "expected"), [("token", 75.25), ("sequence", 50.5)])
+def test_what_stands_on_each_token_of_a_sample_counts_once_in_a_mean_over_samples(level, expected):
+    """A sample of one token has 1 and one of three 100."""
+    values, row_sample = torch.tensor([1.0, 100.0, 100.0, 100.0, 7.0]), torch.tensor([0, 1, 1, 1, 2])
+    share = WholeSamples(torch.tensor([True, True, True, True, False]), row_sample, 3).share_at_level(level)
+    assert (values * share).sum() / share.sum() == pytest.approx(expected)
