@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Reduction = Literal["mean", "sum", "max", "min"]
@@ -28,8 +28,18 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     return {name: metric for name, metric in merged.items() if metric is not None}
 
 
+def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Combines the metrics of a step's updates as `merge` does, but for sums, such as the loss: each is over a whole
+    update, and the step has their mean."""
+    return merge({name: _of_one_update(metric) for name, metric in update.items()} for update in updates)
+
+
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
+
+
+def _of_one_update(metric: Metric) -> Metric:
+    return replace(metric, weight=1.0, reduction="mean") if metric.reduction == "sum" else metric
 
 
 def _reduce(name: str, metrics: list[Metric]) -> Metric | None:

@@ -22,7 +22,7 @@ from megarl.data.prompts import load_prompts
 from megarl.gathering import gather
 from megarl.handout import hand_out, samples_of, updates_of
 from megarl.loop import Loop, exit_status
-from megarl.metrics import Metric, merge, values
+from megarl.metrics import Metric, merge_updates, values
 from megarl.preferences import best_and_worst
 from megarl.selection import Metrics, ScoredSample
 from megarl.step_metrics import step_metrics
@@ -129,7 +129,7 @@ def train_scorer(
     """Returns, beside the metrics, where the token scores from before its updates are, and what they amount to."""
     shares = [hand_out(config, update, group.packing, role, scores) for update in updates]
     own, totals = group.score_tokens(shares)
-    metrics = merge([group.update(share) for share in shares])
+    metrics = merge_updates([group.update(share) for share in shares])
     group.end_step()
     return metrics, own, totals
 
@@ -141,7 +141,7 @@ def train_actor(
     shares = [hand_out(config, update, actor.packing, "actor", scores) for update in updates]
     if not config.kl_in_reward:
         score_policy(config, actor, shares)
-    metrics = merge([actor.update(share) for share in shares])
+    metrics = merge_updates([actor.update(share) for share in shares])
     actor.end_step()
     return metrics
 

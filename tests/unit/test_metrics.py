@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.metrics import Metric, merge, values
+from megarl.metrics import Metric, merge, merge_updates, values
 
 numbers = st.floats(-1e3, 1e3)
 weights = st.floats(0.01, 100)
@@ -36,6 +36,16 @@ def test_merging_in_two_stages_changes_nothing(parts, data):
     cut = data.draw(st.integers(1, len(dicts) - 1))
     staged, direct = merge([merge(dicts[:cut]), merge(dicts[cut:])]), merge(dicts)
     assert values(staged) == pytest.approx(values(direct), abs=1e-9)
+
+
+def test_a_steps_sums_are_the_means_of_its_updates():
+    """The loss of an update is a sum over its ranks; one weighted mean and one largest value stay what they are."""
+    updates = [
+        {"loss": Metric(loss, reduction="sum"), "kl": Metric(kl, tokens), "ratio": Metric(ratio, reduction="max")}
+        for loss, kl, tokens, ratio in ((3.0, 0.25, 3.0, 1.5), (1.0, 0.75, 1.0, 1.25))
+    ]
+    assert values(merge_updates(updates)) == {"loss": 2.0, "kl": 0.375, "ratio": 1.5}
+    assert values(merge_updates(updates[:1])) == values(updates[0])
 
 
 def test_a_part_without_weight_does_not_count():

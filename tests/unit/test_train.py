@@ -190,6 +190,25 @@ class Group:
         self.ended = True
 
 
+class Losing(Group):
+    """Its updates have these losses."""
+
+    def __init__(self, name: str, losses: list[float]) -> None:
+        super().__init__()
+        self.name, self.losses = name, losses
+
+    def score(self, scorer: str, shares: list[Share]) -> None:
+        pass
+
+    def score_tokens(self, updates: list[list[Share]]):
+        names = [f"1.{prompt}.{k}" for prompt in range(2) for k in range(2)]
+        return {name: f"value of {name}" for name in names}, {}
+
+    def update(self, shares: list[Share]) -> dict[str, Metric]:
+        super().update(shares)
+        return {f"{self.name}/loss": Metric(self.losses[len(self.updates) - 1], reduction="sum")}
+
+
 def test_an_update_without_samples_is_left_out():
     """Of three updates of one prompt each, all rewards of the second's samples failed."""
     settings = config("rewards.failure_limit=0.5", "batch.prompts_per_step=3", "batch.prompts_per_update=1")
@@ -201,6 +220,17 @@ def test_an_update_without_samples_is_left_out():
     assert [sorted(update) for update in actor.updates] == [["0.0", "0.1"], ["2.0", "2.1"]]
     assert actor.ended
     assert values(metrics) == {"policy/loss": 1.0}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_the_loss_of_a_step_is_the_mean_of_its_updates(estimator):
+    settings = config(
+        "batch.prompts_per_step=2", "batch.prompts_per_update=1", f"algorithm.advantage.estimator={estimator}"
+    )
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    cast = SimpleNamespace(trainers=Losing("policy", [4.0, 2.0]), critic=Losing("value", [1.0, 7.0]))
+    metrics = values(train(settings, cast, groups, 1, {}, MovingAverage()))
+    assert metrics == {"policy/loss": 3.0} | ({"value/loss": 4.0} if estimator == "gae" else {})
 
 
 def test_a_step_without_a_single_score_ends_the_run():
