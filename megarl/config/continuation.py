@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from megarl.config.document import show
+from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
 
 FREE = (
@@ -34,7 +35,8 @@ FREE = (
     "checkpoint.*",
     "cluster.*",
 )
-"""Keys that decide where and how long the run computes, not what: patterns of dotted names."""
+"""Keys that decide where and how long the run computes, not what: patterns of dotted names. How long may also decide
+what: of that, `check_continues` asks the learning rates."""
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
@@ -53,8 +55,30 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
         problems.append(
             f"run.steps={config.run.steps}: {checkpoint} has {step} steps done; set run.steps to at least {step}"
         )
+    else:
+        problems += _rates_done(config, saved["run"]["steps"], step, checkpoint)
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[str]:
+    """A line for each model whose updates have had other learning rates than in a run of config.run.steps steps.
+    steps: of the run so far."""
+    problems = []
+    for trained in config.all_trained:
+        optimizer, now = trained.optimizer, config.num_updates(trained)
+        before, done = (_with_steps(config, number).num_updates(trained) for number in (steps, step))
+        if any(learning_rate(optimizer, i, before) != learning_rate(optimizer, i, now) for i in range(done)):
+            problems.append(
+                f"run.steps={config.run.steps}: {checkpoint} is of a run with {steps}, which the learning rates of "
+                f"its {done} updates under {trained.section}.optimizer.schedule.name={optimizer.schedule.name} follow "
+                "from; set it back, or start another run with resume=never and a new run.name"
+            )
+    return problems
+
+
+def _with_steps(config: Config, steps: int) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -80,6 +80,47 @@ def test_fewer_steps_than_are_done_are_refused() -> None:
     assert violations("run.steps=9") == ["run.steps=9: ck has 10 steps done; set run.steps to at least 10"]
 
 
+COSINE = "actor.optimizer.schedule.name=cosine"
+WSD = "actor.optimizer.schedule={name: wsd, warmup: 5, decay: 20}"
+SHARE = "actor.optimizer.schedule.warmup=0.1"
+COUNT = "actor.optimizer.schedule.warmup=10"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "steps", "goes_on"),
+    # Of a run of 100 steps, and as many updates.
+    [
+        ([], 100, 200, True),
+        ([COUNT], 5, 200, True),
+        ([COSINE], 100, 200, False),
+        ([COSINE], 50, 60, False),
+        ([COSINE], 50, 100, True),
+        ([SHARE], 1, 200, False),
+        ([WSD], 80, 200, True),
+        ([WSD], 82, 200, False),
+        ([WSD], 60, 70, False),
+    ],
+)
+def test_steps_may_change_unless_the_learning_rates_so_far_follow_from_them(schedule, step, steps, goes_on) -> None:
+    sizes = ["batch.prompts_per_step=8", "batch.prompts_per_update=8"]
+    saved = config(*schedule, *sizes).model_dump()
+    line = (
+        f"run.steps={steps}: ck is of a run with 100, which the learning rates of its {step} updates under "
+        "actor.optimizer.schedule.name="
+    )
+    found = violations(*schedule, *sizes, f"run.steps={steps}", step=step, saved=saved)
+    assert [line in problem for problem in found] == ([] if goes_on else [True])
+
+
+def test_the_critics_learning_rates_are_asked_too() -> None:
+    """Of its own updates: those of the steps in which it alone is trained as well."""
+    settings = ["algorithm.advantage.estimator=gae", "critic.warmup_steps=10", "critic.optimizer.schedule.name=linear"]
+    [line] = violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump())
+    assert line.startswith("run.steps=200: ck is of a run with 100, which") and "critic.optimizer.schedule" in line
+    settings[-1] = COSINE
+    assert violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump()) == []
+
+
 def test_a_key_of_another_version_is_named() -> None:
     saved = config().model_dump()
     saved["algorithm"]["spare"] = 3
