@@ -54,13 +54,10 @@ def _of_rewards(config: Advantage, group: Sequence[Member]) -> list[Baseline]:
         case "opo":
             return [Baseline(length_weighted_mean(rewards, lengths))] * len(group)
         case "pass_at_k":
-            return pass_at_k(
-                rewards,
-                min(config.option("k"), len(rewards)),
-                config.option("pass_at_k_baseline"),
-                config.option("std"),
-                config.option("std_epsilon"),
-            )
+            baseline = config.option("pass_at_k_baseline")
+            # Where rewards failed. Of all samples there is one set, whose best is the same for each of them.
+            k = min(config.option("k"), len(rewards) - (baseline == "all"))
+            return pass_at_k(rewards, k, baseline, config.option("std"), config.option("std_epsilon"))
         case "grpo":
             deviation = standard_deviation(rewards, config.option("std"))
             return [Baseline(mean(rewards), scale_of(deviation, _epsilon(config)))] * len(group)

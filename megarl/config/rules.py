@@ -79,6 +79,16 @@ def deltas_are_sent(config: Config) -> str | None:
     )
 
 
+def std_of_pass_at_k_has_a_reader(config: Config) -> str | None:
+    advantage = config.algorithm.advantage
+    if advantage.estimator != "pass_at_k" or advantage.std != "sample" or advantage.option("whiten"):
+        return None
+    return (
+        "algorithm.advantage.std=sample: pass_at_k divides by the deviation over all sets of k samples, which is that "
+        "of the population, and whiten=false; nothing reads it; set algorithm.advantage.std=null"
+    )
+
+
 def k_samples_are_there(config: Config) -> str | None:
     """With all n samples as the one set of n there is, none is better than the mean over sets."""
     samples, advantage = config.batch.samples_per_prompt, config.algorithm.advantage
@@ -400,6 +410,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     estimator_reads_its_options,
     compared_samples_are_of_one_prompt,
     prompts_that_tell_nothing_can_be_found,
+    std_of_pass_at_k_has_a_reader,
     k_samples_are_there,
     kept_tokens_can_be_handed_over,
     deltas_are_sent,

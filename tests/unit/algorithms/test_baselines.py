@@ -56,6 +56,16 @@ def test_by_hand(options, expected):
     assert advantages([1.0, 0.0, 0.0, 1.0], [1, 2, 3, 2], **options) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("baseline", "k_left"), [("all", 3), ("without", 4)])
+def test_a_group_that_lacks_a_reward_still_tells_something(baseline, k_left):
+    """k = 4 of 5 samples, of which one has no reward."""
+    rewards = [1.0, 0.0, 0.5, 0.25]
+    options = dict(estimator="pass_at_k", std="none", pass_at_k_baseline=baseline)
+    found = advantages(rewards, k=4, **options)
+    assert found == pytest.approx(advantages(rewards, k=k_left, **options))
+    assert any(found)
+
+
 GROUP = ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "pass_at_k"]
 
 

@@ -160,6 +160,11 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             "algorithm.advantage.k=9: the best of k is among batch.samples_per_prompt=8 samples; set k to at most 8",
         ),
         (
+            ["algorithm.advantage={estimator: pass_at_k, std: sample}"],
+            "algorithm.advantage.std=sample: pass_at_k divides by the deviation over all sets of k samples, which is "
+            "that of the population, and whiten=false; nothing reads it; set algorithm.advantage.std=null",
+        ),
+        (
             [GAE, "critic.trunk=actor", "critic.warmup_steps=1"],
             "critic.warmup_steps=1: with critic.trunk=actor the critic is not trained without the actor; set",
         ),
