@@ -284,3 +284,4 @@ class TokenBatch:
         assert int(self.boundaries[0]) == 0 and int(self.boundaries[-1]) == len(self.document_tokens), "documents"
         assert len(self.document_tokens.unique()) == num_tokens, "every token of the pack is part of a document"
         assert num_rows == 0 or int(self.rows.max()) < num_tokens, "a row outside the pack"
+        assert num_rows == 0 or int(self.row_sample.max()) < num_samples, "a row of no sample"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.whole_samples import WholeSamples
 
 
@@ -44,6 +45,7 @@ def factors(
     log_ratio    float32 [N], log π_old − log μ
     weight, mask the levels of w and m; None makes them 1
     """
+    require_one_shape(log_ratio=log_ratio, mask=samples.mask)
     factor, used, limited, masked = torch.ones_like(log_ratio), None, None, None
     if weight is not None:
         full = _ratio(weight, log_ratio, samples)

@@ -21,6 +21,8 @@ OF_TOKENS = {
     "dppo_kl": policy_loss.dppo_kl,
 }
 
+OF_SELECTED = ("clip_cov", "kl_cov")
+
 OF_SAMPLES = {"gspo": sequence_loss.gspo, "gmpo": sequence_loss.gmpo, "dro": sequence_loss.dro}
 
 
@@ -34,6 +36,7 @@ def loss_of_policy(
     selected: torch.Tensor | None,
 ) -> PolicyLoss:
     """options: of megarl.config.objectives. The others are as in policy_loss, sequence_loss and covariance_loss."""
+    assert selected is not None or name not in OF_SELECTED, f"{name}: the tokens that it treats apart are not selected"
     if name == "clip_cov":
         return covariance_loss.clip_cov(log_prob, old, advantage, selected, options["clip_low"], options["clip_high"])
     if name == "kl_cov":

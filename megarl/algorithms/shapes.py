@@ -13,3 +13,9 @@ def require_one_shape(**tensors: torch.Tensor) -> None:
         raise ValueError(
             f"{', '.join(names)} and {last} must share one shape [N], got {', '.join(map(str, shapes.values()))}"
         )
+
+
+def require_list(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless the tensor, of any length, has one axis."""
+    if tensor.dim() != 1:
+        raise ValueError(f"{name} must have one axis, got the shape {tuple(tensor.shape)}")

@@ -25,6 +25,9 @@ class WholeSamples:
     num_samples: int
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
 
+    def __post_init__(self) -> None:
+        require_one_shape(mask=self.mask, row_sample=self.row_sample)
+
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Σ over the trained tokens of each sample, without gradient. values: float32 [N]; returns float32 [S]."""
         require_one_shape(values=values, mask=self.mask)

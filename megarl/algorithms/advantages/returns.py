@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms.shapes import require_one_shape
+from megarl.algorithms.shapes import require_list, require_one_shape
 
 
 def to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -39,6 +39,7 @@ def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | 
 
 def at_last_token(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
     """Puts each sample's reward (float32 [S]) on its last trained token: float32 [N], 0 elsewhere."""
+    require_list("reward", reward)
     require_one_shape(mask=mask, row_sample=row_sample)
     rows = mask.nonzero()[:, 0]
     last = rows[~same_sample(row_sample[rows], 1)]

@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from megarl import algorithms
+from megarl.algorithms.advantages.returns import at_last_token
+from megarl.algorithms.corrections import factors
+from megarl.algorithms.objectives import loss_of_policy
 from megarl.algorithms.whole_samples import WholeSamples
+from megarl.config.objectives import OBJECTIVES
 
 DTYPES = {"mask": torch.bool, "selected": torch.bool, "row_sample": torch.int64}
 OTHERS = {
@@ -56,6 +60,29 @@ def test_one_of_another_shape_is_refused(function, name):
     for shape in ((1,), (3, 1), ()):
         with pytest.raises(ValueError, match="must share one shape"):
             function(**given | {name: given[name].new_zeros(shape)})
+
+
+@pytest.mark.parametrize("shape", [(3, 1), ()])
+def test_rewards_of_samples_are_a_list(shape):
+    mask, row_sample = torch.ones(3, dtype=torch.bool), torch.arange(3)
+    with pytest.raises(ValueError, match="reward must have one axis"):
+        at_last_token(torch.zeros(shape), mask, row_sample)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 1), ()])
+def test_rows_of_samples_and_their_mask_are_as_many(shape):
+    for mask, row_sample in (((3,), shape), (shape, (3,))):
+        with pytest.raises(ValueError, match="mask and row_sample must share one shape"):
+            WholeSamples(torch.ones(mask, dtype=torch.bool), torch.zeros(row_sample, dtype=torch.int64), 1)
+    with pytest.raises(ValueError, match="log_ratio and mask must share one shape"):
+        factors(torch.zeros(shape), OTHERS["samples"], None, None, None, 0.5, 2.0)
+
+
+@pytest.mark.parametrize("name", [name for name, reads in OBJECTIVES.items() if "covariance_share" in reads.options])
+def test_tokens_that_are_treated_apart_are_selected(name):
+    zeros = torch.zeros(3)
+    with pytest.raises(AssertionError, match=f"{name}: the tokens that it treats apart are not selected"):
+        loss_of_policy(name, OBJECTIVES[name].options, zeros, zeros, zeros, OTHERS["samples"], None)
 
 
 def test_there_are_many_of_them():
