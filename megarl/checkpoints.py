@@ -20,9 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.numbered import number_in, numbered
+
 MANIFEST = "manifest.json"
 POINTER = "latest"
 PREFIX = "step_"
+NAME = PREFIX + "{:06d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,11 @@ class Checkpoints:
         self.path = path
 
     def __len__(self) -> int:
-        return len(_steps(self.path))
+        return len(self.steps())
+
+    def steps(self) -> list[int]:
+        """Of those that are complete, ascending."""
+        return list(numbered(self.path, NAME))
 
     def latest(self) -> Path | None:
         """The checkpoint that is pointed to; None before the first one."""
@@ -114,8 +121,7 @@ class Checkpoints:
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
         """Raises ValueError where the disk has no room for so many checkpoints of num_bytes each. keep: the value of
         checkpoint.keep, for the message."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.path).free
+        free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
             raise ValueError(
                 f"checkpoint.keep={keep}: {self.path} has {free / 1e9:.2f} GB free, and {number} more "
@@ -127,7 +133,7 @@ class Checkpoints:
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        self.sweep()
         folder = self._hidden(step)
         folder.mkdir()
         return folder
@@ -159,18 +165,17 @@ class Checkpoints:
 
     def keep(self, number: int) -> None:
         """Removes all but the newest ones; never the one that is pointed to, nor a later one."""
-        steps = [step for step in _steps(self.path) if self._named(step) != self.latest()]
+        steps = [step for step in self.steps() if self._named(step) != self.latest()]
         for step in steps[: max(0, len(steps) + 1 - number)]:
             self._remove(self._named(step))
 
     def go_back_to(self, step: int) -> None:
-        """Points to the checkpoint of `step`, and removes those after it and what a killed run has left."""
-        self._sweep()
+        """Points to the checkpoint of `step`, and removes those after it."""
         self.point_to(self._named(step))
-        for later in [other for other in _steps(self.path) if other > step]:
+        for later in [other for other in self.steps() if other > step]:
             self._remove(self._named(later))
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Removes what was being written, or removed, when its run was killed."""
         for leftover in self.path.glob(f".{PREFIX}*"):
             shutil.rmtree(leftover)
@@ -184,24 +189,18 @@ class Checkpoints:
             shutil.rmtree(hidden)
 
     def _hidden(self, step: int) -> Path:
-        return self.path / f".{PREFIX}{step:06d}"
+        return self.path / f".{NAME.format(step)}"
 
     def _named(self, step: int) -> Path:
-        return self.path / f"{PREFIX}{step:06d}"
-
-
-def _steps(folder: Path) -> list[int]:
-    """Of the checkpoints in the folder, ascending."""
-    return sorted(int(path.name.removeprefix(PREFIX)) for path in folder.glob(f"{PREFIX}*"))
+        return self.path / NAME.format(step)
 
 
 def _remedy(checkpoint: Path) -> str:
-    name = checkpoint.name.lstrip(".")
-    step = int(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else 0
-    earlier = [other for other in _steps(checkpoint.parent) if other < step]
+    step = number_in(checkpoint.name.removeprefix("."), NAME) or 0
+    earlier = [path for other, path in numbered(checkpoint.parent, NAME).items() if other < step]
     if not earlier:
         return "there is no earlier one; start anew with resume=never"
-    return f"go on from the one before it: resume={checkpoint.with_name(f'{PREFIX}{earlier[-1]:06d}')}"
+    return f"go on from the one before it: resume={earlier[-1]}"
 
 
 def _digest(content: Mapping[str, Any]) -> str:

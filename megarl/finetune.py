@@ -34,10 +34,10 @@ def run(config: Config, scratch: Path) -> None:
     check_machine(config)
     models = find_models(config)
     check_megatron_settings(config, models)
-    loop = Loop.prepare(config, models, load_given(config, models.actor))
-    with Session(config.cluster, loop.folder.logs, scratch) as session:
-        learn(session, config, models, loop)
-    print(f"report: {report.write(loop.folder.path)}")
+    with Loop.prepare(config, models, load_given(config, models.actor)) as loop:
+        with Session(config.cluster, loop.folder.logs, scratch) as session:
+            learn(session, config, models, loop)
+        print(f"report: {report.write(loop.folder.path)}")
 
 
 def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) -> None:
@@ -48,12 +48,13 @@ def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) ->
         actor.load_checkpoint(loop.begin.checkpoint)
     print(f"kernels: {actor.kernels}", flush=True)
     loop.run([actor], lambda: step(config, actor, loop))
-    if config.run.export:
-        plan = make_plan(
-            actor.holders, [huggingface_holder(trained_hf_config(config, models.actor), config.model.dtype)]
-        )
-        actor.export(plan, SharedMemory(actor.publish()), loop.folder.model)
+    loop.export(lambda out: export(config, actor, models, out))
     actor.close()
+
+
+def export(config: Config, actor: TrainerGroup, models: ModelFolders, out: Path) -> None:
+    plan = make_plan(actor.holders, [huggingface_holder(trained_hf_config(config, models.actor), config.model.dtype)])
+    actor.export(plan, SharedMemory(actor.publish()), out)
 
 
 def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:

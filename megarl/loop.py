@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from megarl.data.prompts import PromptSet
 from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.resume import RunState, Start, start
 from megarl.run_folder import RunFolder
+from megarl.run_lock import run_lock
 from megarl.sinks import ConsoleSink, JsonlSink
 
 Step = Callable[[], dict[str, float]]
@@ -49,15 +52,18 @@ class Loop:
     placement: Placement
 
     @classmethod
-    def prepare(cls, config: Config, models: ModelFolders, data: PromptSet | GivenData) -> Loop:
-        """Opens the run's folder and says what will be run, before any process is started. Raises ValueError for a
-        checkpoint to go on from that is not one, and for a disk without room for the next."""
-        begin = start(config, data)
+    @contextmanager
+    def prepare(cls, config: Config, models: ModelFolders, data: PromptSet | GivenData) -> Iterator[Loop]:
+        """Opens the run's folder, which is this run's alone inside, and says what will be run, before any process is
+        started. Raises ValueError for a folder in use, for a checkpoint to go on from that is not one, and for a disk
+        without room for the next."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
-        saver = Saver(begin.folder.checkpoints, config, num_bytes, data.data_hash)
         placement = place(config, on_gpus=device.on_cuda())
-        announce(config, begin, models.actor, data, placement.describe())
-        return cls(config, data, begin, saver, placement)
+        with run_lock(RunFolder.of(config).path):
+            begin = start(config, data, num_bytes)
+            saver = Saver(begin.folder.checkpoints, config, num_bytes, data.data_hash)
+            announce(config, begin, models.actor, data, placement.describe())
+            yield cls(config, data, begin, saver, placement)
 
     @property
     def state(self) -> RunState:
@@ -72,8 +78,9 @@ class Loop:
         return [self.data[i] for i in self.state.cursor.take(n)]
 
     def run(self, trained: Sequence[TrainerGroup], step: Step) -> None:
-        """Steps until run.steps. trained: what checkpoints hold."""
+        """Steps until run.steps. trained: what checkpoints hold; what they begin with is loaded and checked."""
         state, folder, saver = self.state, self.folder, self.saver
+        saver.keep()  # a killed run may not have come to it
         sinks = (JsonlSink(folder.metrics), ConsoleSink(self.config.run.steps, given=self.config.on_given_data))
         with MemorySampler() as memory:
             while state.step < self.config.run.steps:
@@ -85,3 +92,11 @@ class Loop:
                     sink.write(state.step, metrics)
                 saver.commit()  # after the step's metrics: a run that goes on from here has them
             saver.finish()
+
+    def export(self, write: Callable[[Path], None]) -> None:
+        """Has the trained model written, if run.export asks for it. None of an earlier step is left in its place."""
+        if self.config.run.export:
+            with self.folder.new_model() as path:
+                write(path)
+        elif self.folder.model.exists():
+            shutil.rmtree(self.folder.model)

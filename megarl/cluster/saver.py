@@ -18,16 +18,12 @@ class Saver:
     """Saves every checkpoint.every_steps steps and after the last one. At most one save is under way."""
 
     def __init__(self, folder: Path, config: Config, num_bytes: int, data_hash: str):
-        """num_bytes: of one checkpoint. Raises ValueError where the folder's disk has no room for checkpoint.keep of
-        them and the next, those that it has already counted in."""
+        """num_bytes: of one checkpoint."""
         self._config, self._num_bytes = config, num_bytes
         self._checkpoints = Checkpoints(folder)
         self._fixed = {"config": config.model_dump(), "data_hash": data_hash}
         self._pending: Pending | None = None
         self._metrics: dict[str, float] = {}
-        if config.checkpoint.every_steps is not None:
-            keep = config.checkpoint.keep
-            self._checkpoints.require_space(num_bytes, keep, max(1, keep + 1 - len(self._checkpoints)))
 
     def save(self, groups: Sequence[TrainerGroup], step: int, run: Mapping[str, Any]) -> dict[str, float]:
         """After `step`: copies everything to host memory if a checkpoint is due. run: the driver's state, as JSON.
@@ -61,9 +57,13 @@ class Saver:
         with self._waiting():
             files = [record for group in pending.groups for record in group.finish_checkpoint(pending.folder)]
             checkpoint = self._checkpoints.commit(pending.step, {**self._fixed, "run": pending.run}, files)
-            self._checkpoints.keep(self._config.checkpoint.keep)
+            self.keep()
         self._metrics["checkpoint/seconds"] = time.perf_counter() - pending.start
         self._metrics["checkpoint/bytes"] = checkpoint.num_bytes
+
+    def keep(self) -> None:
+        """Removes those that are too many."""
+        self._checkpoints.keep(self._config.checkpoint.keep)
 
     def _due(self, step: int) -> bool:
         every = self._config.checkpoint.every_steps

@@ -81,11 +81,11 @@ class Stage:
     def run(self, config: Config) -> None:
         models = find_models(config)
         load_data = load_given if config.on_given_data else load_prompts
-        loop = Loop.prepare(config, models, load_data(config, models.actor))
-        if config.on_given_data:
-            finetune.learn(self._session, config, models, loop)
-        else:
-            self._run_with_engines(config, models, loop)
+        with Loop.prepare(config, models, load_data(config, models.actor)) as loop:
+            if config.on_given_data:
+                finetune.learn(self._session, config, models, loop)
+            else:
+                self._run_with_engines(config, models, loop)
 
     def _run_with_engines(self, config: Config, models: ModelFolders, loop: Loop) -> None:
         asked = f"{models.actor} {config.model.dtype} {config.run.seed} {config.rollout.model_dump_json()}"

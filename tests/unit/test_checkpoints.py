@@ -134,6 +134,23 @@ def test_going_back_discards_what_came_after(checkpoints: Checkpoints) -> None:
     assert checkpoints.latest() == checkpoints.path / "step_000010"
 
 
+def test_other_names_are_somebody_elses(checkpoints: Checkpoints) -> None:
+    before = save(checkpoints, 20, 30).path.with_name("step_000020")
+    shutil.copytree(before, before.with_name("step_000020.keep"))
+    (checkpoints.path / "step_25").mkdir()
+    latest = save(checkpoints, 40)
+    checkpoints.keep(1)
+    assert names(checkpoints) == ["latest", "step_000020.keep", "step_000040", "step_25"]
+    remove(latest.path / "manifest.json")
+    with pytest.raises(ValueError, match="there is no earlier one"):
+        Checkpoint.open(latest.path)
+    kept = before.with_name("step_000020.keep")
+    assert Checkpoint.open(kept).step == 20
+    flip(kept / "actor" / ".metadata")
+    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*; there is no earlier one"):
+        Checkpoint.open(kept).verify(Checkpoint.open(kept).files)
+
+
 class Killed(BaseException):
     """Stands for the end of the process: no `except Exception` of the program may see it."""
 
@@ -175,6 +192,7 @@ def test_killed_after_any_change_of_the_disk_the_last_or_the_new_one_is_whole(tm
         opened = Checkpoint.open(checkpoints.latest())
         opened.verify(opened.files)
         assert opened.step == 30 if finished else opened.step in (20, 30)
+        checkpoints.sweep()
         checkpoints.go_back_to(opened.step)
         assert not [name for name in names(checkpoints) if name.startswith(".")]
         # The next attempt saves the same step again, whatever was left.

@@ -20,7 +20,10 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megarl").rglob("
 TENSOR_RESHARDING = ("resharding.execute", "resharding.folder", "resharding.transports", "resharding.verification")
 
 LAYERS = (
-    ("batch", "metrics", "sinks", "stopwatch", "run_folder", "checkpoints", "new_folder", "device", "stacks", "config"),
+    (
+        *("batch", "metrics", "sinks", "stopwatch", "device", "stacks", "config"),
+        *("run_folder", "run_lock", "checkpoints", "new_folder", "numbered"),
+    ),
     ("algorithms", "ops", "data", "rewards", "environments", "resharding", "planning"),
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,18 @@ from megarl.checkpoints import Checkpoints, seal
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptSet
-from megarl.resume import Start, start
+from megarl.resume import Start
+from megarl.resume import start as start_with_space
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 PROMPTS = PromptSet(tuple(Prompt(str(i), "", (i,)) for i in range(5)), "hash of the prompts")
+
+
+CHECKPOINT_BYTES = 100
+
+
+def start(settings: Config, prompts: PromptSet) -> Start:
+    return start_with_space(settings, prompts, CHECKPOINT_BYTES)
 
 
 @pytest.fixture
@@ -65,14 +74,78 @@ def test_auto_goes_on_from_the_newest(root: Path) -> None:
     assert again.state.average == first.state.average and again.state.average.weight > 2
 
 
-def test_what_a_killed_run_did_not_come_to_is_done(root: Path) -> None:
-    """It was killed while it removed a checkpoint, before it came to the next."""
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_a_killed_run_was_removing_is_removed(root: Path) -> None:
     first = start(config(root), PROMPTS)
-    saved = [save(first, config(root), step) for step in (1, 2, 3, 4)]
+    saved = [save(first, config(root), step) for step in (1, 2)]
     saved[0].rename(saved[0].with_name(".step_000001.removed"))
-    again = start(config(root, "resume=auto", "checkpoint.keep=2"), PROMPTS)
-    left = sorted(path.name for path in again.folder.checkpoints.iterdir())
-    assert left == ["latest", "step_000003", "step_000004"]
+    again = start(config(root, "resume=auto"), PROMPTS)
+    assert names(again.folder.checkpoints) == ["latest", "step_000002"]
+
+
+def test_no_checkpoint_is_removed_before_the_newest_is_known_to_be_whole(root: Path) -> None:
+    """Which the ranks find out later, each for its own files."""
+    first = start(config(root), PROMPTS)
+    saved = [save(first, config(root), step) for step in (1, 2, 3)]
+    again = start(config(root, "resume=auto", "checkpoint.keep=1"), PROMPTS)
+    assert again.checkpoint.path == saved[-1] and all(path.exists() for path in saved)
+
+
+def test_one_that_was_killed_before_it_pointed_to_the_newest(root: Path) -> None:
+    """The newest is removed only for one that is whole."""
+    first = start(config(root), PROMPTS)
+    earlier, newest = save(first, config(root), 1), save(first, config(root), 2)
+    (earlier / "weights").write_bytes(bytes(8))
+    Checkpoints(earlier.parent).point_to(earlier)
+    with pytest.raises(ValueError, match=r"step_000001: weights is damaged: its SHA-256"):
+        start(config(root, "resume=auto"), PROMPTS)
+    assert newest.exists()
+
+
+def have_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - free, free))
+
+
+def test_the_disk_must_hold_one_more_than_are_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_space(monkeypatch, 299)
+    start(config(root, "checkpoint.keep=2", "checkpoint.every_steps=null"), PROMPTS)
+    with pytest.raises(ValueError, match=r"^checkpoint.keep=2: .* 3 more checkpoints need 3 x 0.00"):
+        start(config(root, "checkpoint.keep=2"), PROMPTS)
+    have_space(monkeypatch, 300)
+    first = start(config(root, "checkpoint.keep=2"), PROMPTS)
+    for step in (1, 2, 3):
+        save(first, config(root), step)
+    have_space(monkeypatch, 99)
+    with pytest.raises(ValueError, match=r"^checkpoint.keep=3: .* 1 more checkpoint needs 1 x 0.00"):
+        start(config(root, "checkpoint.keep=3", "resume=auto"), PROMPTS)
+    # The oldest of the three gives way, though a killed run did not come to it.
+    start(config(root, "checkpoint.keep=2", "resume=auto"), PROMPTS)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_disk_without_room_costs_nothing_that_is_there(root: Path, monkeypatch, resume: str) -> None:
+    first = start(config(root), PROMPTS)
+    save(first, config(root), 2)
+    first.folder.rollouts(3).touch()
+    first.folder.model.mkdir()
+    before = sorted(root.rglob("*"))
+    have_space(monkeypatch, 99)
+    with pytest.raises(ValueError, match=r"^checkpoint.keep=50: "):
+        start(config(root, f"resume={resume}", "run.steps=300", "checkpoint.keep=50"), PROMPTS)
+    assert sorted(root.rglob("*")) == before
+    assert len(first.folder.metrics.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("copy", ["checkpoints/step_000002.keep", "kept/step_000002"])
+def test_a_copy_in_the_runs_own_folder_is_not_moved_away_with_it(root: Path, copy: str) -> None:
+    path = save(start(config(root), PROMPTS), config(root), 2)
+    shutil.copytree(path, root / "a" / copy)
+    with pytest.raises(ValueError, match=rf"^resume=.*{copy}: .* its name is checkpoints/step_000002; give it that"):
+        start(config(root, f"resume={root}/a/{copy}"), PROMPTS)
+    assert path.exists()
 
 
 def test_a_folder_of_the_same_run_goes_back_to_it(root: Path) -> None:

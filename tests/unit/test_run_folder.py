@@ -64,6 +64,9 @@ def test_a_run_that_goes_on_keeps_what_it_had_by_then(config):
     folder.metrics.write_text("".join(lines) + '{"step": 4, "rew')  # killed while it wrote
     for step in (1, 2, 3, 4):
         folder.rollouts(step).write_text(str(step))
+    for name in ("step_000003.jsonl.bak", "step_3.jsonl", "notes"):
+        (folder.path / "rollouts" / name).touch()
+    (folder.path / "logs" / "attempt_1.old").mkdir()
     folder.model.mkdir()
     longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 500})})
 
@@ -71,7 +74,8 @@ def test_a_run_that_goes_on_keeps_what_it_had_by_then(config):
     assert (again.path, again.attempt, again.moved) == (folder.path, 2, None)
     assert again.metrics.read_text() == "".join(lines[:2])
     assert list(again.rollout_files()) == [1, 2]
-    assert not again.model.exists()
+    assert again.model.exists()  # until there is another
+    assert len(list((folder.path / "rollouts").iterdir())) == 2 + 3
     assert yaml.safe_load(again.config.read_text())["run"]["steps"] == 500
     manifest = json.loads(again.manifest.read_text())
     assert (manifest["attempt"], manifest["resumed_after_step"]) == (2, 2)
@@ -88,6 +92,24 @@ def test_a_run_that_goes_on_keeps_what_it_had_by_then(config):
 def test_a_run_that_goes_on_at_once_has_no_metrics(config):
     RunFolder.create(config)
     assert RunFolder.reopen(config, step=0).metrics.read_text() == ""
+
+
+def test_a_new_model_takes_the_place_of_the_one_before_when_it_is_whole(config):
+    folder = RunFolder.create(config)
+    with folder.new_model() as path:
+        path.mkdir()
+        (path / "weights").write_text("first")
+    with pytest.raises(OSError, match="lost"), folder.new_model() as path:
+        path.mkdir()
+        raise OSError("lost")
+    assert (folder.model / "weights").read_text() == "first"
+    (folder.path / ".model" / "new").mkdir(parents=True)  # of a run that was killed
+    with folder.new_model() as path:
+        assert not path.exists() and (folder.model / "weights").read_text() == "first"
+        path.mkdir()
+        (path / "weights").write_text("second")
+    assert (folder.model / "weights").read_text() == "second"
+    assert not (folder.path / ".model").exists()
 
 
 def test_latest_follows_the_newest_run(config):

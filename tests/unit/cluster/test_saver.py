@@ -92,20 +92,11 @@ def test_none_is_saved_where_none_is_asked_for(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_disk_must_hold_one_more_than_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def have(free: int) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - free, free))
-
-    have(300)
-    group, ours = Group(), saver(tmp_path, "checkpoint.keep=2")
+def test_a_disk_that_has_filled_up_is_noticed_before_a_file_is_written(tmp_path: Path, monkeypatch) -> None:
+    group, ours = Group(), saver(tmp_path)
     ours.save([group], 3, {})
     ours.finish()
-    have(299)
-    saver(tmp_path, "checkpoint.keep=2")  # one of the three is there already
-    saver(tmp_path, "checkpoint.keep=3", "checkpoint.every_steps=null")
-    with pytest.raises(ValueError, match=r"^checkpoint.keep=3: .* 3 more checkpoints need 3 x 0.00"):
-        saver(tmp_path, "checkpoint.keep=3")
-    have(99)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 99, 99))
     with pytest.raises(ValueError, match=r"^checkpoint.keep=2: .* 1 more checkpoint needs"):
         ours.save([group], 6, {})
     assert latest(tmp_path) == 3
