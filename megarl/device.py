@@ -60,9 +60,10 @@ def claim(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def synchronize() -> None:
+def synchronize(which: torch.device | None = None) -> None:
+    """Waits until the device has done what it was asked to. None: the process's current one."""
     if on_cuda():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(which)
 
 
 def random_state() -> torch.Tensor | None:

@@ -40,14 +40,15 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
 
 
 class Assembly:
-    """What a plan writes into a holder whose parameters nobody has yet: each is put together in memory of its own.
+    """What a plan writes into a holder whose parameters nobody has yet: each is put together in memory of its own, on
+    the holder's device.
 
     staging_bytes   of parameters that were incomplete at once, at most
     """
 
-    def __init__(self, writes: Writes, transport: Transport):
+    def __init__(self, writes: Writes, transport: Transport, device: torch.device):
         assert not writes.fills, "only what is no copy has fills"
-        self._writes, self._transport = writes, transport
+        self._writes, self._transport, self._device = writes, transport, device
         self.staging_bytes = 0
 
     @torch.no_grad()
@@ -64,7 +65,7 @@ class Assembly:
             name, rectangle = copy.move.destination
             if name not in begun:
                 dtype = getattr(torch, copy.move.destination_dtype)
-                begun[name] = torch.empty(shapes[name], dtype=dtype, device=part.device)
+                begun[name] = torch.empty(shapes[name], dtype=dtype, device=self._device)
                 self.staging_bytes = max(self.staging_bytes, sum(tensor.nbytes for tensor in begun.values()))
             view(begun[name], rectangle).copy_(part)
             missing[name] -= part.numel()

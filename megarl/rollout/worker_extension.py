@@ -125,7 +125,7 @@ class RefitExtension:
     def _load(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
         """By vLLM's loader, layer by layer into memory of the loader's own, and from there, processed, into place."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
-        assembly = Assembly(self._writes, self._transport)
+        assembly = Assembly(self._writes, self._transport, next(model.parameters()).device)
         initialize_layerwise_reload(model)
         names = {name for name, _ in model.named_parameters()}
         try:

@@ -86,14 +86,16 @@ class CudaMemory:
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> GpuReader:
         own = {source: readers[member] for source, readers in self._sources.items() if member in readers}
-        return GpuReader(own, self._moving)
+        # A reader may have another device than the process's current one.
+        return GpuReader(own, self._moving, next(iter(parameters.values())).device)
 
 
 class GpuReader(Readable):
     """One reader's end."""
 
-    def __init__(self, sources: Mapping[str, Published], moving: bool):
-        self._sources, self._moving = sources, moving
+    def __init__(self, sources: Mapping[str, Published], moving: bool, own: torch.device):
+        """own: the reader's device."""
+        self._sources, self._moving, self._own = sources, moving, own
         self._open: dict[Segment, torch.UntypedStorage] = {}
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
@@ -103,7 +105,8 @@ class GpuReader(Readable):
         try:
             yield from super().deliver(copies)
         finally:
-            device.synchronize()  # from here on the owner may change them
+            for each in {self._own, *(storage.device for storage in self._open.values())}:
+                device.synchronize(each)  # from here on the owner may change them
             if self._moving:
                 self._open.clear()
 

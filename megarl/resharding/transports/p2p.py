@@ -148,7 +148,7 @@ class PointToPoint:
         self._tags.clear()
         try:
             yield from self._exchange()
-            device.synchronize()  # what came in a buffer is in its place
+            device.synchronize(self._device)  # what came in a buffer is in its place
         except BaseException:
             self.close()
             raise

@@ -19,6 +19,8 @@ from tests.unit.resharding.cases import config_of, random_checkpoint
 CONFIG = config_of()
 SOURCE, TARGETS = huggingface_holder(CONFIG, "float32"), vllm_holders(CONFIG, 1, 2, "float32")
 PLAN = make_plan([SOURCE], TARGETS)
+OWN = {"any": torch.empty(1)}
+"""Tells the reader's device."""
 
 
 class FakeIpc:
@@ -94,12 +96,25 @@ def check(transport, target, weights: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("moving", [False, True])
+def test_reading_has_ended_on_every_device_when_it_is_said(
+    ipc: FakeIpc, moving: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the owners, and the reader's own, which is not the process's current one. Until then all is open."""
+    weights, [target, _] = live_weights(), TARGETS
+    open_then: dict[torch.device, int] = {}
+    reader = channel(weights, moving).open(target.name, {"any": torch.empty(1, device="meta")}, PLAN)
+    monkeypatch.setattr(device, "synchronize", lambda which: open_then.update({which: ipc.num_open}))
+    written(reader, target)
+    assert open_then == dict.fromkeys(map(torch.device, ("meta", "cpu")), len(ipc.opened))
+
+
+@pytest.mark.parametrize("moving", [False, True])
 def test_every_storage_is_opened_once_by_each_reader(ipc: FakeIpc, moving: bool) -> None:
     weights = live_weights()
     num_storages = len({tensor.untyped_storage().data_ptr() for tensor in weights.values()})
     assert 1 < num_storages < len(weights)
     shared = channel(weights, moving)
-    readers = [shared.open(target.name, {}, PLAN) for target in TARGETS]
+    readers = [shared.open(target.name, OWN, PLAN) for target in TARGETS]
     for reader, target in zip(readers, TARGETS, strict=True):
         check(reader, target, weights)
     assert ipc.unopened == set()
@@ -109,7 +124,7 @@ def test_every_storage_is_opened_once_by_each_reader(ipc: FakeIpc, moving: bool)
 
 def test_what_stays_in_its_place_is_read_again(ipc: FakeIpc) -> None:
     weights, [target, _] = live_weights(), TARGETS
-    reader = channel(weights, moving=False).open(target.name, {}, PLAN)
+    reader = channel(weights, moving=False).open(target.name, OWN, PLAN)
     for _ in range(2):
         check(reader, target, weights)
         for tensor in weights.values():
@@ -121,14 +136,14 @@ def test_what_stays_in_its_place_is_read_again(ipc: FakeIpc) -> None:
 def test_what_has_moved_is_published_anew(ipc: FakeIpc) -> None:
     weights, [target, _] = live_weights(), TARGETS
     for _ in range(2):
-        check(channel(weights, moving=True).open(target.name, {}, PLAN), target, weights)
+        check(channel(weights, moving=True).open(target.name, OWN, PLAN), target, weights)
         assert ipc.num_open == 0
         weights = {name: tensor.clone() + 1 for name, tensor in weights.items()}
 
 
 def test_a_refit_that_fails_leaves_nothing_open(ipc: FakeIpc) -> None:
     weights, [target, _] = live_weights(), TARGETS
-    copies = channel(weights, moving=True).open(target.name, {}, PLAN).deliver(PLAN.into(target.name).copies)
+    copies = channel(weights, moving=True).open(target.name, OWN, PLAN).deliver(PLAN.into(target.name).copies)
     next(copies)
     assert ipc.num_open == 1
     copies.close()
@@ -137,7 +152,7 @@ def test_a_refit_that_fails_leaves_nothing_open(ipc: FakeIpc) -> None:
 
 def test_a_gpu_that_the_reader_does_not_see_is_named(ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "num_gpus", lambda: 1)
-    reader = channel(live_weights(), moving=False).open(TARGETS[0].name, {}, PLAN)
+    reader = channel(live_weights(), moving=False).open(TARGETS[0].name, OWN, PLAN)
     message = r"^huggingface has its weights on GPU GPU-b, and this process sees GPU-a only$"
     with pytest.raises(ValueError, match=message):
         written(reader, TARGETS[0])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,16 +83,20 @@ def test_whole_tensors_are_put_together_from_the_parts_of_ranks(checkpoint):
     for name, shard in shards.items():
         execute(into_ranks.into(name), shard, LocalMemory({FOLDER.name: checkpoint}))
     back = make_plan(ranks, [huggingface_holder(CONFIG, "bfloat16")], bucket_bytes=100).into("huggingface")
+    cpu, doubles = torch.device("cpu"), {n: {k: t.double() for k, t in s.items()} for n, s in shards.items()}
     with pytest.raises(ValueError, match=r"is bfloat16, but megatron:0 has .* as float64; the plan is from float32"):
-        next(
-            Assembly(
-                back, LocalMemory({n: {k: t.double() for k, t in s.items()} for n, s in shards.items()})
-            ).parameters()
-        )
-    assembly = Assembly(back, LocalMemory(shards))
+        next(Assembly(back, LocalMemory(doubles), cpu).parameters())
+    assembly = Assembly(back, LocalMemory(shards), cpu)
     whole = list(assembly.parameters())
     assert sorted(name for name, _ in whole) == sorted(checkpoint)
     for name, tensor in whole:
         assert torch.equal(tensor, checkpoint[name].bfloat16())
     largest, total = max(t.nbytes for _, t in whole), sum(t.nbytes for _, t in whole)
     assert largest <= assembly.staging_bytes < total
+
+
+def test_whole_tensors_are_put_together_on_the_device_that_wants_them(checkpoint):
+    """Not where they are read."""
+    writes = make_plan([FOLDER], [replace(FOLDER, name="engine")]).into("engine")
+    assembly = Assembly(writes, LocalMemory({FOLDER.name: checkpoint}), torch.device("meta"))
+    assert {tensor.device.type for _, tensor in assembly.parameters()} == {"meta"}
