@@ -340,6 +340,15 @@ def test_nobody_waits_for_ever():
     assert re.match(r"megatron:0: with vllm:0.0: .*timeout", error, re.DOTALL)
 
 
+def test_the_interface_that_is_named_carries_the_weights(monkeypatch):
+    case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=1024)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,and-another")
+    run_ranks(2, take_part, case)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-thing")
+    with pytest.raises(RuntimeError, match="no-such-thing"):
+        case.open(dist.HashStore(), 0)
+
+
 def test_a_source_that_is_not_as_planned_says_so():
     case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=256)
     transport, parameters = case.open(dist.HashStore(), 0)

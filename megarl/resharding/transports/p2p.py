@@ -344,9 +344,18 @@ def _process_group(store: dist.Store, timeout: timedelta, rank: int, size: int) 
             return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
-    # Members connect when they first talk to each other: most pairs never do.
-    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._devices = [_network_device()]
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _network_device() -> dist.ProcessGroupGloo.Device:
+    """Gloo's, of the interface that GLOO_SOCKET_IFNAME names, as torch's own groups have it, or of several the first;
+    without it of the one with the address of the host's name. Members connect when they first talk to each other: most
+    pairs never do."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
+    return dist.ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
 @contextmanager
