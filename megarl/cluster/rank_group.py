@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from megarl.cluster.logs import log_to
 from megarl.cluster.placement import VISIBLE, Process
 from megarl.cluster.session import Session
-from megarl.cluster.share import Scores, Share
+from megarl.cluster.share import Share
 from megarl.config.schema import Config, MegatronRole
 from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
@@ -65,11 +65,6 @@ class RankActor:
         self._worker: Any = worker
         return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
 
-    def token_scores(self, share: Share) -> Scores:
-        """Puts the scores of each sample where they can be fetched by reference."""
-        scores = self._worker.token_scores([item.fetch() for item in share.samples], share.microbatches)
-        return {sample: ray.put(score) for sample, score in scores.items()}
-
     def close(self) -> None:
         self._worker.close()
 
@@ -91,7 +86,7 @@ class RankGroup:
     """All ranks of a role. Every method is one call on every rank and returns when all have answered."""
 
     actor_class: ClassVar[Any]
-    """RankActor, or a class derived from it, as a Ray actor."""
+    """A class derived from RankActor, as a Ray actor."""
 
     def __init__(
         self, session: Session, config: Config, role: MegatronRole, model_folder: Path, processes: Sequence[Process]
@@ -124,12 +119,6 @@ class RankGroup:
         ranks = zip(self._processes, started, strict=True)
         self.holders = [holder for process, rank in ranks for holder in process.hold([rank.holder])]
         self.packing, self.kernels = started[0].packing, started[0].kernels
-
-    def token_scores(self, shares: Sequence[Share]) -> Scores:
-        """A critic's values or a reward model's scores, of every sample; shares: by data-parallel rank."""
-        calls = {name: actor.token_scores.remote(share) for name, actor, share in self._dealt(shares)}
-        answers = self._session.wait(calls, f"{self._role}: scores")
-        return {sample: ref for answer in answers for sample, ref in answer.items()}
 
     def close(self) -> None:
         """Leaves the process group together, so that no rank sees the others vanish."""

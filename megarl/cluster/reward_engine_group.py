@@ -12,7 +12,7 @@ from megarl.cluster import segments
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
-from megarl.cluster.share import Scores
+from megarl.cluster.share import Scores, put_scores
 from megarl.cluster.vllm_group import VllmActor, VllmGroup
 from megarl.config.schema import Config
 
@@ -28,10 +28,9 @@ class RewardEngineActor(VllmActor):
         return VllmClassifier(self._config, self._model_folder)
 
     def scores(self, samples: Sequence[RemoteSample]) -> Scores:
-        """Puts the scores of each sample where they can be fetched by reference."""
         scores = self._engine.scores(ray.get([sample.ref for sample in samples]))
         segments.note(self._scratch)
-        return {sample.info.id: ray.put(own) for sample, own in zip(samples, scores, strict=True)}
+        return put_scores({sample.info.id: own for sample, own in zip(samples, scores, strict=True)})
 
 
 class RewardEngineGroup(VllmGroup):

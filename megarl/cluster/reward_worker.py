@@ -18,7 +18,7 @@ from megarl.cluster.placement import Process
 from megarl.cluster.reward_engine_group import RewardEngineGroup
 from megarl.cluster.reward_model_group import RewardModelGroup
 from megarl.cluster.session import Session
-from megarl.cluster.share import Scores
+from megarl.cluster.share import Scores, put_scores
 from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
@@ -102,7 +102,7 @@ def _put(by_token: Mapping[str, list[float]]) -> Scores:
         return {}
     import torch
 
-    return {name: ray.put(torch.tensor(rewards)) for name, rewards in by_token.items()}
+    return put_scores({name: torch.tensor(rewards) for name, rewards in by_token.items()})
 
 
 def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:

@@ -18,6 +18,11 @@ Scores = dict[str, ray.ObjectRef]
 """Sample id -> where a model's scores of its response tokens are: float32 [R]."""
 
 
+def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
+    """Into Ray's object store, for as long as somebody refers to them."""
+    return {sample: ray.put(own) for sample, own in scores.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """One sample of an update, as the driver hands it out: where its tokens are, and other models' scores of them (by
@@ -58,3 +63,6 @@ class Share:
             samples=tuple(assignments[index] for index in own),
             microbatches=tuple(tuple(position[index] for index in members) for members in microbatches),
         )
+
+    def fetch(self) -> list[TrainingSample]:
+        return [item.fetch() for item in self.samples]

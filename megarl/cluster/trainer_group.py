@@ -15,7 +15,7 @@ from megarl.cluster import segments
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_group import RankActor, RankGroup
 from megarl.cluster.session import Session
-from megarl.cluster.share import Scores, Share
+from megarl.cluster.share import Scores, Share, put_scores
 from megarl.config.schema import Config, Role
 from megarl.metrics import Metric, merge
 from megarl.resharding.compact import CompactPlan
@@ -49,18 +49,18 @@ class TrainerActor(RankActor):
         return self._worker.checksums(wanted, plan.part([self._worker.holder.name]))
 
     def score(self, scorer: Scorer, share: Share) -> None:
-        self._worker.score(scorer, [item.fetch() for item in share.samples], share.microbatches)
+        self._worker.score(scorer, share.fetch(), share.microbatches)
 
     def score_tokens(self, share: Share) -> tuple[Scores, dict[str, TokenTotals]]:
         """By sample: where its scores can be fetched by reference, and what those of its trained tokens amount to."""
-        samples = {item.sample.id: item for item in (item.fetch() for item in share.samples)}
-        scores = self._worker.token_scores(list(samples.values()), share.microbatches)
-        masks = {name: samples[name].sample.response_mask for name in scores}
+        samples = share.fetch()
+        scores = self._worker.token_scores(samples, share.microbatches)
+        masks = {item.sample.id: item.sample.response_mask for item in samples}
         totals = {name: TokenTotals.of(list(compress(own.tolist(), masks[name]))) for name, own in scores.items()}
-        return {name: ray.put(own) for name, own in scores.items()}, totals
+        return put_scores(scores), totals
 
     def update(self, share: Share) -> dict[str, Metric]:
-        return self._worker.update([item.fetch() for item in share.samples], share.microbatches)
+        return self._worker.update(share.fetch(), share.microbatches)
 
     def end_step(self) -> None:
         self._worker.end_step()
