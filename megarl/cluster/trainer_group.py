@@ -23,15 +23,15 @@ from megarl.resharding.compact import CompactPlan
 if TYPE_CHECKING:
     from megarl.megatron.actor_worker import Scorer
     from megarl.resharding.plan import Plan
-    from megarl.resharding.transports.cuda_memory import Published
     from megarl.resharding.transports.p2p import Meeting, Sent
-    from megarl.resharding.transports.shared_memory import PublishedParameter, SharedMemory
+    from megarl.resharding.transports.published import Published
+    from megarl.resharding.transports.shared_memory import SharedMemory
     from megarl.resharding.verification import Checksum, Region
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class TrainerActor(RankActor):
-    def publish(self) -> dict[str, PublishedParameter]:
+    def publish(self) -> Published:
         return self._worker.publish()
 
     def publish_on_gpu(self, readers: Mapping[str, Collection[str]], scratch: Path) -> dict[str, Published]:
@@ -112,7 +112,7 @@ class TrainerGroup(RankGroup):
         calls = {name: actor.load_checkpoint.remote(checkpoint) for name, actor in self._actors.items()}
         self._session.wait(calls, f"{self._role}: loading the checkpoint")
 
-    def publish(self) -> dict[str, dict[str, PublishedParameter]]:
+    def publish(self) -> dict[str, Published]:
         """By holder name: where each live parameter lies in shared memory."""
         published = self._session.wait(
             {name: actor.publish.remote() for name, actor in self._actors.items()}, "publishing weights"

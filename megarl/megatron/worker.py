@@ -31,10 +31,9 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.folder import write_folder
 from megarl.resharding.plan import Plan
 from megarl.resharding.selection import select_tensors, whole_parameters
-from megarl.resharding.transports import cuda_memory
-from megarl.resharding.transports.cuda_memory import Published
+from megarl.resharding.transports import cuda_memory, shared_memory
 from megarl.resharding.transports.p2p import Meeting, Sent
-from megarl.resharding.transports.shared_memory import PublishedParameter, publish
+from megarl.resharding.transports.published import Published
 from megarl.resharding.transports.transport import Transport
 from megarl.resharding.verification import Checksum, Region, own_checksums
 
@@ -74,11 +73,11 @@ class TrainerWorker(ModelWorker, ABC):
     def objective(self) -> Objective:
         """What the next update is trained on."""
 
-    def publish(self) -> dict[str, PublishedParameter]:
+    def publish(self) -> Published:
         """Moves the live parameters into shared memory, where others on this machine read them from now on; on GPU, a
         copy of the parameters as they are."""
         self._published = {name: weight.cpu() for name, weight in self.parameters().items()}
-        return publish(self._published)
+        return shared_memory.publish(self._published)
 
     def publish_on_gpu(self, readers: Mapping[str, Collection[str]]) -> dict[str, Published]:
         """Lets others on this machine read the live parameters where they are. readers: name -> the parameters that it

@@ -17,9 +17,9 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl import device
-from megarl.resharding.piece import Rectangle
 from megarl.resharding.plan import Copy, Plan
-from megarl.resharding.transports.transport import Delivery, Readable, view
+from megarl.resharding.transports.published import Published, PublishedMemory, PublishedParameter
+from megarl.resharding.transports.transport import Delivery
 
 DEVICE_INDEX = 6
 """Of the owner's number for the GPU among the arguments of rebuild_cuda_tensor; the reader may have another."""
@@ -34,22 +34,7 @@ class Segment:
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedOnGpu:
-    """Where a live parameter lies: offset and stride in elements."""
-
-    segment: Segment
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-Published = Mapping[str, PublishedOnGpu]
-"""Of one owner, for one reader: by parameter."""
-
-
-def publish(parameters: Mapping[str, torch.Tensor]) -> Published:
+def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
     """CUDA tensors, for one reader, which will read from each. The caller keeps them."""
     device.synchronize()
     segments: dict[int, Segment] = {}
@@ -58,13 +43,7 @@ def publish(parameters: Mapping[str, torch.Tensor]) -> Published:
         if storage.data_ptr() not in segments:
             segments[storage.data_ptr()] = _segment(storage)
     return {
-        name: PublishedOnGpu(
-            segments[tensor.untyped_storage().data_ptr()],
-            tensor.storage_offset(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-        )
+        name: PublishedParameter.of(tensor, segments[tensor.untyped_storage().data_ptr()])
         for name, tensor in parameters.items()
     }
 
@@ -77,7 +56,7 @@ def _segment(storage: torch.UntypedStorage) -> Segment:
 class CudaMemory:
     """Sources that other processes have published on GPUs of this machine. A Channel."""
 
-    def __init__(self, sources: Mapping[str, Mapping[str, Published]], moving: bool):
+    def __init__(self, sources: Mapping[str, Mapping[str, Published[Segment]]], moving: bool):
         """sources: holder name -> name of the holder that reads -> what is published for it.
 
         moving: whether the owners may move their tensors after a refit, so that there is one by this channel.
@@ -90,16 +69,14 @@ class CudaMemory:
         return GpuReader(own, self._moving, next(iter(parameters.values())).device)
 
 
-class GpuReader(Readable):
+class GpuReader(PublishedMemory[Segment]):
     """One reader's end."""
 
-    def __init__(self, sources: Mapping[str, Published], moving: bool, own: torch.device):
+    def __init__(self, sources: Mapping[str, Published[Segment]], moving: bool, own: torch.device):
         """own: the reader's device."""
-        self._sources, self._moving, self._own = sources, moving, own
+        super().__init__(sources)
+        self._moving, self._own = moving, own
         self._open: dict[Segment, torch.UntypedStorage] = {}
-
-    def dtype(self, source: str, parameter: str) -> torch.dtype:
-        return self._published(source, parameter).dtype
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         try:
@@ -110,24 +87,14 @@ class GpuReader(Readable):
             if self._moving:
                 self._open.clear()
 
-    def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
+    def _opened(self, source: str, segment: Segment) -> torch.UntypedStorage:
         """Raises ValueError where this process does not see the GPU."""
-        published = self._published(source, parameter)
-        segment = published.segment
         if segment not in self._open:
-            self._open[segment] = _opened(source, segment)
-        storage = self._open[segment]
-        tensor = torch.empty(0, dtype=published.dtype, device=storage.device)
-        return view(tensor.set_(storage, published.offset, published.shape, published.stride), rectangle)
-
-    def _published(self, source: str, parameter: str) -> PublishedOnGpu:
-        try:
-            return self._sources[source][parameter]
-        except KeyError:
-            raise ValueError(f"{source} has published no parameter {parameter}") from None
+            self._open[segment] = _open_segment(source, segment)
+        return self._open[segment]
 
 
-def _opened(source: str, segment: Segment) -> torch.UntypedStorage:
+def _open_segment(source: str, segment: Segment) -> torch.UntypedStorage:
     own = {device.uuid(index): index for index in range(device.num_gpus())}
     if segment.gpu not in own:
         raise ValueError(f"{source} has its weights on GPU {segment.gpu}, and this process sees {', '.join(own)} only")

@@ -11,11 +11,12 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from megarl.resharding.piece import Rectangle
-from megarl.resharding.transports.transport import Readable, view
+from megarl.resharding.plan import Plan
+from megarl.resharding.transports.published import Published, PublishedMemory, PublishedParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +38,18 @@ class Segment:
         return os.path.exists(self.path) and os.stat(self.path).st_ino == self.inode
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedParameter:
-    """Where a live parameter lies: offset and stride in elements."""
-
-    segment: Segment
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def publish(parameters: Mapping[str, torch.Tensor]) -> dict[str, PublishedParameter]:
+def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
     """Moves the storages of CPU tensors into shared memory, in place.
 
     The caller keeps the tensors, and does not reallocate them. Their addresses change: nothing may hold a raw pointer.
     Doing it again changes nothing. Raises ValueError where /dev/shm is too small.
     """
-    return {name: _published(tensor.detach()) for name, tensor in parameters.items()}
+    return {
+        name: PublishedParameter.of(tensor, _shared(tensor.untyped_storage())) for name, tensor in parameters.items()
+    }
 
 
-def _published(tensor: torch.Tensor) -> PublishedParameter:
-    storage = tensor.untyped_storage()
+def _shared(storage: torch.UntypedStorage) -> Segment:
     free = shutil.disk_usage("/dev/shm").free
     if not storage.is_shared() and storage.nbytes() > free:
         raise ValueError(
@@ -67,31 +58,17 @@ def _published(tensor: torch.Tensor) -> PublishedParameter:
         )
     # torch itself shares tensors between processes by this call; the segment is unlinked as soon as it is mapped.
     descriptor, num_bytes = storage._share_fd_cpu_()
-    segment = Segment(os.getpid(), descriptor, os.fstat(descriptor).st_ino, num_bytes)
-    return PublishedParameter(segment, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return Segment(os.getpid(), descriptor, os.fstat(descriptor).st_ino, num_bytes)
 
 
-class SharedMemory(Readable):
-    """Sources that other processes on this machine have published. Can be pickled and sent to a reader."""
+class SharedMemory(PublishedMemory[Segment]):
+    """Sources in shared memory. It is its own Channel: nothing is opened before it is read."""
 
-    def __init__(self, sources: Mapping[str, Mapping[str, PublishedParameter]]):
-        """sources: holder name -> its parameters."""
-        self._sources = sources
+    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> Self:
+        return self
 
-    def dtype(self, source: str, parameter: str) -> torch.dtype:
-        return self._published(source, parameter).dtype
-
-    def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
-        published = self._published(source, parameter)
-        tensor = torch.empty(0, dtype=published.dtype)
-        tensor.set_(_mapped(published.segment), published.offset, published.shape, published.stride)
-        return view(tensor, rectangle)
-
-    def _published(self, source: str, parameter: str) -> PublishedParameter:
-        try:
-            return self._sources[source][parameter]
-        except KeyError:
-            raise ValueError(f"{source} has published no parameter {parameter}") from None
+    def _opened(self, source: str, segment: Segment) -> torch.UntypedStorage:
+        return _mapped(segment)
 
 
 _mappings: dict[Segment, torch.UntypedStorage] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
@@ -42,12 +42,9 @@ class Channel(Protocol):
 
 
 class Readable(ABC):
-    """A transport by which the destination reads its sources where they lie. It is its own channel."""
+    """A transport by which the destination reads its sources where they lie."""
 
     staging_bytes = 0
-
-    def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> Self:
-        return self
 
     def forget(self) -> None:  # noqa: B027  nothing hangs on it
         """See Transport."""
