@@ -25,14 +25,12 @@ class Prompt:
     text       what `token_ids` decode to, special tokens included
     messages   the conversation that it continues, each message with its role and content
     answer     what the rewards compare with (None if they need nothing)
-    source     the data set that it came from, for metrics per source
     """
 
     id: str
     text: str
     token_ids: tuple[int, ...]
     answer: Any = None
-    source: str = "default"
     messages: tuple[Mapping[str, str], ...] = ()
 
 
@@ -87,7 +85,6 @@ class SampleInfo:
 
     id: str
     prompt_id: str
-    source: str
     num_prompt_tokens: int
     num_response_tokens: int
     num_trained_tokens: int
@@ -104,7 +101,6 @@ class SampleInfo:
         return cls(
             id=sample.id,
             prompt_id=sample.prompt.id,
-            source=sample.prompt.source,
             num_prompt_tokens=len(sample.prompt.token_ids),
             num_response_tokens=len(sample.response_ids),
             num_trained_tokens=sum(sample.response_mask),

@@ -88,13 +88,11 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
     token_ids = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
     if too_long(len(token_ids), "the prompt", config, place):
         return None
-    source = Path(config.data.source).name
     return Prompt(
-        id=f"{source}:{row.number}",
+        id=f"{Path(config.data.source).name}:{row.number}",
         text=tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         token_ids=tuple(token_ids),
         answer=row.answer,
-        source=source,
         messages=tuple(as_messages(row.prompt, "user")),
     )
 

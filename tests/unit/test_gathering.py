@@ -31,7 +31,7 @@ class Engines:
     @staticmethod
     def info(request) -> SampleInfo:
         n = 4 if request.sample_id.endswith(".1") else 2
-        return SampleInfo(request.sample_id, request.prompt.id, "default", 10, n, n, "stop", 0, 0)
+        return SampleInfo(request.sample_id, request.prompt.id, 10, n, n, "stop", 0, 0)
 
 
 def run(telling: str, rounds: int, wanted: int = 3):

@@ -30,9 +30,7 @@ def config(*overrides: str):
 
 def sample(prompt: int, k: int, num_response_tokens: int = 4) -> RemoteSample:
     n = num_response_tokens
-    return RemoteSample(
-        SampleInfo(f"1.{prompt}.{k}", f"p{prompt}", "default", 10, n, n, "stop", 0, 0), ref=f"{prompt}.{k}"
-    )
+    return RemoteSample(SampleInfo(f"1.{prompt}.{k}", f"p{prompt}", 10, n, n, "stop", 0, 0), ref=f"{prompt}.{k}")
 
 
 def score(value: float | None) -> Score:

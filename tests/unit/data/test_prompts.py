@@ -41,7 +41,7 @@ def test_text_becomes_one_user_message_in_the_chat_template(model_folder, tmp_pa
     prompt = load_prompts(config_of(jsonl(tmp_path, "Hi you")), model_folder)[0]
     assert prompt.text == "<|user|>Hi you<eos><|assistant|>"
     assert prompt.id == "train.jsonl:1"
-    assert (prompt.source, prompt.answer) == ("train.jsonl", 0)
+    assert prompt.answer == 0
     reference = AutoTokenizer.from_pretrained(model_folder)
     assert prompt.token_ids == tuple(reference(prompt.text, add_special_tokens=False)["input_ids"])
     assert all(type(token_id) is int for token_id in prompt.token_ids)
@@ -64,7 +64,7 @@ def test_arithmetic(model_folder):
     assert len(prompts) == 50
     assert len({prompt.id for prompt in prompts.prompts}) == 50
     assert prompts[0].text == "<|user|>What is 6+3? Answer with just the number.<eos><|assistant|>"
-    assert (prompts[0].answer, prompts[0].source) == ("9", "arithmetic")
+    assert prompts[0].answer == "9"
 
 
 def test_size_takes_the_first_rows(model_folder, tmp_path):
