@@ -10,34 +10,25 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
-
-
-class MetricSink(Protocol):
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+from typing import Any, TextIO
 
 
 class JsonlSink:
-    """One JSON object per step, `step` first, flushed line by line so that a crash loses none.
+    """One JSON object per step, `step` first, in the file before the step ends so that a crash loses none.
 
     NaN and infinities, which JSON lacks, are written as null and their names listed under "nonfinite".
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         nonfinite = [name for name, value in metrics.items() if not math.isfinite(value)]
         record: dict[str, Any] = {"step": step, **metrics, **dict.fromkeys(nonfinite)}
         if nonfinite:
             record["nonfinite"] = nonfinite
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
 COLUMNS = (  # title, least width, what is shown
@@ -105,9 +96,6 @@ class ConsoleSink:
             if given := [metrics[name] for name in names if name in metrics]:
                 cells[cell] = given[-1]
         self._print(f"{step}/{self._total}", [_cell(template, cells) for _, _, template in self._columns])
-
-    def close(self) -> None:
-        pass
 
     def _print(self, first: str, cells: list[str]) -> None:
         widths = [width for _, width, _ in self._columns]

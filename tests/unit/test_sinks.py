@@ -36,7 +36,6 @@ def console_lines(*steps: tuple[int, dict], total: int = 14) -> list[str]:
     sink = ConsoleSink(total, stream)
     for step, metrics in steps:
         sink.write(step, metrics)
-    sink.close()
     return stream.getvalue().splitlines()
 
 
@@ -60,24 +59,19 @@ def test_jsonl_is_readable_after_every_step(tmp_path):
         assert len(lines) == step
         assert strict_json(lines[-1]) == {"step": step, "reward/mean": step / 10, "weights/version": step}
         assert next(iter(strict_json(lines[-1]))) == "step"
-    sink.close()
 
 
 def test_jsonl_continues_an_existing_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
-        sink = JsonlSink(path)
-        sink.write(step, {})
-        sink.close()
+        JsonlSink(path).write(step, {})
     assert [strict_json(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_jsonl_stays_json_with_nonfinite_values(tmp_path, value):
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path)
-    sink.write(1, {"policy/loss": value, "reward/mean": 0.5})
-    sink.close()
+    JsonlSink(path).write(1, {"policy/loss": value, "reward/mean": 0.5})
     expected = {"step": 1, "policy/loss": None, "reward/mean": 0.5, "nonfinite": ["policy/loss"]}
     assert strict_json(path.read_text()) == expected
 
