@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
@@ -16,10 +15,8 @@ def on_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this process; on a GPU node the launcher's local rank chooses it."""
-    if on_cuda():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
+    """The device of this process: of the GPUs that it sees, the first."""
+    return torch.device("cuda", 0) if on_cuda() else torch.device("cpu")
 
 
 def num_gpus() -> int:

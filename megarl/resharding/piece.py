@@ -97,10 +97,6 @@ class Piece:
     def __post_init__(self) -> None:
         assert shape_of(self.canonical_rectangle) == shape_of(self.local_rectangle), f"shapes differ: {self}"
 
-    def to_local(self, rectangle: Rectangle) -> Rectangle:
-        """Where a part of the canonical rectangle lies in the local parameter."""
-        return moved(rectangle, self.canonical_rectangle, self.local_rectangle)
-
     def to_canonical(self, rectangle: Rectangle) -> Rectangle:
         """Where a part of the local rectangle lies in the canonical tensor."""
         return moved(rectangle, self.local_rectangle, self.canonical_rectangle)

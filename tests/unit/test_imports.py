@@ -24,7 +24,7 @@ LAYERS = (
         *("batch", "metrics", "sinks", "stopwatch", "device", "stacks", "config"),
         *("run_folder", "run_lock", "checkpoints", "new_folder", "numbered"),
     ),
-    ("algorithms", "ops", "data", "rewards", "environments", "resharding", "planning"),
+    ("algorithms", "ops", "data", "rewards", "resharding", "planning"),
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),
     (
@@ -47,11 +47,9 @@ LIGHT = ("batch", "cli", "config", "metrics", "planning", "resharding", "rewards
 
 DEVICE_FILES = (
     "megarl/device.py",
-    "megarl/doctor.py",
     "megarl/megatron/cpu_support.py",
     "megarl/ops/*triton*.py",
     "megarl/resharding/transports/*.py",
-    "megarl/rollout/cpu_support.py",
 )
 """Files that may name a device or a communication library."""
 
@@ -141,6 +139,13 @@ def layer(module: str) -> int | None:
 def is_light(module: str) -> bool:
     heavy_part = any(f"{module}.".startswith(f"megarl.{name}.") for name in TENSOR_RESHARDING)
     return (module == "megarl" or room(module) in LIGHT) and not heavy_part
+
+
+def test_the_rules_name_nothing_that_is_not_there() -> None:
+    layered = [f"megarl/{name.replace('.', '/')}" for names in LAYERS for name in names]
+    known = {*FILES, *(str(parent) for file in FILES for parent in Path(file).parents)}
+    assert [name for name in layered if not {name, f"{name}.py"} & known] == []
+    assert [pattern for pattern in DEVICE_FILES if not any(fnmatch(file, pattern) for file in FILES)] == []
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -58,10 +58,6 @@ class BucketLayout:
     num_bytes: int
 
     @property
-    def num_messages(self) -> int:
-        return len(self.alone) + bool(self.together)
-
-    @property
     def parts(self) -> tuple[Part, ...]:
         return (*self.alone, *self.together)
 
