@@ -1,4 +1,8 @@
-"""The actor's weights on their way into the engines."""
+"""The actor's weights on their way into the engines.
+
+`connect` and `refit` are called from process to process: by Refit in the driver on the actors of EngineGroup, by these
+on their Engine, by this on vLLM's workers (RefitExtension), which write the weights.
+"""
 
 from __future__ import annotations
 

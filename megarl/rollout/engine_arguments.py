@@ -29,7 +29,7 @@ def engine_arguments(folder: Path, dtype: str, tp: int, context_length: int, kv_
         enable_chunked_prefill=device.on_cuda(),
         # Compiling takes minutes on CPU and gains nothing there.
         enforce_eager=not device.on_cuda(),
-        # It has more than refits: on CPU latent attention is right with it alone.
+        # Also where nothing is refitted: with its module, every worker takes on cpu_support.
         worker_extension_cls="megarl.rollout.worker_extension.RefitExtension",
         disable_log_stats=True,
         **(dict(gpu_memory_utilization=FREE_SHARE) if device.on_cuda() else {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,7 @@ from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import Refitted, SamplingRequest
 from megarl.rollout.engine_arguments import engine_arguments
-from megarl.rollout.worker_extension import Failed
+from megarl.rollout.worker_extension import Failed, RefitExtension
 
 PAUSE_S = 0.05
 """How often samples under way look whether a failed refit has been made good."""
@@ -94,17 +94,17 @@ class VllmEngine:
                 self._llm.wake_up(tags=[tag])
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        return self._llm.collective_rpc("parameters")
+        return self._ask_workers(RefitExtension.parameters)
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
-        self._ask_workers("connect", plan, channel, holders, by_loader)
+        self._ask_workers(RefitExtension.connect, plan, channel, holders, by_loader)
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
         self.version = None
         # The KV cache sleeps on: the trainer may not have made room for it yet.
         self._wake("weights")
         self._pause()
-        refitted = self._ask_workers("refit", expected)
+        refitted = self._ask_workers(RefitExtension.refit, expected)
         self._num_refits += 1
         self._begin_again()
         self.hold(version)
@@ -122,11 +122,11 @@ class VllmEngine:
 
     def checksums(self) -> list[dict[str, str]]:
         """Per worker: parameter -> SHA-256 of its bytes."""
-        return self._llm.collective_rpc("checksums")
+        return self._ask_workers(RefitExtension.checksums)
 
-    def _ask_workers(self, method: str, *args: Any) -> list[Any]:
-        """Of RefitExtension. Raises the first worker's error."""
-        answers = self._llm.collective_rpc(method, args=args)
+    def _ask_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """method: of RefitExtension, which each worker has under its name. Raises the first worker's error."""
+        answers = self._llm.collective_rpc(method.__name__, args=args)
         for answer in answers:
             if isinstance(answer, Failed):
                 raise answer.error

@@ -1,4 +1,4 @@
-"""What megarl adds to vLLM's workers: weights that stay writable, and a refit that writes them in place.
+"""What megarl adds to vLLM's workers: a refit that writes their weights in place.
 
 vLLM imports this module in every worker before it loads the model.
 """
@@ -8,15 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import vllm.model_executor.layers.utils as linear_layers
-from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megarl import stacks
@@ -25,33 +21,15 @@ from megarl.resharding.execute import Assembly, execute
 from megarl.resharding.piece import Holder
 from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region, check_weights
+from megarl.rollout import cpu_support
 from megarl.rollout.engine import Refitted
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 # This may be a process of vLLM's own, of several tensor-parallel ranks.
 stacks.write_on_request()
-
-
-def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
-
-
-# vLLM's CPU build packs every linear layer for oneDNN and frees the weight: nothing would be left to write into.
-linear_layers.dispatch_cpu_unquantized_gemm = _keep_weight
-
-_rotate = RotaryEmbedding.forward_cpu
-
-
-def _rotate_heads(
-    self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    rotated, rotated_key = _rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
-    return rotated.view(query.shape), None if key is None else rotated_key.view(key.shape)
-
-
-# The CPU kernel takes [tokens, heads, channels], which latent attention gives it, for one head and the first heads for
-# tokens. It is right for [tokens, heads * channels].
-RotaryEmbedding.forward_cpu = _rotate_heads
-
+cpu_support.install()
 
 DERIVED = ("W_UV", "W_UK_T")
 """Parameters that latent attention computes from its kv_b_proj."""
@@ -65,19 +43,8 @@ def _prepare(model: torch.nn.Module, dtype: torch.dtype) -> bool:
         if isinstance(module, MLAAttention):
             module.process_weights_after_loading(dtype)
         elif isinstance(module, RoutedExperts):
-            rewritten |= _pack_experts(module)
+            rewritten |= cpu_support.pack_experts(module)
     return rewritten
-
-
-def _pack_experts(layer: RoutedExperts) -> bool:
-    """On CPU, for its kernel. On GPU the engine is started with the one backend that takes weights as they are. Returns
-    whether it has packed."""
-    kernel = layer.quant_method.moe_kernel.fused_experts
-    packs = isinstance(kernel, CPUUnquantizedExperts)
-    if packs:
-        for weight in (layer.w13_weight, layer.w2_weight):
-            weight.data.copy_(cpu_prepack_moe_weight(weight.data, kernel.isa))
-    return packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +64,12 @@ def _answer(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class RefitExtension:
-    """Mixed into vLLM's worker; its methods are called by LLM.collective_rpc."""
+    """A base class that vLLM gives its worker class; VllmEngine has its methods called in every worker."""
+
+    rank: int
+    """The worker's, of the engine's tensor-parallel ranks."""
+    model_runner: GPUModelRunner
+    """The worker's; on CPU, too, it is one."""
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
         """See Engine.connect."""

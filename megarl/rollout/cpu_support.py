@@ -1,0 +1,44 @@
+"""What vLLM's CPU build lacks for weights that are written in place, and for latent attention. On GPU it changes
+nothing."""
+
+from __future__ import annotations
+
+import torch
+import vllm.model_executor.layers.utils as linear_layers
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+_rotate = RotaryEmbedding.forward_cpu
+
+
+def install() -> None:
+    """In a process of vLLM's, before it loads a model."""
+    linear_layers.dispatch_cpu_unquantized_gemm = _keep_weight
+    RotaryEmbedding.forward_cpu = _rotate_heads
+
+
+def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """vLLM packs every linear layer for oneDNN and frees the weight: nothing would be left to write into."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _rotate_heads(
+    self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """vLLM's kernel takes [tokens, heads, channels], which latent attention gives it, for one head and the first heads
+    for tokens. It is right for [tokens, heads * channels]."""
+    rotated, rotated_key = _rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
+    return rotated.view(query.shape), None if key is None else rotated_key.view(key.shape)
+
+
+def pack_experts(layer: RoutedExperts) -> bool:
+    """As vLLM does for its kernel after it has loaded them. Returns whether it has packed: on GPU the engine is started
+    with the one backend that takes weights as they are."""
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    packs = isinstance(kernel, CPUUnquantizedExperts)
+    if packs:
+        for weight in (layer.w13_weight, layer.w2_weight):
+            weight.data.copy_(cpu_prepack_moe_weight(weight.data, kernel.isa))
+    return packs
