@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,14 @@ from pathlib import Path
 from megarl.checkpoints import Checkpoint
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.model_folders import ModelFolders
-from megarl.cluster.placement import Placement
+from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.reward_engine_group import RewardEngineGroup
 from megarl.cluster.reward_model_group import RewardModelGroup
 from megarl.cluster.reward_worker import RewardWorker
 from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Role
 from megarl.metrics import Metric
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.plan import Plan
@@ -72,21 +72,18 @@ def assemble(
     """Starts all processes, then plans how weights flow between them. Each model starts from its folder, before
     what it has in the checkpoint, if there is one, is loaded. engines: running ones that were asked for the same (None:
     they are started)."""
+
+    def if_placed(role: Role, folder: Path | None, processes: Sequence[Process]) -> TrainerGroup | None:
+        return TrainerGroup(session, config, role, folder, processes) if processes else None
+
     trainers = TrainerGroup(session, config, "actor", models.actor, placement.trainers)
-    critic = None
-    if placement.critics:
-        critic = TrainerGroup(session, config, "critic", models.critic, placement.critics)
-    implicit_reward = None
-    if placement.implicit_rewards:
-        implicit_reward = TrainerGroup(
-            session, config, "implicit_reward", models.implicit_reward, placement.implicit_rewards
-        )
+    critic = if_placed("critic", models.critic, placement.critics)
+    implicit_reward = if_placed("implicit_reward", models.implicit_reward, placement.implicit_rewards)
     if engines is None:
         engines = EngineGroup(session, config, models.actor, placement.engines)
         engines.start()  # first: asleep, they leave their memory to the others
-    reward_model = None
-    if models.reward_model is not None:
-        reward_model = _reward_model(session, config, models.reward_model, placement)
+    reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
+    if reward_model is not None:
         reward_model.start()
     rewards = RewardWorker(session, config, placement.rewards, reward_model, models)
     rewards.start()
@@ -109,8 +106,10 @@ def assemble(
 
 
 def _reward_model(
-    session: Session, config: Config, folder: Path, placement: Placement
-) -> RewardModelGroup | RewardEngineGroup:
+    session: Session, config: Config, folder: Path | None, processes: Sequence[Process]
+) -> RewardModelGroup | RewardEngineGroup | None:
+    if folder is None:
+        return None
     if config.reward_model.engine == "vllm":
-        return RewardEngineGroup(session, config, folder, placement.reward_models)
-    return RewardModelGroup(session, config, "reward_model", folder, placement.reward_models)
+        return RewardEngineGroup(session, config, folder, processes)
+    return RewardModelGroup(session, config, "reward_model", folder, processes)

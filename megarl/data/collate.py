@@ -24,23 +24,15 @@ it), or its own."""
 def collate(
     samples: Sequence[TrainingSample],
     packing: Packing,
-    old: Mapping[str, torch.Tensor] | None = None,
-    reference: Mapping[str, torch.Tensor] | None = None,
-    values: Mapping[str, torch.Tensor] | None = None,
-    token_reward: Mapping[str, torch.Tensor] | None = None,
-    process_reward: Mapping[str, torch.Tensor] | None = None,
-    kl_reward: Mapping[str, torch.Tensor] | None = None,
     reads: Reads = "states",
     truncates: bool = True,
+    **scores: Mapping[str, torch.Tensor],
 ) -> TokenBatch:
     """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
 
-    samples                        none for an empty microbatch, which consists of padding
-    old, reference                 sample id -> float32 [R], log-probs per response token
-    values                         sample id -> float32 [R], the critic's per response token
-    token_reward, process_reward   sample id -> float32 [R]
-    kl_reward                      sample id -> float32 [R]
-    truncates                      whether log-probs are of the tokens only that the engine kept
+    samples     none for an empty microbatch, which consists of padding
+    truncates   whether log-probs are of the tokens only that the engine kept
+    scores      of the response tokens: name as in TokenBatch, such as old -> sample id -> float32 [R]
     """
     pack = _Pack(packing, reads)
     for item in samples:
@@ -66,13 +58,8 @@ def collate(
         scale=_double([item.baseline.scale for item in samples]),
         token_baseline=_float([item.baseline.token_value for item in samples]),
         token_scale=_float([item.baseline.token_scale for item in samples]),
-        old=_by_row(samples, old),
-        reference=_by_row(samples, reference),
-        values=_by_row(samples, values),
-        token_reward=_by_row(samples, token_reward),
-        process_reward=_by_row(samples, process_reward),
-        kl_reward=_by_row(samples, kl_reward),
         kept=_kept(samples) if truncates else None,
+        **{name: _by_row(samples, by_sample) for name, by_sample in scores.items()},
     )
     batch.validate()
     return batch
@@ -114,9 +101,7 @@ class _Pack:
         return list(range(start, len(self.tokens)))
 
 
-def _by_row(samples: Sequence[TrainingSample], by_sample: Mapping[str, torch.Tensor] | None) -> torch.Tensor | None:
-    if by_sample is None:
-        return None
+def _by_row(samples: Sequence[TrainingSample], by_sample: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.empty(0), *(by_sample[item.sample.id].cpu() for item in samples)])
 
 
