@@ -16,6 +16,7 @@ from megarl.config.objective_rules import OBJECTIVE_RULES
 from megarl.config.objectives import options
 from megarl.config.schema import Config, Placed, Trained
 from megarl.config.violations import raise_all
+from megarl.config.vllm_arguments import GIVEN
 
 
 def check(config: Config) -> None:
@@ -208,6 +209,17 @@ def reward_engines_keep_their_parameters(config: Config) -> str | None:
         f"reward_model.offload={settings.offload}: only a reward model in Megatron moves them, and "
         "reward_model.engine=vllm; set reward_model.offload=[] or reward_model.engine=megatron"
     )
+
+
+def arguments_of_vllm_are_given_once(config: Config) -> str | None:
+    extras = {"rollout": config.rollout.vllm_extra, "reward_model": config.reward_model.vllm_extra}
+    lines = []
+    for section, given in GIVEN.items():
+        for name in given.keys() & extras[section].keys():
+            home = given[name]
+            why = f"this follows from {home}; set it there" if home else "megarl relies on its own value; leave it out"
+            lines.append(f"{section}.vllm_extra.{name}={show(extras[section][name])}: {why}")
+    return "\n".join(sorted(lines)) or None
 
 
 def something_gives_rewards(config: Config) -> str | None:
@@ -419,6 +431,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     sampled_ids_have_one_length,
     reward_engines_have_tensor_and_data_parallel_ranks_only,
     reward_engines_keep_their_parameters,
+    arguments_of_vllm_are_given_once,
     something_gives_rewards,
     turns_are_rewarded_by_functions_of_ones_own,
     judge_has_samples_to_compare,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm import EngineArgs
+
 from megarl import device
 from megarl.config.huggingface import completed, latent_attention
+from megarl.config.vllm_arguments import ADJUSTABLE, GIVEN, EngineSection
 from megarl.data.model_folder import read_config
 
 FREE_SHARE = 0.01
@@ -17,9 +23,25 @@ CPU_LATENT_SIZE = 576
 """Of a token in the cache of DeepSeek-V3's attention: 512 channels of the latent, 64 with positions."""
 
 
-def engine_arguments(folder: Path, dtype: str, tp: int, context_length: int, kv_cache_gib: float) -> dict[str, Any]:
-    """Raises ValueError for a model that vLLM cannot compute on this device."""
-    return dict(
+def engine_arguments(
+    section: EngineSection,
+    folder: Path,
+    dtype: str,
+    tp: int,
+    context_length: int,
+    kv_cache_gib: float,
+    extra: Mapping[str, Any],
+    **own: Any,
+) -> dict[str, Any]:
+    """What `vllm.LLM` is called with.
+
+    own     arguments of this kind of engine alone
+    extra   vllm_extra of the section, over what is not megarl's alone to give
+
+    Raises ValueError for an extra that vLLM does not have or that the model needs otherwise, and for a model that vLLM
+    cannot compute on this device.
+    """
+    given = dict(
         model=str(folder),
         dtype=dtype,
         tensor_parallel_size=tp,
@@ -33,8 +55,24 @@ def engine_arguments(folder: Path, dtype: str, tp: int, context_length: int, kv_
         worker_extension_cls="megarl.rollout.worker_extension.RefitExtension",
         disable_log_stats=True,
         **(dict(gpu_memory_utilization=FREE_SHARE) if device.on_cuda() else {}),
-        **_latent_attention_arguments(folder),
+        **own,
     )
+    latent = _latent_attention_arguments(folder)
+    assert (given | latent).keys() <= GIVEN[section].keys() | ADJUSTABLE, "config/vllm_arguments.py names them all"
+    assert not GIVEN[section].keys() & extra.keys(), "refused by a rule"
+    _check_extra(section, extra, latent)
+    return given | latent | extra
+
+
+def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mapping[str, Any]) -> None:
+    for name in latent.keys() & extra.keys():
+        needed = f"this model's attention is right with {latent[name]} alone, here"
+        raise ValueError(f"{section}.vllm_extra.{name}={extra[name]}: {needed}; leave it out")
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in extra.keys() - known:
+        near = difflib.get_close_matches(name, known)
+        remedy = f"did you mean {' or '.join(near)}?" if near else "leave it out"
+        raise ValueError(f"{section}.vllm_extra.{name}={extra[name]}: vLLM has no such engine argument; {remedy}")
 
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:

@@ -24,19 +24,20 @@ class VllmClassifier:
         assert head is not None, "checked before the run starts"
         self._task = {"sequence": "classify", "token": "token_classify"}[head.kind]
         arguments = engine_arguments(
+            "reward_model",
             folder,
             config.model.dtype,
             settings.layout.tp,
             config.context_of(settings)[1],
             settings.kv_cache_gib,
-        ) | dict(
+            settings.vllm_extra,
             runner="pooling",
             # The head's output as it is: vLLM would put it through a sigmoid or a softmax.
             pooler_config=PoolerConfig(task=self._task, use_activation=False),
             max_num_batched_tokens=settings.tokens_per_microbatch,
             seed=config.run.seed,
         )
-        self._llm = LLM(**{**arguments, **settings.vllm_extra})
+        self._llm = LLM(**arguments)
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Of each sample's response tokens, float32 [R]; of a sequence classifier that of its last token, [1]."""

@@ -53,7 +53,14 @@ class VllmEngine:
         self._under_way: dict[str, _UnderWay] = {}
         self._numbers = count()
         self._num_refits = 0
-        arguments = engine_arguments(model_folder, dtype, config.tp, config.context_length, config.kv_cache_gib) | dict(
+        arguments = engine_arguments(
+            "rollout",
+            model_folder,
+            dtype,
+            config.tp,
+            config.context_length,
+            config.kv_cache_gib,
+            config.vllm_extra,
             load_format="dummy",
             # Log-probs of the distribution that is sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
@@ -65,7 +72,7 @@ class VllmEngine:
             enable_sleep_mode=config.sleep and device.on_cuda(),
             seed=seed,
         )
-        self._llm = LLM(**{**arguments, **config.vllm_extra})
+        self._llm = LLM(**arguments)
 
     async def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
         if self.version is None:

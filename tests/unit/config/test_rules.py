@@ -8,7 +8,9 @@ import pytest
 from megarl.config.huggingface import FAMILIES
 from megarl.config.load import load
 from megarl.config.model_rules import check_critic_model, check_model, check_reward_model
+from megarl.config.names import keys
 from megarl.config.schema import Config
+from megarl.config.vllm_arguments import GIVEN
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 RECIPE = (
@@ -591,6 +593,20 @@ def test_reward_engines_have_no_other_layout_than_tensor_and_data_parallel() -> 
         "sequence_parallel=true; take the default there, or set reward_model.engine=megatron"
     ]
     recipe("reward_model.path=rm", VLLM, "reward_model.layout={tp: 3, dp: 2}")
+
+
+def test_arguments_of_vllm_have_one_home() -> None:
+    extra = "rollout.vllm_extra={logprobs_mode: raw_logprobs, dtype: float16, block_size: 32, load_format: auto}"
+    assert errors(extra, "reward_model.vllm_extra.tensor_parallel_size=2") == [
+        "reward_model.vllm_extra.tensor_parallel_size=2: this follows from reward_model.layout.tp; set it there",
+        "rollout.vllm_extra.dtype=float16: this follows from model.dtype; set it there",
+        "rollout.vllm_extra.logprobs_mode=raw_logprobs: megarl relies on its own value; leave it out",
+    ]
+
+
+def test_the_keys_that_arguments_of_vllm_follow_from_exist() -> None:
+    homes = {home for given in GIVEN.values() for home in given.values() if home is not None}
+    assert homes <= set(keys())
 
 
 TOKEN_CLASSIFIER = CLASSIFIER | {"architectures": ["LlamaForTokenClassification"], "vocab_size": 300}

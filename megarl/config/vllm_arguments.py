@@ -1,0 +1,55 @@
+"""The arguments of vLLM that megarl gives, and which of them `vllm_extra` leaves alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+EngineSection = Literal["rollout", "reward_model"]
+
+_ALWAYS: dict[str, str | None] = {
+    "dtype": "model.dtype",
+    "seed": "run.seed",
+    "enable_chunked_prefill": None,
+    "worker_cls": None,
+    "worker_extension_cls": None,
+    "pipeline_parallel_size": None,
+    "data_parallel_size": None,
+}
+
+GIVEN: dict[EngineSection, dict[str, str | None]] = {
+    "rollout": _ALWAYS
+    | {
+        "model": "model.path",
+        "tensor_parallel_size": "rollout.tp",
+        "max_model_len": "rollout.context_length",
+        "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+        "max_logprobs": "rollout.top_k",
+        "enable_sleep_mode": "rollout.sleep",
+        "logprobs_mode": None,
+        "moe_backend": None,
+    },
+    "reward_model": _ALWAYS
+    | {
+        "model": "reward_model.path",
+        "tensor_parallel_size": "reward_model.layout.tp",
+        "max_model_len": "reward_model.context_length",
+        "kv_cache_memory_bytes": "reward_model.kv_cache_gib",
+        "max_num_batched_tokens": "reward_model.tokens_per_microbatch",
+        "runner": None,
+        "pooler_config": None,
+    },
+}
+"""Of each section that has a vllm_extra: argument -> the key that it follows from; None: it has no key, as sampling,
+scores and refits are right with megarl's value alone."""
+
+ADJUSTABLE = frozenset(
+    {
+        "attention_backend",
+        "disable_log_stats",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "load_format",
+        "max_num_batched_tokens",
+    }
+)
+"""What megarl gives too, and vllm_extra may change, unless it is GIVEN in that section."""
