@@ -13,10 +13,9 @@ same order: see schedule.ordered.
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -30,6 +29,7 @@ from megarl.resharding.piece import Place
 from megarl.resharding.plan import Bucket, Copy, Hop, Link, Move, Plan
 from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_out
 from megarl.resharding.transports.transport import Delivered, Delivery
+from megarl.resharding.transports.waiter import Waiter
 
 BUFFERS = 2
 UNUSED_TAG, NOTHING = 2**31 - 1, torch.empty(1, dtype=torch.uint8)
@@ -147,7 +147,8 @@ class PointToPoint:
         self.sent = Sent()
         self._tags.clear()
         try:
-            yield from self._exchange()
+            with closing(Waiter()) as self._waiter:
+                yield from self._exchange()
             device.synchronize(self._device)  # what came in a buffer is in its place
         except BaseException:
             self.close()
@@ -239,8 +240,8 @@ class PointToPoint:
         if device.backend() == "nccl":
             self._complete(begun)
         elif begun:
-            waiter = _Waiter(partial(self._complete, tuple(begun)))
-            while waiter.goes_on(CHECK_S):
+            self._waiter.begin(partial(self._complete, tuple(begun)))
+            while self._waiter.goes_on(CHECK_S):
                 for neighbour in {neighbour for neighbour, _ in begun}:
                     with self._naming(neighbour):
                         _receive_unused(self._group, neighbour)
@@ -302,30 +303,6 @@ class PointToPoint:
         """Elements as a transport delivers them."""
         for part in message.layout.parts:
             yield part, None if part.start is None else part.in_buffer(message.buffer)
-
-
-class _Waiter(threading.Thread):
-    """Waits for something. If that is given up, it goes on in vain until the wait is over, and keeps nobody."""
-
-    def __init__(self, wait: Callable[[], None]):
-        super().__init__(daemon=True)
-        self._wait = wait
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._wait()
-        except BaseException as error:
-            self._error = error  # for the thread that goes on
-
-    def goes_on(self, seconds: float) -> bool:
-        """Whether it does after so many seconds, or fewer if it ends. Raises the error that has ended it."""
-        self.join(seconds)
-        alive = self.is_alive()
-        if self._error is not None:
-            raise self._error
-        return alive
 
 
 def _store(meeting: Meeting) -> dist.Store:
