@@ -65,6 +65,7 @@ VERL = {
     "rollout.tensor_model_parallel_size": "rollout.tp",
     "save_freq": "checkpoint.every_steps",
     "tensor_model_parallel_size": "actor.layout.tp",
+    "total_epochs": "run.steps (the data start again as often as they take)",
     "total_training_steps": "run.steps",
     "train_batch_size": "batch.prompts_per_step",
     "train_files": "data.source",
