@@ -13,3 +13,13 @@ RECIPES = sorted((Path(__file__).parents[3] / "configs").glob("*-*.yaml"))
 def test_a_recipe_keeps_all_rules_and_says_what_it_is(recipe):
     assert recipe.read_text().startswith("# ")
     assert recipe.stem.endswith(f"-{load(recipe).run.name}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_what_a_recipe_clips_can_move(recipe):
+    """In a step's only update every ratio is 1, and every value the one before the step."""
+    config = load(recipe)
+    objective, critic_clip = config.algorithm.objective, config.algorithm.value.clip
+    clips = [name for name in ("clip_low", "clip_high", "dual_clip") if getattr(objective, name) is not None]
+    if clips or critic_clip is not None:
+        assert config.batch.prompts_per_update < config.batch.prompts_per_step
