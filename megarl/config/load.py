@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ValueError with one line for everything that is wrong: where it was given, key, value and remedy.
     """
-    recipe = _with_base(Path(path), ())
-    for override in overrides:
-        recipe = recipe.overlay(_override(override))
+    base, *overlays = (*_files(Path(path), ()), *map(_override, overrides))
+    recipe = reduce(Document.overlay, overlays, base)
     try:
         config = Config.model_validate(recipe.values)
     except ValidationError as error:
         raise ValueError("\n".join(violations.describe(error, recipe, str(path)))) from None
-    rules.check(config)
+    rules.check(config, recipe.overlay(base).values)
     return config
 
 
@@ -37,19 +37,19 @@ def dump(config: Config) -> str:
     return document.render(config.model_dump())
 
 
-def _with_base(path: Path, above: tuple[Path, ...]) -> Document:
-    """The file over the one that its key `base` names. `above` are the files that led here."""
+def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
+    """The file, after the one that its key `base` names, and so on. `above` are the files that led here."""
     if path.resolve() in [file.resolve() for file in above]:
         chain = " -> ".join(str(file) for file in (*above, path))
         raise ValueError(f"{above[-1]}: the base files form a cycle: {chain}; remove one `base`")
-    overlay = document.parse(_text(path, above), str(path))
-    if "base" not in overlay.values:
-        return overlay
-    base = overlay.values.pop("base")
-    place = overlay.origins[("base",)]
-    if not isinstance(base, str):
-        raise ValueError(f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}")
-    return _with_base(path.parent / base, (*above, path)).overlay(overlay)
+    own = document.parse(_text(path, above), str(path))
+    if "base" in own.values:
+        base = own.values.pop("base")
+        place = own.origins[("base",)]
+        if not isinstance(base, str):
+            raise ValueError(f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}")
+        yield from _files(path.parent / base, (*above, path))
+    yield own
 
 
 def _text(path: Path, above: tuple[Path, ...]) -> str:

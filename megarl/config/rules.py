@@ -6,7 +6,8 @@ A rule returns None where it is kept, otherwise one line with the keys, the arit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from megarl.config.divisors import divisors, does_not_divide
 from megarl.config.document import show
@@ -15,18 +16,21 @@ from megarl.config.learning_rate import num_updates
 from megarl.config.objective_rules import OBJECTIVE_RULES
 from megarl.config.objectives import options
 from megarl.config.schema import Config, Placed, Trained
+from megarl.config.unread import unread
 from megarl.config.violations import raise_all
 from megarl.config.vllm_arguments import GIVEN
 
 
-def check(config: Config) -> None:
-    """Checks the keys against each other. Raises ValueError with one line per broken rule."""
+def check(config: Config, defaults: Mapping[str, Any]) -> None:
+    """Checks the keys against each other, and those that nothing reads against the base recipe's values (defaults).
+    Raises ValueError with one line per broken rule."""
     of_placed = [rule(config, placed) for placed in config.all_placed for rule in _PLACED_RULES]
     of_layouts = [
         rule(f"{placed.section}.layout.", placed.layout) for placed in config.all_placed for rule in LAYOUT_RULES
     ]
     of_trained = [rule(config, trained) for trained in config.all_trained for rule in _TRAINED_RULES]
-    raise_all([rule(config) for rule in (*_RULES, *OBJECTIVE_RULES)] + of_layouts + of_placed + of_trained)
+    of_config = [rule(config) for rule in (*_RULES, *OBJECTIVE_RULES)]
+    raise_all(of_config + of_layouts + of_placed + of_trained + unread(config, defaults))
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:

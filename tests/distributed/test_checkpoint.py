@@ -342,7 +342,7 @@ def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, r
 def test_the_size_of_every_roles_checkpoint_is_known_before(tmp_path, role, overrides):
     """From a model whose language head is not tied: a critic does not have it."""
     model = write_tiny_llama(tmp_path / "model", **SIZES, tied=False)
-    config = config_of(model, "algorithm.advantage.estimator=gae", "critic.tokens_per_microbatch=64", *overrides)
+    config = config_of(model, "algorithm.advantage.estimator=gae", *overrides)
     folder = tmp_path / "checkpoint"
     (folder / role).mkdir(parents=True)
     ranks = run_ranks(config.placed(role).layout.world_size, save_at_start, config, model, folder, role)

@@ -92,8 +92,16 @@ def write_critic(folder: Path, actor: Path) -> Path:
 
 
 def ppo_config(
-    actor: Path, critic: Path | None, layouts: tuple[str, str], settings: PpoSettings, *overrides: str
+    actor: Path, critic: Path | None, layouts: tuple[str, str | None], settings: PpoSettings, *overrides: str
 ) -> Config:
+    """layouts: of the actor, and of the critic (None: it is a head on the actor)."""
+    of_critic = [
+        f"critic.layout={layouts[1]}",
+        f"critic.path={critic or 'null'}",
+        f"critic.optimizer.lr={settings.critic_lr or settings.lr}",
+        f"critic.optimizer.eps={settings.eps}",
+        "critic.tokens_per_microbatch=80",
+    ]
     return config_of(
         actor,
         "algorithm.advantage.estimator=gae",
@@ -104,11 +112,7 @@ def ppo_config(
         f"algorithm.advantage.length_alpha={settings.length_alpha or 'null'}",
         f"algorithm.value.clip={'null' if settings.value_clip is None else settings.value_clip}",
         f"actor.layout={layouts[0]}",
-        f"critic.layout={layouts[1]}",
-        f"critic.path={critic or 'null'}",
-        f"critic.optimizer.lr={settings.critic_lr or settings.lr}",
-        f"critic.optimizer.eps={settings.eps}",
-        "critic.tokens_per_microbatch=80",
+        *([] if layouts[1] is None else of_critic),
         *overrides,
     )
 
@@ -275,8 +279,8 @@ def test_a_value_head_with_buckets_of_its_own_is_up_to_date(actor, num_updates):
 def check_value_head(actor: Path, layout: str, steps: list[list[list[Group]]], *overrides: str) -> None:
     coefficient, settings = 0.7, EVERYTHING
     shared = ("critic.trunk=actor", "algorithm.value.coefficient=0.7", *overrides)
-    config = ppo_config(actor, None, (layout, "{}"), settings, *shared)
-    start = run_ranks(1, value_head, ppo_config(actor, None, ("{}", "{}"), settings, "critic.trunk=actor"), actor)[0]
+    config = ppo_config(actor, None, (layout, None), settings, *shared)
+    start = run_ranks(1, value_head, ppo_config(actor, None, ("{}", None), settings, "critic.trunk=actor"), actor)[0]
     ranks = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, None, {})
     reference = SharedTrunkReference(actor, start, settings, coefficient)
     for updates in steps:

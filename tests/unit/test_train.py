@@ -142,7 +142,10 @@ def test_the_losses_of_actor_and_critic_are_normalised_apart(mode, expected):
     groups = [[sample(0, 0, 4), sample(0, 1, 1)], [sample(1, 0, 3)]]
     scored, _ = select(config(), groups, [score(1.0)] * 3)
     members = [item for group in scored for item in group]
-    settings = config(f"algorithm.value.aggregation={mode}", "algorithm.objective.aggregation=token_mean")
+    settings = config(
+        *("algorithm.advantage.estimator=gae", "critic.tokens_per_microbatch=64"),
+        *(f"algorithm.value.aggregation={mode}", "algorithm.objective.aggregation=token_mean"),
+    )
     of_roles = {role: hand_out(settings, members, packing(), role)[0] for role in ("actor", "critic")}
     assert [item.weight for item in of_roles["critic"].samples] == pytest.approx(expected)
     assert [item.weight for item in of_roles["actor"].samples] == pytest.approx([1 / 8] * 3)

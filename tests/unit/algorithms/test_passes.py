@@ -65,12 +65,6 @@ def config(*overrides: str):
             True,
             "the rewards hold their KL",
         ),
-        (
-            ["batch.prompts_per_update=8", "algorithm.kl.placement=reward"],
-            "old log-probs",
-            False,
-            "one update per step",
-        ),
         (["batch.prompts_per_update=8"], "implicit rewards", False, "coefficient = 0"),
         (["batch.prompts_per_update=8", GAE, "implicit_reward.coefficient=2"], "implicit rewards", True, "= 2"),
     ],

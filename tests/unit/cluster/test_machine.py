@@ -37,9 +37,12 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize("offload", ["actor.offload=[gradients]", "critic.offload=[parameters]"])
-def test_what_a_cpu_allows(offload: str) -> None:
-    check_machine(config(offload))
+@pytest.mark.parametrize(
+    "overrides",
+    [["actor.offload=[gradients]"], ["algorithm.advantage.estimator=gae", "critic.offload=[parameters]"]],
+)
+def test_what_a_cpu_allows(overrides: list[str]) -> None:
+    check_machine(config(*overrides))
 
 
 @pytest.mark.usefixtures("no_cuda")

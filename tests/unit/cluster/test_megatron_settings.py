@@ -61,8 +61,6 @@ def test_a_recipe_without_such_keys_costs_nothing(folder: Path, monkeypatch) -> 
     monkeypatch.setattr(subprocess, "run", None)
     config = config_of(folder)
     check_megatron_settings(config, ModelFolders(folder, folder, None, None))
-    unused = config_of(folder, "implicit_reward.megatron_extra.model={no_such_field: 1}")
-    check_megatron_settings(unused, find_models(unused))
 
 
 def test_a_program_that_fails_ends_the_run(folder: Path, monkeypatch) -> None:

@@ -102,9 +102,10 @@ def test_a_run_of_one_update(name):
 
 
 def test_number_of_updates_of_a_run():
-    steps = ["run.steps=7", "batch.prompts_per_step=12", "batch.prompts_per_update=4", "critic.warmup_steps=2"]
+    steps = ["run.steps=7", "batch.prompts_per_step=12", "batch.prompts_per_update=4"]
     config = load(BASE, ["model.path=x", "data.source=arithmetic", *steps])
     assert config.num_updates(config.actor) == 21
-    config = load(BASE, ["model.path=x", "data.source=arithmetic", "algorithm.advantage.estimator=gae", *steps])
+    warming = ["algorithm.advantage.estimator=gae", "critic.warmup_steps=2"]
+    config = load(BASE, ["model.path=x", "data.source=arithmetic", *steps, *warming])
     assert config.num_updates(config.actor) == 15
     assert config.num_updates(config.critic) == 21

@@ -198,7 +198,7 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
             "algorithm.correction.mask=sequence: with algorithm.correction.old=rollout the old policy is the one that",
         ),
         (
-            ["algorithm.correction.mask_low=5"],
+            ["algorithm.correction={mask: token, mask_low: 5}"],
             "algorithm.correction.mask_low=5: no ratio is between it and mask_high=5; set mask_low below 5",
         ),
         (
@@ -238,7 +238,6 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["actor.tokens_per_microbatch=256"],
         ["actor.layout.dp=128"],
         [GAE, "batch.samples_per_prompt=1", "run.steps=3", "critic.warmup_steps=2"],
-        ["critic.layout.vpp=2"],  # without gae nothing reads it
         ["algorithm.objective.clip_low=0.99"],
         ["algorithm.objective={name: gmpo, clip_low: 1.5}"],
         ["algorithm.objective={name: dro, tau: 0.1, level: token}"],

@@ -113,7 +113,8 @@ def test_what_megatron_refuses_names_what_was_passed_through():
 
 def config_of_llama(role: str, part: str, **fields: Any) -> Config:
     extra = json.dumps(fields)
-    return load(BASE, ["model.path=m", "data.source=arithmetic", f"{role}.megatron_extra.{part}={extra}"])
+    gae = "algorithm.advantage.estimator=gae"  # without it nothing reads the critic's
+    return load(BASE, ["model.path=m", "data.source=arithmetic", gae, f"{role}.megatron_extra.{part}={extra}"])
 
 
 FROM_LAYOUT = r"follows from critic.layout; set it there"

@@ -1,0 +1,95 @@
+"""Keys that belong to something which a run does not have: given another value than the base recipe's, they would
+change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from megarl.config.document import show
+from megarl.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Belongs:
+    """keys: of single values or of whole sections, but for the names in `but`. to: what has to be set, in words."""
+
+    keys: tuple[str, ...]
+    to: str
+    is_there: Callable[[Config], bool]
+    but: tuple[str, ...] = ()
+
+
+def _learns_values(config: Config) -> bool:
+    return config.has_critic or config.actor_has_values
+
+
+BELONGS = (
+    Belongs(("algorithm.value", "critic"), "algorithm.advantage.estimator=gae", _learns_values),
+    Belongs(
+        ("algorithm.value.aggregation", "critic"),
+        "critic.trunk=own",
+        lambda config: not config.actor_has_values,
+        but=("trunk", "warmup_steps"),  # the latter has a rule of its own
+    ),
+    Belongs(
+        ("implicit_reward",),
+        "implicit_reward.coefficient above 0",
+        lambda config: config.has_implicit_reward,
+        but=("coefficient",),
+    ),
+    Belongs(("reward_model",), "reward_model.path", lambda config: config.has_reward_model),
+    Belongs(
+        ("algorithm.objective.imitation_above",),
+        "algorithm.objective.imitation_coefficient above 0",
+        lambda config: config.algorithm.objective.imitation_coefficient > 0,
+    ),
+    Belongs(
+        ("algorithm.correction.weight_limit",),
+        "algorithm.correction.weight",
+        lambda config: config.algorithm.correction.weight is not None,
+    ),
+    Belongs(
+        ("algorithm.correction.mask_low", "algorithm.correction.mask_high"),
+        "algorithm.correction.mask",
+        lambda config: config.algorithm.correction.mask is not None,
+    ),
+    Belongs(
+        tuple(f"algorithm.kl.{name}" for name in ("placement", "level", "estimator", "straight_through")),
+        "algorithm.kl.coefficient above 0",
+        lambda config: config.algorithm.kl.coefficient > 0,
+    ),
+    Belongs(
+        ("algorithm.kl.adaptive_horizon",),
+        "algorithm.kl.adaptive_target",
+        lambda config: config.algorithm.kl.adaptive_target is not None,
+    ),
+)
+
+
+def unread(config: Config, defaults: Mapping[str, Any]) -> list[str]:
+    """A line for each key that is not read and differs from the defaults: the values of the base recipe."""
+    given = config.model_dump()
+    return [
+        f"{key}={show(value)}: nothing reads it without {owner.to}; set that, or {key}={show(default)}"
+        for owner in BELONGS
+        if not owner.is_there(config)
+        for section in owner.keys
+        for key, value, default in _changed(section, *(_at(values, section) for values in (given, defaults)))
+        if key.removeprefix(f"{section}.") not in owner.but
+    ]
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    return reduce(lambda section, name: section[name], key.split("."), values)
+
+
+def _changed(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Key, value and default of each single value that differs."""
+    if isinstance(value, dict) and default:
+        for name, inner in value.items():
+            yield from _changed(f"{key}.{name}", inner, default[name])
+    elif value != default:
+        yield key, value, default

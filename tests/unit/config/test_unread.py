@@ -1,0 +1,103 @@
+"""Keys that belong to what a run does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import dump, load
+from megarl.config.schema import Config
+
+BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+GAE = "algorithm.advantage.estimator=gae"
+
+
+def recipe(*overrides: str) -> Config:
+    return load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("key", "to", "line"),
+    [
+        (
+            "algorithm.value.clip=0.2",
+            [GAE],
+            "algorithm.value.clip=0.2: nothing reads it without algorithm.advantage.estimator=gae; set that, or "
+            "algorithm.value.clip=null",
+        ),
+        (
+            "algorithm.value.aggregation=sequence_mean_of_token_means",
+            [GAE],
+            "algorithm.value.aggregation=sequence_mean_of_token_means: nothing reads it without algorithm.adv",
+        ),
+        (
+            "critic.optimizer.lr=1.0",
+            [GAE],
+            "critic.optimizer.lr=1.0: nothing reads it without algorithm.advantage.estimator=gae; set that, or "
+            "critic.optimizer.lr=1.0e-06",
+        ),
+        ("critic.layout.dp=2", [GAE], "critic.layout.dp=2: nothing reads it without algorithm.advantage.estimator=gae"),
+        ("critic.trunk=actor", [GAE], "critic.trunk=actor: nothing reads it without algorithm.advantage.estimator=gae"),
+        ("critic.offload=[gradients]", [GAE], "critic.offload=[gradients]: nothing reads it without algorithm.adv"),
+        (
+            "implicit_reward.beta=9",
+            ["implicit_reward.coefficient=1"],
+            "implicit_reward.beta=9.0: nothing reads it without implicit_reward.coefficient above 0; set that, or "
+            "implicit_reward.beta=0.05",
+        ),
+        ("reward_model.weight=2", ["reward_model.path=r"], "reward_model.weight=2.0: nothing reads it without"),
+        (
+            "algorithm.objective.imitation_above=0.9",
+            ["algorithm.objective.imitation_coefficient=0.1"],
+            "algorithm.objective.imitation_above=0.9: nothing reads it without algorithm.objective.imitation_coeff",
+        ),
+        (
+            "algorithm.correction.weight_limit=null",
+            ["algorithm.correction.weight=token"],
+            "algorithm.correction.weight_limit=null: nothing reads it without algorithm.correction.weight; set that, "
+            "or algorithm.correction.weight_limit=2",
+        ),
+        (
+            "algorithm.correction.mask_low=0.9",
+            ["algorithm.correction.mask=token"],
+            "algorithm.correction.mask_low=0.9: nothing reads it without algorithm.correction.mask; set that, or",
+        ),
+        (
+            "algorithm.kl.level=sequence",
+            ["algorithm.kl.coefficient=0.1"],
+            "algorithm.kl.level=sequence: nothing reads it without algorithm.kl.coefficient above 0; set that, or",
+        ),
+        (
+            "algorithm.kl.adaptive_horizon=2048",
+            ["algorithm.kl={coefficient: 0.1, adaptive_target: 0.1}"],
+            "algorithm.kl.adaptive_horizon=2048: nothing reads it without algorithm.kl.adaptive_target; set that, or",
+        ),
+    ],
+)
+def test_a_key_that_nothing_reads_is_an_error_until_something_does(key, to, line):
+    with pytest.raises(ValueError) as error:
+        recipe(key)
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+    recipe(key, *to)
+
+
+@pytest.mark.parametrize("key", ["critic.optimizer.lr=1.0", "critic.path=c", "algorithm.value.aggregation=token_mean"])
+def test_a_critic_on_the_actor_has_neither_a_model_nor_a_mean_of_its_own(key):
+    on_actor = (GAE, "critic.trunk=actor", "algorithm.objective.aggregation=token_mean")
+    recipe(*on_actor, "algorithm.value={coefficient: 0.5, clip: 0.2}")
+    recipe(GAE, key)
+    if "aggregation" in key:  # that is the base recipe's
+        key = "algorithm.value.aggregation=sequence_mean_of_token_sums"
+    with pytest.raises(ValueError, match=rf"^{key}: nothing reads it without critic.trunk=own; set that, or"):
+        recipe(*on_actor, key)
+
+
+def test_the_values_of_the_base_recipe_may_be_given():
+    recipe("critic.optimizer.lr=1e-6", "algorithm.value={coefficient: 1, clip: null}", "implicit_reward.beta=0.05")
+
+
+def test_a_recipe_without_a_base_file_has_no_other_values(tmp_path):
+    flat = tmp_path / "flat.yaml"
+    flat.write_text(dump(recipe(GAE, "critic.optimizer.lr=1.0", "algorithm.value.clip=0.2")))
+    assert load(flat, ["algorithm.advantage.estimator=grpo"]).critic.optimizer.lr == 1
