@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
@@ -115,79 +116,97 @@ class Rounds:
     link: list[float] = field(default_factory=list)
 
 
-def measure(case: Case, folder: Path, rounds: int) -> Rounds:
-    """The ways take turns, so that all see the same machine; each begins with an engine whose weights are wiped, and
-    must leave the same."""
-    settings = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=128"]
-    rollout = load(BASE, [*settings, "rollout.max_new_tokens=8", "rollout.kv_cache_gib=0.1"]).rollout
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [Remote(Rank, holder, case.folder) for holder in case.ranks]
-    engine = Remote(Engine, rollout, folder, len(os.sched_getaffinity(0)))
+class Sides:
+    """The processes of a case: a trainer's ranks and an engine, between which weights go."""
 
-    def on_all(method: str, *args: Any) -> list[Any]:
-        for rank in ranks:
+    def __init__(self, case: Case, folder: Path):
+        """folder: what the engine starts from."""
+        settings = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=128"]
+        rollout = load(BASE, [*settings, "rollout.max_new_tokens=8", "rollout.kv_cache_gib=0.1"]).rollout
+        self._case = case
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._meetings = map("refit.{}".format, count())
+        self._ranks = [Remote(Rank, holder, case.folder) for holder in case.ranks]
+        self.engine = Remote(Engine, rollout, folder, len(os.sched_getaffinity(0)))
+
+    def connect(self) -> None:
+        published = self._on_all("publish")
+        self._shared = SharedMemory({h.name: p for h, p in zip(self._case.ranks, published, strict=True)})
+        way = CommonWay(self._store.port, self._case.stages, self._case.folder)
+        for i, rank in enumerate(self._ranks):
+            rank.begin("open_common", way, i)
+        self.engine.call("open_common", way)
+        for rank in self._ranks:
+            rank.end()
+
+    @property
+    def ways(self) -> dict[str, tuple[Callable[[], None], Callable[[], float]]]:
+        """Of each, what prepares it, and a refit by it, which returns its seconds."""
+        return {
+            "shared memory": (self._open_shared_memory, lambda: self.engine.call("refit")),
+            "common way, gloo": (lambda: None, lambda: self._received("send_common", "receive_common")),
+            "gloo": (self._open_gloo, lambda: self._received("send", "refit")),
+        }
+
+    def link_speed(self) -> float:
+        """Bytes per second."""
+        size = max(bucket.num_bytes for bucket in self._case.plan.buckets)
+        seconds = self._received("send_plain", "receive_plain", size, LINK_MESSAGES, senders=self._ranks[:1])
+        return size * LINK_MESSAGES / seconds
+
+    def cpu_seconds(self) -> float:
+        return sum(self._on_all("cpu_seconds")) + self.engine.call("cpu_seconds")
+
+    def close(self) -> None:
+        for process in (*self._ranks, self.engine):
+            process.close()
+
+    def _open_shared_memory(self) -> None:
+        self.engine.call("open", self._case.plan, self._shared, self._case.engine)
+
+    def _open_gloo(self) -> None:
+        meeting = Meeting("127.0.0.1", self._store.port, next(self._meetings), 60.0)
+        self._on_all("open", self._case.plan, meeting)
+        self.engine.call("open", self._case.plan, meeting, self._case.engine)
+
+    def _on_all(self, method: str, *args: Any) -> list[Any]:
+        for rank in self._ranks:
             rank.begin(method, *args)
-        return [rank.end() for rank in ranks]
+        return [rank.end() for rank in self._ranks]
 
-    def received(sent_by: str, by: str, *args: int, senders: Sequence[Remote] = ranks) -> float:
+    def _received(self, sent_by: str, by: str, *args: int, senders: Sequence[Remote] | None = None) -> float:
+        """Seconds. senders: None for all ranks."""
+        senders = self._ranks if senders is None else senders
         for rank in senders:
             rank.begin(sent_by, *args)
-        spent = engine.call(by, *args)
+        spent = self.engine.call(by, *args)
         for rank in senders:
             rank.end()
         return spent
 
-    def link_speed() -> float:
-        size = max(bucket.num_bytes for bucket in case.plan.buckets)
-        return size * LINK_MESSAGES / received("send_plain", "receive_plain", size, LINK_MESSAGES, senders=ranks[:1])
 
-    def cpu_seconds() -> float:
-        return sum(on_all("cpu_seconds")) + engine.call("cpu_seconds")
-
-    try:
-        published = on_all("publish")
-        shared = SharedMemory({h.name: p for h, p in zip(case.ranks, published, strict=True)})
-        meetings = map("refit.{}".format, count())
-        way = CommonWay(store.port, case.stages, case.folder)
-        for i, rank in enumerate(ranks):
-            rank.begin("open_common", way, i)
-        engine.call("open_common", way)
-        for rank in ranks:
-            rank.end()
-
-        def open_shared_memory() -> None:
-            engine.call("open", case.plan, shared, case.engine)
-
-        def open_gloo() -> None:
-            meeting = Meeting("127.0.0.1", store.port, next(meetings), 60.0)
-            on_all("open", case.plan, meeting)
-            engine.call("open", case.plan, meeting, case.engine)
-
-        ways: dict[str, tuple[Callable[[], None], Callable[[], float]]] = {
-            "shared memory": (open_shared_memory, lambda: engine.call("refit")),
-            "common way, gloo": (lambda: None, lambda: received("send_common", "receive_common")),
-            "gloo": (open_gloo, lambda: received("send", "refit")),
-        }
+def measure(case: Case, folder: Path, rounds: int) -> Rounds:
+    """The ways take turns, so that all see the same machine; each begins with an engine whose weights are wiped, and
+    must leave the same."""
+    with closing(Sides(case, folder)) as sides:
+        sides.connect()
         found, checksums = Rounds(), Counter()
         for number in range(rounds + 1):  # the first warms up
             if number == 1:
                 found = Rounds()
-            found.seconds["plain copy"].append(engine.call("plain_copy", case.engine.shapes))
-            found.link.append(link_speed())
-            for name, (prepare, run) in ways.items():
+            found.seconds["plain copy"].append(sides.engine.call("plain_copy", case.engine.shapes))
+            found.link.append(sides.link_speed())
+            for name, (prepare, run) in sides.ways.items():
                 prepare()
                 run()  # as in a run, whose processes are connected from the first refit on
-                engine.call("wipe")
-                before = cpu_seconds()
+                sides.engine.call("wipe")
+                before = sides.cpu_seconds()
                 found.seconds[name].append(run())
-                found.cpu_seconds[name].append(cpu_seconds() - before)
-                checksums[str(engine.call("checksums"))] += 1
+                found.cpu_seconds[name].append(sides.cpu_seconds() - before)
+                checksums[str(sides.engine.call("checksums"))] += 1
                 if len(checksums) > 1:
-                    raise RuntimeError(f"{name}: the engine has other weights than after {next(iter(ways))}")
+                    raise RuntimeError(f"{name}: the engine has other weights than after {next(iter(sides.ways))}")
         return found
-    finally:
-        for process in (*ranks, engine):
-            process.close()
 
 
 def show(result: Mapping[str, Any]) -> None:

@@ -180,7 +180,7 @@ class Engine:
     def __init__(self, rollout: Any, folder: Path, threads: int):
         from megarl.rollout.environment import environment
 
-        os.environ.update(environment(1, threads))
+        os.environ.update(environment(1, threads, index=0))
         from megarl.rollout.vllm_engine import VllmEngine
 
         self._engine = VllmEngine(rollout, folder, "float32", seed=0)
