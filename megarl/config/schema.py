@@ -1,6 +1,7 @@
 """The shape of a run's configuration. Types and ranges of single keys are here, rules across keys in `rules`.
 
-There are no defaults here: their one home is configs/base.yaml, beside the comment that explains each key.
+There are no defaults here: their one home is configs/base.yaml, beside the comment that explains each key. Only keys of
+a list's items, which a recipe gives as a whole and cannot lay over those of the base, have theirs here.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from megarl.config.names import keys
+from megarl.config.schema import RewardFunction
 
 BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 
@@ -26,9 +27,17 @@ def test_base_has_exactly_the_keys_of_the_schema() -> None:
     assert list(nodes(yaml.compose(BASE.read_text()))) == list(keys())
 
 
-def test_every_default_is_explained_on_its_line_or_its_parents() -> None:
+def test_every_default_is_explained_on_its_line() -> None:
+    """Keys of a list's items are: on the line of the list."""
     lines = BASE.read_text().splitlines()
     names = nodes(yaml.compose(BASE.read_text()))
-    explained = {key for key, node in names.items() if "#" in lines[node.start_mark.line]}
+    of_items = {key for key in names if key.startswith("rewards.functions.")}
     sections = {key.rpartition(".")[0] for key in names}
-    assert [key for key in names if key not in sections and not {key, key.rpartition(".")[0]} & explained] == []
+    explained = {key for key, node in names.items() if " # " in lines[node.start_mark.line]}
+    assert [key for key in names if key not in sections | of_items | explained] == []
+    assert "rewards.functions" in explained
+
+
+def test_what_a_list_item_leaves_out_is_what_the_base_writes_out() -> None:
+    [item] = yaml.safe_load(BASE.read_text())["rewards"]["functions"]
+    assert RewardFunction(function=item["function"]).model_dump() == item
