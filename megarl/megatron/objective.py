@@ -45,7 +45,7 @@ def policy_objective(
     if objective.entropy_coefficient:
         loss = loss - objective.entropy_coefficient * (batch.weight * entropy).sum()
     if batch.reference is not None:
-        estimate = _kl(algorithm.kl, log_prob, _at_trained(batch, batch.reference, log_prob), samples)
+        estimate = _kl(algorithm.kl, batch, log_prob, samples)
         if algorithm.kl.placement == "loss":
             loss = loss + kl_coefficient * (batch.weight * estimate).sum()
         sums[kl.metric_name(algorithm.kl)] = mean(estimate, samples.share_at_level(algorithm.kl.level))
@@ -57,9 +57,14 @@ def policy_objective(
     return loss, sums
 
 
-def _kl(config: KL, log_prob: torch.Tensor, reference: torch.Tensor, samples: WholeSamples) -> torch.Tensor:
-    """Per token, or per sample at each of its tokens."""
-    return kl.estimate(config.estimator, samples.at_level(config.level, log_prob - reference), config.straight_through)
+def _kl(config: KL, batch: TokenBatch, log_prob: torch.Tensor, samples: WholeSamples) -> torch.Tensor:
+    """Per token, or per sample at each of its tokens. In a reward it is that of the policy at the start of the step,
+    however far the updates have moved it since."""
+    if config.placement == "reward":
+        assert batch.old is not None, "the batch has no old log-probs"
+        log_prob = batch.old
+    log_ratio = log_prob - _at_trained(batch, batch.reference, log_prob)
+    return kl.estimate(config.estimator, samples.at_level(config.level, log_ratio), config.straight_through)
 
 
 def _old(config: Correction, batch: TokenBatch, log_prob: torch.Tensor) -> torch.Tensor:

@@ -102,13 +102,14 @@ def case(world: World, i: int, j: int) -> Case:
         return replace(with_objective, kl="", divergence=None, reported=None, estimate=estimate(Divergence(), world))
     placement, level, estimator, straight_through = form
     in_reward = placement == "reward"
+    divergence = plain.divergence(estimator, level, straight_through)
     name = f"kl/{placement}_{level}_{estimator}{'_straight_through' if straight_through else ''}"
     return replace(
         with_objective,
-        reported=(name, plain.divergence(estimator, level, straight_through)),
+        reported=(name, (lambda r: divergence(replace(r, now=r.old))) if in_reward else divergence),
         kl=f"placement: {placement}, level: {level}, estimator: {estimator}, "
         f"straight_through: {str(straight_through).lower()}",
-        divergence=None if in_reward else plain.divergence(estimator, level, straight_through),
+        divergence=None if in_reward else divergence,
         estimate=estimate(Divergence(KL, estimator, level) if in_reward else Divergence(), world),
     )
 
