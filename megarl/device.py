@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from typing import Literal
 
 import torch
 
 HOST_BACKEND = "gloo"
 """torch.distributed's backend for what ranks exchange between their host memories, on any device."""
+
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: locked for all of the process's devices."""
 
 
 def on_cuda() -> bool:
@@ -81,5 +87,16 @@ def release_cache() -> None:
 
 
 def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory that the device copies to and from at full speed: page-locked where there is a device of its own."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=on_cuda())
+    """Host memory that the device copies to and from at full speed: page-locked where there is a device of its own, for
+    as long as what is returned lives. Raises RuntimeError where that cannot be."""
+    if not on_cuda() or tensor.nbytes == 0:
+        return torch.empty_like(tensor, device="cpu")
+    # torch's own allocator locks the next power of two, and keeps it. Pages are locked as a whole, so these are shared
+    # with nothing else.
+    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    host = torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
+    cudart, address = torch.cuda.cudart(), host.data_ptr()
+    if error := int(cudart.cudaHostRegister(address, host.nbytes, _PORTABLE)):
+        raise RuntimeError(f"CUDA does not lock {host.nbytes / 2**30:.2f} GiB of host memory: its error {error}")
+    weakref.finalize(host, cudart.cudaHostUnregister, address).atexit = False
+    return host

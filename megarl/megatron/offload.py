@@ -27,6 +27,8 @@ class Offload:
         """optimizer: None for a model that is not trained, which has parameters only."""
         self._chunks, self._optimizer = chunks, optimizer
         self._away: dict[Part, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
+        self._hosts: dict[int, torch.Tensor] = {}
+        """Storage -> where its bytes are while it is away."""
 
     def move_out(self, part: Part) -> int:
         """Returns the bytes that this frees on the device. Raises ValueError where the part is published."""
@@ -34,7 +36,7 @@ class Offload:
         storages = list(self._storages(part))
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in storages):
             raise ValueError(f"offload: the {part} are published in shared memory, where engines read them; keep them")
-        self._away[part] = [(storage, _to_host(storage)) for storage in storages]
+        self._away[part] = [(storage, self._to_host(storage)) for storage in storages]
         num_bytes = sum(storage.nbytes() for storage in storages)
         device.synchronize()  # the copies are done before the memory is anybody else's
         for storage in storages:
@@ -50,6 +52,15 @@ class Offload:
             _bytes(storage).copy_(host, non_blocking=True)
         device.synchronize()
         return sum(host.numel() for _, host in away)
+
+    def _to_host(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Where there is a GPU, to the same memory each time: to lock it takes long."""
+        source, host = _bytes(storage), self._hosts.get(storage._cdata)
+        if host is None or host.numel() != storage.nbytes():
+            host = device.host_empty_like(source)
+            if device.on_cuda():
+                self._hosts[storage._cdata] = host
+        return host.copy_(source, non_blocking=True)
 
     def _storages(self, part: Part) -> Iterator[torch.UntypedStorage]:
         """Each once. Without bfloat16, the optimizer's main weights are views of the parameters, and belong to them."""
@@ -77,11 +88,6 @@ class Offload:
             yield from chain.from_iterable(group["params"] for group in part.optimizer.param_groups)
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    source = _bytes(storage)
-    return device.host_empty_like(source).copy_(source, non_blocking=True)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

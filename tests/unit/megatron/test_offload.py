@@ -1,0 +1,38 @@
+"""What is moved out goes to the same host memory each time, where that is locked for a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl import device
+from megarl.megatron.offload import Offload
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_host_memory_is_taken_once_where_it_is_locked(monkeypatch: pytest.MonkeyPatch, on_cuda: bool) -> None:
+    taken: list[int] = []
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        taken.append(tensor.nbytes)
+        return torch.empty_like(tensor)
+
+    monkeypatch.setattr(device, "on_cuda", lambda: on_cuda)
+    monkeypatch.setattr(device, "host_empty_like", take)
+    monkeypatch.setattr(device, "synchronize", lambda: None)
+    monkeypatch.setattr(device, "release_cache", lambda: None)
+    model = torch.nn.Linear(5, 3)
+    offload = Offload([model])
+    for _ in range(3):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        assert offload.move_out("parameters") == 4 * (15 + 3)
+        offload.move_in("parameters")
+        assert all(map(torch.equal, model.parameters(), before))
+        with torch.no_grad():
+            model.weight.add_(1)
+    assert taken == [60, 12] * (1 if on_cuda else 3)
+    grown = torch.ones(7, 5)
+    model.weight.data = grown
+    offload.move_out("parameters")
+    offload.move_in("parameters")
+    assert torch.equal(model.weight, torch.ones(7, 5))
