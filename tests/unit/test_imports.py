@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -221,3 +222,17 @@ def test_light_modules_load_nothing_heavy() -> None:
     command = [sys.executable, "-c", code, json.dumps(modules)]
     loaded = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     assert HEAVY.isdisjoint(loaded)
+
+
+DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "triton": "torch", "yaml": "pyyaml"}
+"""Of packages with another name than the distribution that brings them."""
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
+    trees = [ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES]
+    packages = {name.split(".")[0] for tree in trees for _, name in imports(ast.walk(tree), "megarl")}
+    strangers = packages - {"megarl"} - sys.stdlib_module_names
+    assert {DISTRIBUTIONS.get(name, name).replace("_", "-") for name in strangers} - declared == set()
