@@ -55,7 +55,7 @@ def by_hand(name: str, values: torch.Tensor, of_tokens: list[torch.Tensor]) -> l
 def test_rewards_of_tokens_count_where_they_are(names):
     values, given = randn(0), {name: randn(i + 1) for i, name in enumerate(names)}
     samples = [training_sample(name) for name in MASKS]
-    settings = algorithm("gae", f"advantage.gamma={GAMMA}", f"advantage.gae_lambda={LAMBDA}")
+    settings = algorithm("gae", f"advantage={{gamma: {GAMMA}, gae_lambda: {LAMBDA}, whiten: false}}")
     [batch] = with_advantages(settings, [collate(samples, packing(), values=values, **given)])
     of_tokens = {name: [own[name] for own in given.values()] for name in MASKS}
     expected = torch.tensor([a for name in MASKS for a in by_hand(name, values[name], of_tokens[name])])
@@ -69,6 +69,9 @@ NAN = float("nan")
 STEPS = {"a": [NAN, NAN, 2.0, 5.0, NAN], "b": [1.0], "c": [NAN, 3.0, NAN], "d": [NAN, NAN]}
 KL_REWARDS = {"a": [-1.0, 0.0, -2.0, -4.0, 0.0], "b": [-8.0], "c": [0.0, -16.0, -32.0], "d": [0.0, 0.0]}
 BASELINE = Baseline(0.5, 2.0, token_value=1.0, token_scale=4.0)
+
+
+IN_REWARD = "kl={placement: reward, coefficient: 1.0}"
 
 
 def estimated(settings: Algorithm, **given: dict[str, list[float]]) -> list[list[float]]:
@@ -139,7 +142,7 @@ def test_rewards_of_turns_are_to_come():
 def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample():
     """In units of the scale, 2."""
     of_tokens, of_samples = (
-        estimated(algorithm("grpo", "kl.placement=reward", f"kl.level={level}"), kl_reward=KL_REWARDS)
+        estimated(algorithm("grpo", IN_REWARD, f"kl.level={level}"), kl_reward=KL_REWARDS)
         for level in ("token", "sequence")
     )
     assert of_tokens == [[-2.75, 0, -2.25, -1.25, 0], [-4.75], [0, -24.25, -16.25], [0, 0]]
@@ -147,7 +150,7 @@ def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample():
 
 
 def test_a_sample_alone_has_no_advantage_whatever_rewards_its_tokens():
-    settings = algorithm("rloo", "advantage.credit=to_go", "kl.placement=reward")
+    settings = algorithm("rloo", "advantage.credit=to_go", IN_REWARD)
     [alone] = group_baselines(settings.advantage, [Member(REWARDS["a"] - 7.0, 3, TokenTotals.of([2.0, 5.0]))])
     scores = {
         name: {"a": torch.tensor(own["a"])} for name, own in (("process_reward", STEPS), ("kl_reward", KL_REWARDS))
@@ -167,7 +170,7 @@ def test_all_rewards_are_to_come_without_a_baseline():
 def test_two_lambdas_and_a_length():
     """Of the policy, λ = 1 − 1/(α·3) for a; of the critic, 1: what is to come."""
     values = {name: [0.5] * len(mask) for name, mask in MASKS.items()}
-    settings = algorithm("gae", "advantage.length_alpha=0.5", "advantage.critic_lambda=1.0")
+    settings = algorithm("gae", "advantage={length_alpha: 0.5, critic_lambda: 1.0, whiten: false}")
     samples = [training_sample(name) for name in MASKS]
     scores = {name: torch.tensor(own) for name, own in values.items()}
     [batch] = with_advantages(settings, [collate(samples, packing(), values=scores)])
