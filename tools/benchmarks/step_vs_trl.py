@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
-from machine import QUIET_PERCENT, children_cpu_seconds, machine, machine_cpu_seconds
+from machine import QUIET_PERCENT, machine, machine_cpu_seconds
 from rich.console import Console
 from rich.table import Table
 from trl_environment import build
@@ -35,6 +36,7 @@ RECIPE = ROOT / "configs" / "quickstart.yaml"
 TIMES = ("step", "rollout", "reward", "train", "refit")
 START_TIMEOUT_S = 900
 STEP_TIMEOUT_S = 600
+LOOK_S = 0.5
 
 
 def main() -> None:
@@ -95,13 +97,13 @@ def run(command: Sequence[str], steps: int, log: Path) -> dict[str, float]:
     """Runs one side to its end. Says how long it took in all, and what share of the machine's CPU time went elsewhere
     meanwhile (to other processes and, on a virtual machine, to its neighbours)."""
     print(f"running: {' '.join(command)}", flush=True)
-    start, machine_before, own_before = time.perf_counter(), machine_cpu_seconds(), children_cpu_seconds()
-    status = _exit_status(command, log, START_TIMEOUT_S + steps * STEP_TIMEOUT_S)
+    start, machine_before = time.perf_counter(), machine_cpu_seconds()
+    status, own = _carried_out(command, log, START_TIMEOUT_S + steps * STEP_TIMEOUT_S)
     if status != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
         sys.exit(f"{tail}\nstep_vs_trl: error: exit status {status} of {' '.join(command)}")
     seconds = time.perf_counter() - start
-    elsewhere = machine_cpu_seconds() - machine_before - (children_cpu_seconds() - own_before)
+    elsewhere = machine_cpu_seconds() - machine_before - own
     return {
         "seconds_with_start_and_end": seconds,
         "cpu_percent_elsewhere": 100 * elsewhere / (seconds * psutil.cpu_count()),
@@ -164,17 +166,36 @@ def _parse(samples_per_step: int) -> argparse.Namespace:
     return arguments
 
 
-def _exit_status(command: Sequence[str], log: Path, timeout_s: float) -> int:
+def _carried_out(command: Sequence[str], log: Path, timeout_s: float) -> tuple[int, float]:
+    """Its exit status, and the CPU seconds of its processes."""
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PYTHONPATH")}
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, process_group=0
         )
+        spent: dict[psutil.Process, float] = {}
+        deadline = time.monotonic() + timeout_s
         try:
-            return process.wait(timeout_s)
+            while process.poll() is None and time.monotonic() < deadline:
+                spent |= _cpu_seconds(process.pid)
+                time.sleep(LOOK_S)
+            return process.wait(0), sum(spent.values())
         finally:  # also after Ctrl-C, which its own process group keeps from it, SIGTERM and the deadline
             process.terminate()
             process.wait()
+
+
+def _cpu_seconds(pid: int) -> dict[psutil.Process, float]:
+    """Of a process and its descendants. What nobody waits for, such as a process that ends with its parent, is in no
+    account of ended children."""
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                found[process] = times.user + times.system
+    return found
 
 
 def _step(metrics: Mapping[str, float]) -> dict[str, Any]:
