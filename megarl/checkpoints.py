@@ -100,6 +100,16 @@ class Checkpoint:
             )
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder is one, whole or damaged: other folders, a run's own too, may have files of that name."""
+    try:
+        return "content" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
+
+
 class Checkpoints:
     """The folder of a run's checkpoints. One process, the driver, changes it."""
 

@@ -10,10 +10,11 @@ from megarl.batch import Sample
 from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.machine import check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
-from megarl.cluster.model_folders import ModelFolders, find_models, trained_hf_config
+from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.cluster.session import Session
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
+from megarl.config.trained_model import trained_hf_config
 from megarl.data.given import load_given
 from megarl.handout import samples_of, updates_of
 from megarl.loop import Loop, exit_status
@@ -53,7 +54,8 @@ def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) ->
 
 
 def export(config: Config, actor: TrainerGroup, models: ModelFolders, out: Path) -> None:
-    plan = make_plan(actor.holders, [huggingface_holder(trained_hf_config(config, models.actor), config.model.dtype)])
+    hf_config = trained_hf_config(config, "actor", models.hf_config)
+    plan = make_plan(actor.holders, [huggingface_holder(hf_config, config.model.dtype)])
     actor.export(plan, SharedMemory(actor.publish()), out)
 
 

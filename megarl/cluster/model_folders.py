@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from megarl.config.classifier import as_classifier
 from megarl.config.huggingface import left_out
 from megarl.config.model_rules import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
 from megarl.config.schema import Config, Role
-from megarl.config.value_head import with_value_head
+from megarl.config.trained_model import trained_hf_config
 from megarl.data.model_folder import NotHere, config_here, read_config, resolve
 from megarl.data.tokenizer import load_tokenizer
 from megarl.resharding.selection import check_selections
@@ -34,13 +33,12 @@ class ModelFolders:
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
         """Config of each model that the run trains, with the head that it is trained with."""
-        actor = trained_hf_config(config, self.actor)
-        found: dict[Role, dict[str, Any]] = {"actor": with_value_head(actor) if config.actor_has_values else actor}
-        if self.critic is not None:
-            found["critic"] = as_classifier(read_config(self.critic))
-        if self.implicit_reward is not None:
-            found["implicit_reward"] = read_config(self.implicit_reward)
-        return found
+        folders = (self.actor, self.critic, self.implicit_reward)
+        return {
+            role: trained_hf_config(config, role, read_config(folder))
+            for role, folder in zip(get_args(Role), folders, strict=True)
+            if folder is not None
+        }
 
 
 def find_models(config: Config) -> ModelFolders:
@@ -90,26 +88,17 @@ def check_models_here(config: Config) -> list[str]:
 
 def _check_actor(config: Config, hf_config: dict[str, Any]) -> None:
     check_model(config, hf_config)
-    check_selections(config.actor, _as_trained(config, hf_config))
+    check_selections(config.actor, trained_hf_config(config, "actor", hf_config))
 
 
 def _check_critic(config: Config, actor: Mapping[str, Any], critic: dict[str, Any]) -> None:
     check_critic_model(config, actor, critic)
-    check_selections(config.critic, as_classifier(critic))
+    check_selections(config.critic, trained_hf_config(config, "critic", critic))
 
 
 def _check_implicit_reward(config: Config, actor: Mapping[str, Any], own: dict[str, Any]) -> None:
     check_implicit_reward_model(config, actor, own)
     check_selections(config.implicit_reward, own)
-
-
-def trained_hf_config(config: Config, actor: Path) -> dict[str, Any]:
-    """The actor's config.json once it is trained: that of a classifier if it becomes a reward model."""
-    return _as_trained(config, read_config(actor))
-
-
-def _as_trained(config: Config, hf_config: dict[str, Any]) -> dict[str, Any]:
-    return as_classifier(hf_config) if config.trains_reward_model else hf_config
 
 
 def _announce_left_out(folders: ModelFolders) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from megarl.checkpoints import MANIFEST, Checkpoint, FileRecord
-from megarl.config.classifier import as_classifier
-from megarl.config.schema import Config, Layout
+from megarl.checkpoints import Checkpoint, FileRecord, is_checkpoint
+from megarl.config.schema import Config, Layout, Role
+from megarl.config.trained_model import trained_hf_config
 from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config, resolve
 from megarl.megatron.blueprint import blueprint
@@ -87,7 +87,7 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
     those of the run). Raises ValueError where it is no whole checkpoint of this model.
     """
     path = model_path(path)
-    sealed = Checkpoint.open(path.parent) if (path.parent / MANIFEST).is_file() else None
+    sealed = Checkpoint.open(path.parent) if _is_of_a_run(path) else None
     if sealed is not None:
         # What is unpickled next.
         sealed.verify(record for record in _records(sealed, path) if Path(record.path).name == METADATA)
@@ -107,7 +107,12 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
 
 def model_path(path: Path) -> Path:
     """The checkpoint of one model: of a run's, the actor."""
-    return path / "actor" if (path / MANIFEST).is_file() else path
+    return path / "actor" if is_checkpoint(path) else path
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether it is one of the models in a run's checkpoint, rather than a folder that somebody has put there."""
+    return path.name in get_args(Role) and is_checkpoint(path.parent)
 
 
 def _records(sealed: Checkpoint, path: Path) -> list[FileRecord]:
@@ -119,16 +124,15 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
     """The folder of the model's description, and its config.json."""
     own = path / DESCRIPTION
     if huggingface is not None or own.is_dir():
-        files = huggingface or own
-        return files, read_config(resolve(str(files), key="--hf"))
+        files = resolve(str(huggingface or own), key="--hf")
+        return files, read_config(files)
     if sealed is None:
         raise ValueError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
     config = Config.model_validate(sealed.state["config"])
     role = path.name
     given = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
     files = resolve(given, key="--hf")
-    hf_config = read_config(files)
-    return files, as_classifier(hf_config) if role == "critic" else hf_config
+    return files, trained_hf_config(config, role, read_config(files))
 
 
 def _format(folder: TorchDistFolder) -> dict[str, Any]:

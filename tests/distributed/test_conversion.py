@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.checkpoints import Checkpoints
+from megarl.cluster.rank_group import worker_class
 from megarl.config.classifier import as_classifier
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Role
+from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config
 from megarl.megatron.actor_worker import ActorWorker
 from megarl.megatron.conversion import huggingface_to_megatron, layout_of_files, megatron_to_huggingface, reshape
@@ -23,7 +25,7 @@ from megarl.megatron.critic_worker import CriticWorker
 from tests.distributed.test_families import DEEPSEEK, DENSE, QWEN3_MOE
 from tests.distributed.test_ppo_parity import PLAIN, ppo_config, train_critic
 from tests.forked import run_ranks
-from tests.parity import canonical, config_of, random_groups, shares, whole_tensors
+from tests.parity import RankResult, canonical, config_of, random_groups, shares, whole_tensors
 from tests.parity import train as trained
 from tests.tiny_model import write_tiny_model
 
@@ -228,6 +230,53 @@ def test_the_critic_of_a_run_exports_as_a_classifier_that_gives_its_values(tmp_p
     imported, reshaped = (read_whole(tmp_path / name) for name in ("imported", "reshaped"))
     assert imported.keys() < reshaped.keys()
     assert all(torch.equal(imported[key], reshaped[key]) for key in imported)
+
+
+PAIRS = ["data={source: pairs.jsonl, rows: preferences}", "rollout.temperature=1", "actor.tokens_per_microbatch=128"]
+RUNS: dict[str, tuple[Role, list[str]]] = {
+    "a reward model": ("actor", ["algorithm.objective={name: reward_model}", *PAIRS]),
+    "DPO": ("actor", ["algorithm.objective={name: dpo}", *PAIRS]),
+    "a reference that follows": ("actor", ["algorithm.kl={coefficient: 0.1, renew_steps: 1, renew_share: 0.5}"]),
+    "an actor with values": ("actor", ["algorithm.advantage.estimator=gae", "critic.trunk=actor"]),
+    "an implicit reward": ("implicit_reward", ["implicit_reward.coefficient=1.0"]),
+}
+
+
+def change_and_save(store, rank: int, config: Config, model: Path, folder: Path, role: Role):
+    """Other weights than those of the model's folder, and their checkpoint."""
+    worker = worker_class(config, role)(config, model, rank, store, threads=1)
+    generator = torch.Generator().manual_seed(rank)
+    for weight in worker.parameters().values():
+        weight.copy_(torch.randn(weight.shape, generator=generator))
+    worker.save_checkpoint(folder, role)
+    weights = {name: weight.clone() for name, weight in worker.parameters().items()}
+    return RankResult(worker.holder, {}, weights, {}), worker.finish_checkpoint(folder)
+
+
+@pytest.mark.parametrize(("run", "tied"), [*((run, True) for run in RUNS), ("a reward model", False)])
+def test_checkpoints_of_all_kinds_of_runs_export_and_take_another_layout(tmp_path, run, tied):
+    role, overrides = RUNS[run]
+    folder = write(tmp_path / "hf", "qwen2", dict(tie_word_embeddings=tied))
+    config = config_of(folder, *overrides)
+    checkpoints = Checkpoints(tmp_path / "run")
+    hidden = checkpoints.begin(1)
+    (hidden / role).mkdir()
+    [(result, records)] = run_ranks(1, change_and_save, config, folder, hidden, role)
+    checkpoint = checkpoints.commit(1, {"config": config.model_dump()}, records).path
+
+    hf_config = read_config(folder)
+    exported_config = as_classifier(hf_config) if run == "a reward model" else hf_config
+    with_heads = with_value_head(exported_config) if run == "an actor with values" else exported_config
+    weights = whole_tensors(with_heads, [result], "weights")
+    megatron_to_huggingface(checkpoint / role, tmp_path / "export")
+    reshape(checkpoint / role, tmp_path / "reshaped", layout_of_files(pp=2))
+    megatron_to_huggingface(tmp_path / "reshaped", tmp_path / "again")
+    for name in ("export", "again"):
+        exported = load_file(tmp_path / name / "model.safetensors")
+        assert exported.keys() == {name for name in weights if not name.startswith("value_head.")}
+        assert all(torch.equal(exported[name], weights[name]) for name in exported)
+        assert read_config(tmp_path / name)["architectures"] == exported_config["architectures"]
+    assert ("score.weight" in exported) == (run == "a reward model")
 
 
 def read_whole(checkpoint: Path) -> dict[str, torch.Tensor]:

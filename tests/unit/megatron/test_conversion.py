@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import load_file, save_file
 
+from megarl.checkpoints import Checkpoints
 from megarl.megatron import conversion
 from megarl.megatron.conversion import Options, huggingface_to_megatron, megatron_to_huggingface, reshape
 from megarl.resharding import folder
@@ -491,3 +492,38 @@ def test_layouts_that_the_model_does_not_divide_by(tmp_path):
     with pytest.raises(ValueError, match="tp=2: num_key_value_heads 3 does not divide by 2"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=2))
     assert left_in(tmp_path) == {"hf"}
+
+
+def test_the_model_may_be_one_of_the_hub(tmp_path, monkeypatch):
+    """Its tokenizer comes along, too."""
+    tensors = write_model(tmp_path / "hf", config_of())
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "checkpoint", layout_of())
+    shutil.rmtree(tmp_path / "checkpoint" / "huggingface")
+    monkeypatch.setattr("megarl.data.model_folder._from_hub", lambda key, name: {"org/tiny": tmp_path / "hf"}[name])
+    megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back", Path("org/tiny"))
+    assert_same(weights_of(tmp_path / "back"), tensors)
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("place", ["runs/a/megatron", "runs/a/actor", "runs/a"])
+def test_a_runs_folder_may_hold_converted_checkpoints(tmp_path, place):
+    """Its manifest.json is not one of a checkpoint."""
+    tensors = write_model(tmp_path / "hf", config_of())
+    out = tmp_path / place
+    huggingface_to_megatron(tmp_path / "hf", out, layout_of())
+    (tmp_path / "runs" / "a" / "manifest.json").write_text(json.dumps({"name": "a", "versions": {}}))
+    megatron_to_huggingface(out, tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), tensors)
+
+
+def test_a_runs_checkpoint_may_have_a_converted_one_beside_its_models(tmp_path):
+    tensors = write_model(tmp_path / "hf", config_of())
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.begin(1)
+    own = checkpoints.commit(1, {}, []).path
+    huggingface_to_megatron(tmp_path / "hf", own / "megatron", layout_of())
+    megatron_to_huggingface(own / "megatron", tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), tensors)
+    shutil.rmtree(own / "megatron" / "huggingface")
+    with pytest.raises(ValueError, match="says nothing of its model; give --hf"):
+        megatron_to_huggingface(own / "megatron", tmp_path / "again")
