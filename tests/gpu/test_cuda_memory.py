@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from multiprocessing.connection import Connection
 
 import pytest
@@ -66,6 +68,30 @@ def test_a_reader_sees_what_the_owner_has_changed(moving):
         assert reader.exitcode == 0
     finally:
         reader.kill()
+
+
+def die(connection: Connection, plan: Plan) -> None:
+    """With the other's weights open."""
+    parameters = {name: torch.zeros(shape, device="cuda") for name, shape in TARGET.shapes.items()}
+    for _ in connection.recv().open(TARGET.name, parameters, plan).deliver(plan.into(TARGET.name).copies):
+        torch.cuda.synchronize()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_reader_that_dies_does_not_keep_what_its_owner_frees():
+    flat, weights = as_views_of_one(random_checkpoint(CONFIG))
+    before = flat.clone()
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    reader = multiprocessing.get_context("spawn").Process(target=die, args=(theirs, make_plan([SOURCE], [TARGET])))
+    reader.start()
+    try:
+        ours.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving=True))
+        reader.join(DEADLINE_S)
+        assert reader.exitcode == -signal.SIGKILL
+    finally:
+        reader.kill()
+    give_back_and_take_again(flat)
+    assert torch.equal(flat, before)
 
 
 def as_views_of_one(weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,10 +1,11 @@
 """Weights of another process on a GPU of this machine, read where they lie: the GPU's counterpart of shared memory.
 
 The owner's storages stay where they are and are opened by CUDA IPC. It waits for its own device before it lets others
-read: here what it has when it publishes, and by itself what it changes later. torch counts the readers of a storage,
-and keeps it when its owner would free it, until all have closed it: each that is published for a reader is opened by
-this reader, once, and an owner that moves its tensors between two refits publishes them anew for each, to be closed at
-its end. A reader sees the GPUs of all that it reads, and has a CUDA context on each.
+read: here what it has when it publishes, and by itself what it changes later. An owner that moves its tensors between
+two refits publishes them anew for each, and its readers close them at its end; what a reader that dies had open, its
+driver closes. torch would count the readers of a storage, and keep what its owner frees until all have closed it: for
+ever, if one dies before. So they are not counted. A reader sees the GPUs of all that it reads, and has a CUDA context
+on each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from megarl.resharding.transports.transport import Delivery
 
 DEVICE_INDEX = 6
 """Of the owner's number for the GPU among the arguments of rebuild_cuda_tensor; the reader may have another."""
+COUNTER = slice(11, 13)
+"""Where torch counts the reader, among the same: the name of a shared memory, and a place in it."""
+NO_COUNTER = (b"/no-such-counter", 0)
+"""A reader that closes a storage counts down if it finds the counter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,9 @@ def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
 
 def _segment(storage: torch.UntypedStorage) -> Segment:
     _, arguments = reduce_tensor(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-    return Segment(device.uuid(storage.device.index), arguments)
+    torch.UntypedStorage._release_ipc_counter_cuda(*arguments[COUNTER])
+    uncounted = (*arguments[: COUNTER.start], *NO_COUNTER, *arguments[COUNTER.stop :])
+    return Segment(device.uuid(storage.device.index), uncounted)
 
 
 class CudaMemory:

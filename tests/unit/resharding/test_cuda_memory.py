@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megarl import device
 from megarl.resharding.execute import execute
@@ -23,11 +25,17 @@ OWN = {"any": torch.empty(1)}
 """Tells the reader's device."""
 
 
+ARGUMENTS = list(inspect.signature(rebuild_cuda_tensor).parameters)
+"""In the installed torch."""
+
+
 class FakeIpc:
     """Handles of storages, each of which may be opened once."""
 
     def __init__(self) -> None:
         self._published: dict[int, torch.Tensor] = {}
+        self.readers: dict[tuple[bytes, int], int] = {}
+        """As torch counts them: an owner's storage is kept while its counter, which has no sign, is not zero."""
         self.opened: dict[int, int] = {}
         """Handle -> the device that it was opened on."""
         self._open: list[weakref.ref] = []
@@ -35,15 +43,24 @@ class FakeIpc:
     def reduce_tensor(self, tensor: torch.Tensor) -> tuple:
         number = len(self._published)
         self._published[number] = tensor
-        return None, (*range(cuda_memory.DEVICE_INDEX), "the owner's number", number)
+        self.readers[b"/torch_of_owner", number] = 1
+        own = {"storage_device": "the owner's number", "storage_handle": number}
+        own |= {"ref_counter_handle": b"/torch_of_owner", "ref_counter_offset": number}
+        return None, tuple(own.get(name) for name in ARGUMENTS)
 
     def rebuild(self, *arguments) -> torch.Tensor:
-        device, number = arguments[cuda_memory.DEVICE_INDEX :]
+        given = dict(zip(ARGUMENTS, arguments, strict=True))
+        number = given["storage_handle"]
         assert number not in self.opened
-        self.opened[number] = device
+        self.opened[number] = given["storage_device"]
         memory = self._published[number].numpy()[:]  # the storage of a tensor made from it keeps it
         self._open.append(weakref.ref(memory))
+        weakref.finalize(memory, self.release, given["ref_counter_handle"], given["ref_counter_offset"])
         return torch.from_numpy(memory)
+
+    def release(self, handle: bytes, offset: int) -> None:
+        if (handle, offset) in self.readers:
+            self.readers[handle, offset] = (self.readers[handle, offset] - 1) % 2**64
 
     @property
     def unopened(self) -> set[int]:
@@ -60,6 +77,7 @@ def ipc(monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
     fake = FakeIpc()
     monkeypatch.setattr(cuda_memory, "reduce_tensor", fake.reduce_tensor)
     monkeypatch.setattr(cuda_memory, "rebuild_cuda_tensor", fake.rebuild)
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", staticmethod(fake.release))
     monkeypatch.setattr(device, "uuid", lambda index: {None: "GPU-b", 0: "GPU-a", 1: "GPU-b"}[index])
     monkeypatch.setattr(device, "num_gpus", lambda: 2)
     return fake
@@ -139,6 +157,18 @@ def test_what_has_moved_is_published_anew(ipc: FakeIpc) -> None:
         check(channel(weights, moving=True).open(target.name, OWN, PLAN), target, weights)
         assert ipc.num_open == 0
         weights = {name: tensor.clone() + 1 for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("moving", [False, True])
+def test_an_owner_can_free_its_storages_whatever_becomes_of_their_readers(ipc: FakeIpc, moving: bool) -> None:
+    """One reads and closes, the other dies before."""
+    weights, [target, _] = live_weights(), TARGETS
+    reader = channel(weights, moving).open(target.name, OWN, PLAN)
+    assert not any(ipc.readers.values()), "nobody has opened anything"
+    check(reader, target, weights)
+    del reader
+    assert (len(ipc.opened), ipc.num_open) == (len(ipc.readers) // 2, 0)
+    assert not any(ipc.readers.values())
 
 
 def test_a_refit_that_fails_leaves_nothing_open(ipc: FakeIpc) -> None:
