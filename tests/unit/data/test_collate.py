@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from megarl.batch import Baseline, Prompt, Sample, TrainingSample, VersionRun
@@ -88,3 +89,9 @@ def test_scores_follow_their_samples():
     batch = collate(two_of_one_prompt(), packing(1, True), old=scores)
     assert batch.old.tolist() == [4.0, 5.0, 1.0, 2.0, 3.0]
     assert batch.reference is None
+
+
+def test_every_row_is_of_a_sample():
+    batch = collate(two_of_one_prompt(), packing(1, True))
+    with pytest.raises(AssertionError, match="a row of no sample"):
+        replace(batch, row_sample=batch.row_sample + 1).validate()
