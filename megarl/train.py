@@ -156,7 +156,7 @@ def score_policy(config: Config, actor: TrainerGroup, shares: Sequence[Sequence[
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
     """The KL's coefficient and its reference go after the policy, where they are to do so."""
     kl = config.algorithm.kl
-    name = metric_name(kl)
+    name = metric_name(config.algorithm)
     if kl.adaptive_target is not None and name in metrics:  # it is not if no token was trained
         actor.adapt_kl(metrics[name].value, num_samples)
     if kl.renews_after(number):

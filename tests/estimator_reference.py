@@ -54,11 +54,13 @@ class EstimatorReference(GrpoReference):
 
 @dataclass(frozen=True)
 class Divergence:
-    """The KL as a reward: −coefficient · K of each token's log-ratio, or of their sum, which the last one has."""
+    """The KL as a reward: −coefficient · K of each token's log-ratio, or of their sum, which the last one has. credit:
+    whether all tokens of a sample are credited with all of it ("whole"), or with what comes after them ("to_go")."""
 
     coefficient: float = 0.0
     estimator: str = "k1"
     level: str = "token"
+    credit: str = "whole"
 
     def rewards(self, sample: Sample, ratios: Ratios) -> dict[int, float]:
         """By trained token."""
@@ -70,7 +72,7 @@ class Divergence:
 
 
 def of_samples(compare: Compare, kl: Divergence = Divergence(), learned: Tokens | None = None) -> Estimate:
-    """(R_i − b_i) / c_i with R_i = r_i and all of the KL; later tokens are not credited with the KL before them.
+    """(R_i − b_i) / c_i with R_i = r_i and all of the KL.
 
     learned: PRIME's rewards of tokens: to it comes Σ_{s≥t} (d_s − mean of the others' mean d)
     """
@@ -84,7 +86,7 @@ def of_samples(compare: Compare, kl: Divergence = Divergence(), learned: Tokens 
             compared = compare(totals, lengths, group[0][0].prompt.id)
             for (sample, _), own, total, (value, scale) in zip(group, of_kl, totals, compared, strict=True):
                 advantages[sample.id] = [
-                    (total - value - sum(x for s, x in own.items() if s < t)) / scale
+                    (total - value - sum(x for s, x in own.items() if s < t and kl.credit == "to_go")) / scale
                     for t in range(len(sample.response_ids))
                 ]
             if learned is not None:

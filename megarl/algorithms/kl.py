@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.ratio import bounded
-from megarl.config.schema import KL
+from megarl.config.schema import Algorithm
 
 
 def k1(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,11 @@ def adapted(coefficient: float, divergence: float, target: float, num_samples: i
     return coefficient * (1 + error * num_samples / horizon)
 
 
-def metric_name(config: KL) -> str:
-    """Says which of the forms was computed, such as kl/loss_token_k3."""
-    form = "_straight_through" if config.straight_through else ""
-    return f"kl/{config.placement}_{config.level}_{config.estimator}{form}"
+def metric_name(algorithm: Algorithm) -> str:
+    """Says which of the forms was computed, such as kl/loss_token_k3, or kl/reward_to_go_token_k1: as a reward, for the
+    tokens up to it."""
+    config = algorithm.kl
+    parts = [config.placement, config.level, config.estimator]
+    if config.placement == "reward":
+        parts.insert(1, "to_go" if algorithm.advantage.credits_tokens else "whole")
+    return "kl/" + "_".join(parts) + ("_straight_through" if config.straight_through else "")

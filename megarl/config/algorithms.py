@@ -49,7 +49,8 @@ def _advantages() -> Iterator[str]:
         yield f"  {name}: {estimator.formula}"
         yield f"    {estimator.paper}; {BASELINES[estimator.baseline]}"
         yield f"    {_given(estimator.options)}"
-    yield "  credit=whole | to_go: of rewards of single tokens, a reward model's or PRIME's, arXiv 2502.01456"
+    yield "  credit=whole | to_go: of rewards of single tokens, a reward model's or PRIME's, arXiv 2502.01456, and of"
+    yield "    a KL in the reward; gae and reinforce_plus_plus: always to_go"
 
 
 def _objectives() -> Iterator[str]:

@@ -77,10 +77,10 @@ ESTIMATORS: Mapping[str, Estimator] = {
         _OF_GROUP | {"std": "population", "k": 4, "pass_at_k_baseline": "all"},
     ),
     "gae": Estimator(
-        "Σ_l (γλ)^l·δ_{t+l}, δ_t = r_t + γ·V_{t+1} − V_t",
+        "Σ_l (γλ)^l·δ_{t+l}, δ_t = r_t + γ·V_{t+1} − V_t, whitened over the update",
         "GAE, arXiv 1506.02438",
         "values",
-        _OF_ALL | {"gae_lambda": 0.95, "critic_lambda": None, "length_alpha": None},
+        _OF_ALL | {"whiten": True, "gae_lambda": 0.95, "critic_lambda": None, "length_alpha": None},
         by_token=True,
     ),
 }

@@ -30,7 +30,7 @@ def with_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list
 
 def _of_samples(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
     """The sample's reward against its baseline; rewards of single tokens are part of it (credit=whole), or are compared
-    by themselves and count for what led to them. So does the KL of each token (level=token)."""
+    by themselves and count for what led to them. The KL, too, is one or the other."""
     config = algorithm.advantage
     reward, rows = batch.reward, batch.row_sample
     extra = torch.zeros_like(batch.behaviour)
@@ -41,10 +41,10 @@ def _of_samples(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
             extra = extra + relative.of_tokens(of_tokens, rows, batch.token_baseline, batch.token_scale)
         else:
             reward = reward + _whole(batch, of_tokens.nan_to_num(nan=0.0))
-    if batch.kl_reward is not None and algorithm.kl.level == "sequence":
-        reward = reward + _whole(batch, batch.kl_reward)
-    elif batch.kl_reward is not None:
+    if batch.kl_reward is not None and config.credits_tokens:
         extra = extra + batch.kl_reward / batch.scale.float()[rows]
+    elif batch.kl_reward is not None:
+        reward = reward + _whole(batch, batch.kl_reward)
     advantage = relative.of_samples(reward, batch.baseline, batch.scale)[rows]
     advantage = advantage + to_go(extra, batch.mask, rows, config.option("gamma"))
     return replace(batch, advantage=torch.where(batch.mask, advantage, 0.0))

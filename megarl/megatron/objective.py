@@ -48,7 +48,7 @@ def policy_objective(
         estimate = _kl(algorithm.kl, batch, log_prob, samples)
         if algorithm.kl.placement == "loss":
             loss = loss + kl_coefficient * (batch.weight * estimate).sum()
-        sums[kl.metric_name(algorithm.kl)] = mean(estimate, samples.share_at_level(algorithm.kl.level))
+        sums[kl.metric_name(algorithm)] = mean(estimate, samples.share_at_level(algorithm.kl.level))
         sums["kl/coefficient"] = mean(torch.full_like(estimate, kl_coefficient), batch.mask)
     sums["policy/loss"] = total(loss)
     if scored.shape[-1] == 3:  # the critic is a head on the actor

@@ -2,7 +2,7 @@
 of plain Hugging Face and torch, one sample at a time.
 
 Each estimator is with each objective, and each of both with every aggregation and every correction. Each form of the KL
-is in four of the cases.
+is in two or more of the cases.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OF_ESTIMATORS: dict[str, Estimator] = {
     "pass@k": compared("pass_at_k, k: 2", advantages.best_of(2)),
     "GAE": Estimator(
         "gae, gamma: 0.9, gae_lambda: 0.8",
-        lambda kl, world: advantages.temporal_differences(0.9, 0.8, world.lists("values"), kl),
+        lambda kl, world: advantages.whitened(advantages.temporal_differences(0.9, 0.8, world.lists("values"), kl)),
         ("values",),
     ),
 }
@@ -80,7 +80,11 @@ CORRECTIONS: list[tuple[str, plain.Factor]] = [
     ("mask: sequence, mask_low: 0.5, mask_high: 2", plain.masked(plain.of_sequence, 0.5, 2)),
     ("mask: geometric, mask_low: 0.97, mask_high: 1.2", plain.masked(plain.geometric, 0.97, 1.2)),
 ]
-KLS = [None, *product(("loss", "reward"), ("token", "sequence"), ("k1", "k2", "k3", "abs"), (False, True))]
+KLS = [
+    None,
+    *product(("loss", "whole", "to_go"), ("token", "sequence"), ("k1", "k2", "k3", "abs"), (False, True)),
+]
+"""A loss, or the credit of a reward; level, estimator, and whether its gradient is straight-through."""
 
 
 def case(world: World, i: int, j: int) -> Case:
@@ -100,17 +104,22 @@ def case(world: World, i: int, j: int) -> Case:
     form = KLS[(len(OF_OBJECTIVES) * i + j) % len(KLS)]
     if form is None:
         return replace(with_objective, kl="", divergence=None, reported=None, estimate=estimate(Divergence(), world))
-    placement, level, estimator, straight_through = form
-    in_reward = placement == "reward"
+    placed, level, estimator, straight_through = form
+    in_reward, options = placed != "loss", ESTIMATORS[keys.partition(",")[0]].options
+    if in_reward and ("credit" in keys or "credit" not in options):
+        placed = "to_go"  # as these have it
+    elif in_reward:
+        with_objective = replace(with_objective, estimator=f"estimator: {keys}, credit: {placed}")
+    placement, where = ("reward", f"reward_{placed}") if in_reward else ("loss", "loss")
     divergence = plain.divergence(estimator, level, straight_through)
-    name = f"kl/{placement}_{level}_{estimator}{'_straight_through' if straight_through else ''}"
+    name = f"kl/{where}_{level}_{estimator}{'_straight_through' if straight_through else ''}"
     return replace(
         with_objective,
         reported=(name, (lambda r: divergence(replace(r, now=r.old))) if in_reward else divergence),
         kl=f"placement: {placement}, level: {level}, estimator: {estimator}, "
         f"straight_through: {str(straight_through).lower()}",
         divergence=None if in_reward else divergence,
-        estimate=estimate(Divergence(KL, estimator, level) if in_reward else Divergence(), world),
+        estimate=estimate(Divergence(KL, estimator, level, placed) if in_reward else Divergence(), world),
     )
 
 
@@ -135,10 +144,10 @@ def test_every_pair_is_among_the_cases(cases):
     objectives = {c.objective.partition(": ")[2].partition(",")[0] for c in cases.values()}
     assert estimators == set(ESTIMATORS)
     assert objectives == {name for name, reads in OBJECTIVES.items() if reads.of_policy}
-    for axis, other in product(("estimator", "objective"), ("aggregation", "correction")):
-        pairs = {(getattr(c, axis), getattr(c, other)) for c in cases.values()}
-        assert len(pairs) == len({a for a, _ in pairs}) * len({b for _, b in pairs}), (axis, other)
-    assert len({c.kl for c in cases.values()}) == len(KLS)
+    for axis, other in product((0, -1), ("aggregation", "correction")):
+        pairs = {(name.split(" with ")[axis], getattr(c, other)) for name, c in cases.items()}
+        assert len(pairs) == 12 * len({b for _, b in pairs}), (axis, other)
+    assert len({c.reported and c.reported[0] for c in cases.values()}) == len(KLS)
 
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "TP2, SP, 1 microbatch", "CP2"))

@@ -25,7 +25,7 @@ def learned(tmp_path_factory) -> Path:
         folder,
         model,
         f"run.steps={STEPS}",
-        "algorithm.advantage={estimator: gae, gae_lambda: 1.0, whiten: true}",
+        "algorithm.advantage={estimator: gae, gae_lambda: 1.0}",
         "actor.layout.dp=2",
         "critic.layout.pp=2",
         "critic.optimizer.lr=0.003",

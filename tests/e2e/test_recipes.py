@@ -40,8 +40,8 @@ def stage(name: str, folder: Path, model: Path, run_name: str, *overrides: str) 
 def test_vc_ppo_with_the_kl_in_the_reward(tmp_path):
     steps = run("vc-ppo", tmp_path, "critic.layout.pp=1", "critic.warmup_steps=1", "batch.samples_per_prompt=2")
     assert ["policy/loss" in step for step in steps] == [False, True, True]
-    assert steps[1]["kl/reward_token_k1"] == pytest.approx(0, abs=1e-6)  # the policy is still its reference
-    assert abs(steps[2]["kl/reward_token_k1"]) > 1e-5
+    assert steps[1]["kl/reward_to_go_token_k1"] == pytest.approx(0, abs=1e-6)  # the policy is still its reference
+    assert abs(steps[2]["kl/reward_to_go_token_k1"]) > 1e-5
     assert all(step["value/grad_norm"] > 0 for step in steps)
 
 

@@ -82,12 +82,21 @@ def test_the_coefficient_moves_by_at_most_a_fifth_of_the_horizons_share(divergen
 @pytest.mark.parametrize("adaptive_target", ["null", "0.1"])
 def test_all_forms_combine_and_each_has_a_metric_of_its_own(adaptive_target):
     """Where it is taken off or added, of what, how it is estimated, and its gradient."""
-    forms = product(("loss", "reward"), ("token", "sequence"), kl.ESTIMATORS, ("", "_straight_through"))
+    placements = (("loss", "whole", "loss"), ("reward", "whole", "reward_whole"), ("reward", "to_go", "reward_to_go"))
+    forms = product(placements, ("token", "sequence"), kl.ESTIMATORS, ("", "_straight_through"))
     names = set()
-    for placement, level, estimator, gradient in forms:
+    for (placement, credit, where), level, estimator, gradient in forms:
         keys = f"placement: {placement}, level: {level}, estimator: {estimator}, coefficient: 0.1"
         form = f"algorithm.kl={{{keys}, straight_through: {bool(gradient)}, adaptive_target: {adaptive_target}}}"
-        config = load(BASE, ["model.path=m", "data.source=arithmetic", form]).algorithm.kl
-        assert kl.metric_name(config) == f"kl/{placement}_{level}_{estimator}{gradient}"
-        names.add(kl.metric_name(config))
-    assert len(names) == 2 * 2 * 4 * 2
+        of_tokens = f"algorithm.advantage={{estimator: rloo, credit: {credit}}}"
+        algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", of_tokens, form]).algorithm
+        assert kl.metric_name(algorithm) == f"kl/{where}_{level}_{estimator}{gradient}"
+        names.add(kl.metric_name(algorithm))
+    assert len(names) == 3 * 2 * 4 * 2
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_estimators_of_tokens_credit_them_with_the_kl_to_come(estimator):
+    keys = (f"algorithm.advantage.estimator={estimator}", "algorithm.kl={placement: reward, coefficient: 0.1}")
+    algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", *keys]).algorithm
+    assert kl.metric_name(algorithm) == "kl/reward_to_go_token_k3"

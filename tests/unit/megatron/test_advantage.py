@@ -139,11 +139,12 @@ def test_rewards_of_turns_are_to_come():
     assert found == [[2 + 0.25 * 7, 0, 0.5 * 7, 7, 0], [0], [0, 0.5 * 3, 3], [0, 0]]
 
 
-def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample():
-    """In units of the scale, 2."""
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample(level):
+    """In units of the scale, 2; whatever it is estimated from."""
     of_tokens, of_samples = (
-        estimated(algorithm("grpo", IN_REWARD, f"kl.level={level}"), kl_reward=KL_REWARDS)
-        for level in ("token", "sequence")
+        estimated(algorithm("grpo", IN_REWARD, f"kl.level={level}", f"advantage.credit={credit}"), kl_reward=KL_REWARDS)
+        for credit in ("to_go", "whole")
     )
     assert of_tokens == [[-2.75, 0, -2.25, -1.25, 0], [-4.75], [0, -24.25, -16.25], [0, 0]]
     assert of_samples == [[-2.75, 0, -2.75, -2.75, 0], [-4.75], [0, -24.25, -24.25], [0, 0]]
