@@ -181,7 +181,7 @@ class TrainingSample:
 
 ROW_FIELDS = (
     *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "imitation_weight", "old", "reference", "values"),
-    *("token_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "kept"),
+    *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "kept"),
 )
 """Fields of a TokenBatch with one element per row, or K."""
 
@@ -214,7 +214,7 @@ class TokenBatch:
     reference         float32 [N]    log-prob under the reference; None: no term reads it
     values            float32 [N]    the critic's value of the state in which each target was sampled, from the start of
                                      the step; None: there is no critic
-    token_reward      float32 [N]    an implicit reward model's, beside the sample's; None: there is none
+    implicit_reward   float32 [N]    an implicit reward model's for each token, beside the sample's; None: there is none
     process_reward    float32 [N]    a reward model's for each token, and those of turns, which `reward` then does not
                                      contain; None: there are none
     kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: it is no reward
@@ -244,7 +244,7 @@ class TokenBatch:
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    token_reward: torch.Tensor | None = None
+    implicit_reward: torch.Tensor | None = None
     process_reward: torch.Tensor | None = None
     kl_reward: torch.Tensor | None = None
     advantage: torch.Tensor | None = None

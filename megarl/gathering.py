@@ -20,12 +20,12 @@ from megarl.stopwatch import Stopwatch
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """sampled: all samples of the step, by prompt. chosen: those that it learns from. token_rewards: where the rewards
-    of single tokens are, if there are any."""
+    """sampled: all samples of the step, by prompt. chosen: those that it learns from. process_rewards: where those of
+    single tokens are, if there are any."""
 
     sampled: Sequence[Sequence[RemoteSample]]
     chosen: Sequence[Sequence[ScoredSample]]
-    token_rewards: Scores
+    process_rewards: Scores
     metrics: Metrics
 
 
@@ -44,7 +44,7 @@ def gather(
     wanted = config.batch.prompts_per_step
     sampled: list[list[RemoteSample]] = []
     scores: list[Score] = []
-    token_rewards: Scores = {}
+    process_rewards: Scores = {}
     rounds = telling = 0
     while telling < wanted and rounds < config.batch.sampling_rounds:
         prompts = next_prompts(further_prompts(wanted - telling, telling, len(sampled), wanted))
@@ -55,11 +55,11 @@ def gather(
             of_samples, of_tokens = cast.rewards.score([item for group in groups for item in group], number, rollouts)
         sampled += groups
         scores += of_samples
-        token_rewards |= of_tokens
+        process_rewards |= of_tokens
         scored, metrics = select(config, sampled, scores)
         rounds, telling = rounds + 1, sum(map(tells, scored))
     metrics |= offloaded | {"rollout/rounds": Metric(rounds), "rollout/prompts": Metric(len(sampled))}
-    return Gathered(sampled, choose(scored, wanted), token_rewards, metrics)
+    return Gathered(sampled, choose(scored, wanted), process_rewards, metrics)
 
 
 def further_prompts(missing: int, telling: int, seen: int, most: int) -> int:

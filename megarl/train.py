@@ -60,7 +60,7 @@ def step(config: Config, cast: Cast, loop: Loop) -> dict[str, float]:
     gathered = gather(config, cast, number, loop.take, loop.folder.rollouts(number), watch, loop.saver.commit)
     metrics = dict(gathered.metrics)
     with watch.phase("train"):
-        metrics |= train(config, cast, gathered.chosen, number, gathered.token_rewards, loop.state.average)
+        metrics |= train(config, cast, gathered.chosen, number, gathered.process_rewards, loop.state.average)
     with watch.phase("refit"):
         metrics |= cast.refit.run(version=number)
     return values(metrics) | step_metrics(config, gathered.sampled, watch, number)
@@ -71,32 +71,32 @@ def train(
     cast: Cast,
     groups: Sequence[Sequence[ScoredSample]],
     number: int,
-    process: Scores,
+    process_rewards: Scores,
     average: MovingAverage,
 ) -> Metrics:
     """One optimizer step of every model that is trained for every prompts_per_update groups: first of those that score
-    tokens for others. process: where the rewards of single tokens are, if there are any. average: of the rewards of
+    tokens for others. process_rewards: where those of single tokens are, if there are any. average: of the rewards of
     earlier steps; it takes up this one's."""
     updates = updates_of(config, groups)
     if config.algorithm.objective.kind.of_pairs:
         return train_on_pairs(config, cast.trainers, updates, number)
     metrics: Metrics = {}
-    scores: dict[str, Scores] = {"process_reward": process} if process else {}
+    scores: dict[str, Scores] = {"process_reward": process_rewards} if process_rewards else {}
     of_tokens: Totals = {}
     of_kl: Totals = {}
     if passes.needed(config, "implicit rewards"):
         plain = [samples_of(update) for update in updates]
-        metrics, scores["token_reward"], of_tokens = train_scorer(
+        metrics, scores["implicit_reward"], of_tokens = score_and_train(
             config, cast.implicit_reward, "implicit_reward", plain, {}
         )
     if config.kl_in_reward:
         shares = [hand_out(config, samples_of(update), cast.trainers.packing) for update in updates]
-        score_policy(config, cast.trainers, shares)
+        make_policy_passes(config, cast.trainers, shares)
         scores["kl_reward"], of_kl = cast.trainers.score_tokens(shares)
     learned_from = [compared(config, update, of_tokens, of_kl, average) for update in updates]
     metrics |= take_up(config, groups, of_tokens, of_kl, average)
     if passes.needed(config, "critic values"):
-        of_critic, scores["values"], _ = train_scorer(config, cast.critic, "critic", learned_from, scores)
+        of_critic, scores["values"], _ = score_and_train(config, cast.critic, "critic", learned_from, scores)
         metrics |= of_critic
         if number <= config.critic.warmup_steps:
             if config.kl_in_reward:
@@ -118,7 +118,7 @@ def train_on_pairs(
     return metrics | {"preference/tied_share": Metric(1 - num_pairs / num_groups)}
 
 
-def train_scorer(
+def score_and_train(
     config: Config,
     group: TrainerGroup,
     role: Role,
@@ -139,18 +139,20 @@ def train_actor(
     """The passes that the algorithm needs, unless rewards have needed them before, then the updates."""
     shares = [hand_out(config, update, actor.packing, "actor", scores) for update in updates]
     if not config.kl_in_reward:
-        score_policy(config, actor, shares)
+        make_policy_passes(config, actor, shares)
     metrics = merge_updates([actor.update(share) for share in shares])
     actor.end_step()
     return metrics
 
 
-def score_policy(config: Config, actor: TrainerGroup, shares: Sequence[Sequence[Share]]) -> None:
+def make_policy_passes(config: Config, actor: TrainerGroup, shares: Sequence[Sequence[Share]]) -> None:
     """Log-probs of the policy before its updates, and of its reference, which stay with its ranks."""
-    for scorer in ("old", "reference"):
-        if passes.needed(config, f"{scorer} log-probs"):
-            for share in shares:
-                actor.score(scorer, share)
+    if passes.needed(config, "old log-probs"):
+        for share in shares:
+            actor.keep_log_probs("old", share)
+    if passes.needed(config, "reference log-probs"):
+        for share in shares:
+            actor.keep_log_probs("reference", share)
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:

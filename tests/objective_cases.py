@@ -116,7 +116,7 @@ class World:
             name: {i: x + shift + spread * torch.randn(x.shape, generator=generator) for i, x in now.items()}
             for name, spread, shift in (("old", 0.2, 0.0), ("behaviour", 0.3, 0.0), ("reference", 0.2, -0.1))
         }
-        for name in ("values", "token_reward"):
+        for name in ("values", "implicit_reward"):
             others[name] = {i: torch.randn(x.shape, generator=generator) for i, x in now.items()}
         sampled = [
             [
@@ -279,7 +279,7 @@ def rewarded_with_kl(worker: ActorWorker, world: World) -> Tokens:
     share = shares(worker._config, worker.packing, world.groups)[worker.data_parallel_rank]
     samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
     of_ranks: list[Tokens] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, worker.token_scores(samples, share.microbatches))
+    dist.all_gather_object(of_ranks, worker.score_tokens(samples, share.microbatches))
     worker._kept = {}
     return {name: own for of_rank in of_ranks for name, own in of_rank.items()}
 

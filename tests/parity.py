@@ -118,7 +118,7 @@ def shares(
     """References are what they refer to. scores: rewards of tokens are part of what samples are compared by. greedy: by
     prompt, the reward of its greedy response. average: of the rewards of earlier steps."""
     totals = {name: amounts(groups, own) for name, own in (scores or {}).items()}
-    of_tokens, of_kl = (totals.get(name, {}) for name in ("token_reward", "kl_reward"))
+    of_tokens, of_kl = (totals.get(name, {}) for name in ("implicit_reward", "kl_reward"))
     scored = [
         [
             ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, greedy=(greedy or {}).get(s.prompt.id, 0.0))
@@ -152,11 +152,11 @@ def train(
     for groups in updates:
         share, samples = own_share(config, worker, groups, given)
         if config.algorithm.kl.coefficient:
-            worker.score("reference", samples, share.microbatches)
+            worker.keep_log_probs("reference", samples, share.microbatches)
         if config.kl_in_reward:
-            worker.score("old", samples, share.microbatches)
+            worker.keep_log_probs("old", samples, share.microbatches)
             of_ranks: list = [None] * config.actor.layout.world_size
-            dist.all_gather_object(of_ranks, worker.token_scores(samples, share.microbatches))
+            dist.all_gather_object(of_ranks, worker.score_tokens(samples, share.microbatches))
             kl = {name: own for of_rank in of_ranks for name, own in of_rank.items()}
             share, samples = own_share(config, worker, groups, (given or {}) | {"kl_reward": kl})
         gradients = capture_gradients(worker)

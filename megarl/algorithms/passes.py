@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megarl.config.estimators import BASELINES
 from megarl.config.objectives import selects_tokens
 from megarl.config.schema import KL, Config
 
+PassName = Literal["old log-probs", "reference log-probs", "implicit rewards", "critic values"]
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    name: str
+    name: PassName
     needed: bool
     reason: str
 
@@ -86,5 +89,5 @@ def describe(config: Config) -> list[str]:
     return [f"pass {'made' if p.needed else 'left out'}: {p.name} ({p.reason})" for p in passes(config)]
 
 
-def needed(config: Config, name: str) -> bool:
-    return next(p.needed for p in passes(config) if p.name == name)
+def needed(config: Config, name: PassName) -> bool:
+    return {p.name: p.needed for p in passes(config)}[name]

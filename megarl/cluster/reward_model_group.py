@@ -15,7 +15,7 @@ from megarl.data.packing import Lengths, schedule
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardModelActor(RankActor):
     def scores(self, share: Share) -> Scores:
-        return put_scores(self._worker.token_scores(share.fetch(), share.microbatches))
+        return put_scores(self._worker.score_tokens(share.fetch(), share.microbatches))
 
 
 class RewardModelGroup(RankGroup):

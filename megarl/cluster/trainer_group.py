@@ -21,7 +21,7 @@ from megarl.metrics import Metric, merge
 from megarl.resharding.compact import CompactPlan
 
 if TYPE_CHECKING:
-    from megarl.megatron.actor_worker import Scorer
+    from megarl.megatron.actor_worker import Policy
     from megarl.resharding.plan import Plan
     from megarl.resharding.transports.p2p import Meeting, Sent
     from megarl.resharding.transports.published import Published
@@ -48,13 +48,13 @@ class TrainerActor(RankActor):
     def checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> dict[Region, Checksum]:
         return self._worker.checksums(wanted, plan.part([self._worker.holder.name]))
 
-    def score(self, scorer: Scorer, share: Share) -> None:
-        self._worker.score(scorer, share.fetch(), share.microbatches)
+    def keep_log_probs(self, policy: Policy, share: Share) -> None:
+        self._worker.keep_log_probs(policy, share.fetch(), share.microbatches)
 
     def score_tokens(self, share: Share) -> tuple[Scores, dict[str, TokenTotals]]:
         """By sample: where its scores can be fetched by reference, and what those of its trained tokens amount to."""
         samples = share.fetch()
-        scores = self._worker.token_scores(samples, share.microbatches)
+        scores = self._worker.score_tokens(samples, share.microbatches)
         masks = {item.sample.id: item.sample.response_mask for item in samples}
         totals = {name: TokenTotals.of(list(compress(own.tolist(), masks[name]))) for name, own in scores.items()}
         return put_scores(scores), totals
@@ -149,14 +149,14 @@ class TrainerGroup(RankGroup):
                 whole[region] = whole[region] + checksum if region in whole else checksum
         return whole
 
-    def score(self, scorer: Scorer, shares: Sequence[Share]) -> None:
+    def keep_log_probs(self, policy: Policy, shares: Sequence[Share]) -> None:
         """shares: by data-parallel rank."""
-        calls = {name: actor.score.remote(scorer, share) for name, actor, share in self._dealt(shares)}
-        self._session.wait(calls, f"{scorer} log-probs")
+        calls = {name: actor.keep_log_probs.remote(policy, share) for name, actor, share in self._dealt(shares)}
+        self._session.wait(calls, f"{policy} log-probs")
 
     def score_tokens(self, updates: Sequence[Sequence[Share]]) -> tuple[Scores, dict[str, TokenTotals]]:
         """Of the samples of all updates: where what the model says of their tokens is, and what that of the trained
-        ones amounts to. shares: by data-parallel rank."""
+        ones amounts to. updates: the shares of each, by data-parallel rank."""
         where: Scores = {}
         totals: dict[str, TokenTotals] = {}
         for shares in updates:

@@ -24,7 +24,7 @@ from megarl.megatron.covariance import with_selection
 from megarl.megatron.objective import Objective, dpo_objective, policy_objective, sft_objective
 from megarl.megatron.worker import TrainerWorker
 
-Scorer = Literal["old", "reference"]
+Policy = Literal["old", "reference"]
 """Whose log-probs a forward-only pass computes: the policy's at the start of the step, or the reference's."""
 
 
@@ -50,17 +50,19 @@ class ActorWorker(TrainerWorker):
             return partial(dpo_objective, algorithm, not self._config.on_given_data)
         return partial(policy_objective, algorithm, self.kl_coefficient) if kind.of_policy else sft_objective
 
-    def score(self, scorer: Scorer, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> None:
+    def keep_log_probs(
+        self, policy: Policy, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> None:
         """Forward-only pass; the log-probs stay here, for the update of the same samples, and so do the values that
         come with the policy's."""
-        weights = self._weight_sets.swapped_in("reference") if scorer == "reference" else nullcontext()
+        weights = self._weight_sets.swapped_in("reference") if policy == "reference" else nullcontext()
         with weights:
             scored = self._forward(samples, microbatches)
-        self._keep(scorer, {name: columns[:, 0] for name, columns in scored.items()})
-        if scorer == "old" and self._config.actor_has_values:
+        self._keep(policy, {name: columns[:, 0] for name, columns in scored.items()})
+        if policy == "old" and self._config.actor_has_values:
             self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})
 
-    def token_scores(
+    def score_tokens(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
     ) -> dict[str, torch.Tensor]:
         """After both passes of these samples: sample id -> reward of each response token for being close to the

@@ -34,7 +34,7 @@ def _of_samples(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
     config = algorithm.advantage
     reward, rows = batch.reward, batch.row_sample
     extra = torch.zeros_like(batch.behaviour)
-    for of_tokens in (batch.token_reward, batch.process_reward):
+    for of_tokens in (batch.implicit_reward, batch.process_reward):
         if of_tokens is None:
             continue
         if config.credits_tokens:
@@ -71,7 +71,7 @@ def _of_values(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
 def _by_token(batch: TokenBatch) -> torch.Tensor:
     """float32 [N]: all rewards, the sample's on its last trained token."""
     reward = at_last_token(batch.reward.float(), batch.mask, batch.row_sample)
-    for of_tokens in (batch.token_reward, batch.process_reward, batch.kl_reward):
+    for of_tokens in (batch.implicit_reward, batch.process_reward, batch.kl_reward):
         if of_tokens is not None:
             reward = reward + of_tokens.nan_to_num(nan=0.0)
     return reward

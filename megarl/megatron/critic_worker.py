@@ -32,7 +32,7 @@ class CriticWorker(TrainerWorker):
     def objective(self) -> Objective:
         return partial(value_objective, self._config.algorithm.value)
 
-    def token_scores(
+    def score_tokens(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
     ) -> dict[str, torch.Tensor]:
         """Forward-only pass: sample id -> value of the state before each response token, float32 [R] on the host.

@@ -33,7 +33,7 @@ class ImplicitRewardWorker(TrainerWorker):
     def objective(self) -> Objective:
         return partial(implicit_reward_objective, self._config.implicit_reward)
 
-    def token_scores(
+    def score_tokens(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
     ) -> dict[str, torch.Tensor]:
         """Two forward-only passes: sample id -> what each response token adds to the reward, float32 [R] on the host.

@@ -31,7 +31,7 @@ class RewardModelWorker(ModelWorker):
         if freed := self._move_out():
             print(f"reward_model: {freed / 1e9:.3f} GB freed on the device while it does not score", flush=True)
 
-    def token_scores(
+    def score_tokens(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
     ) -> dict[str, torch.Tensor]:
         """Forward-only pass: sample id -> score of each response token, float32 [R] on the host; of a sequence

@@ -120,7 +120,7 @@ def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
     samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
     gradients = capture_gradients(worker)
     if config.algorithm.kl.coefficient:
-        worker.score("reference", samples, share.microbatches)
+        worker.keep_log_probs("reference", samples, share.microbatches)
     metrics = worker.update(samples, share.microbatches)
     worker.end_step()
     if config.algorithm.kl.adaptive_target is not None:

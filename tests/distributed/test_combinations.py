@@ -53,8 +53,8 @@ OF_ESTIMATORS: dict[str, Estimator] = {
     "RLOO": compared("rloo", advantages.mean_of_others),
     "PRIME": Estimator(
         "rloo, credit: to_go",
-        lambda kl, world: advantages.of_samples(advantages.mean_of_others, kl, world.lists("token_reward")),
-        ("token_reward",),
+        lambda kl, world: advantages.of_samples(advantages.mean_of_others, kl, world.lists("implicit_reward")),
+        ("implicit_reward",),
     ),
     "ReMax": compared("remax", advantages.by_prompt(GREEDY)),
     "GRPO": compared("grpo", advantages.standardised),

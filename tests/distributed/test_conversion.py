@@ -75,7 +75,7 @@ def logits(store, rank: int, config: Config, folder: Path, checkpoint: Path) -> 
         worker.chunks[-1].module.output_layer.register_forward_pre_hook(capture, with_kwargs=True)
     [share] = shares(config, worker.packing, [GROUPS[0]])
     samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
-    worker.score("old", samples, share.microbatches)
+    worker.keep_log_probs("old", samples, share.microbatches)
     order = [samples[i].sample for members in share.microbatches for i in members] if captured else []
     sizes = [len(sample.response_ids) for sample in order]
     parts = torch.cat(captured).split(sizes) if captured else ()
@@ -194,7 +194,7 @@ def train_and_save_critic(store, rank: int, config: Config, model: Path, folder:
         saved.append(self.finish_checkpoint(folder))
         [share] = shares(config, self.packing, GROUPS, "critic")
         samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
-        saved.append(self.token_scores(samples, share.microbatches))
+        saved.append(self.score_tokens(samples, share.microbatches))
 
     CriticWorker.end_step = end_step
     result, _ = train_critic(store, rank, config, model, [[GROUPS]], {})

@@ -67,7 +67,7 @@ def scored(store, rank: int, config: Config, folder: Path) -> list[str]:
     compute = step.score
     step.score = lambda *args: done.append("scored") or compute(*args)
     device.release_cache = lambda: done.append("released")
-    scores = worker.token_scores([item.training_sample(item.sample, {}) for item in share.samples], share.microbatches)
+    scores = worker.score_tokens([item.training_sample(item.sample, {}) for item in share.samples], share.microbatches)
     assert scores.keys() == {sample.id for sample in samples}
     return done
 

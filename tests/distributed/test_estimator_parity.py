@@ -92,6 +92,8 @@ def updates_of(kind: str) -> list:
 def test_update_equals_plain_torch(dense, experts, layout, kind):
     folder = experts if layout == "EP2" else dense
     config = config_of(folder, *KINDS[kind][0], f"actor.layout={{{LAYOUTS[layout]}}}")
-    given = {"token_reward": {name: torch.tensor(own) for name, own in OF_TOKENS.items()}} if "compared" in kind else {}
+    given = (
+        {"implicit_reward": {name: torch.tensor(own) for name, own in OF_TOKENS.items()}} if "compared" in kind else {}
+    )
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates_of(kind), given=given)
     assert_same_training(folder, ranks, plain(folder, kind))

@@ -94,7 +94,7 @@ def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) 
     captured = capture_logits(worker)
     [share] = shares(config, worker.packing, groups)
     samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
-    worker.score("old", samples, share.microbatches)
+    worker.keep_log_probs("old", samples, share.microbatches)
     order = [samples[i].sample for members in share.microbatches for i in members]
     parts = torch.cat(captured).split([len(sample.response_ids) for sample in order])
     return {sample.id: part for sample, part in zip(order, parts, strict=True)}

@@ -172,7 +172,7 @@ def train(store, rank: int, config: Config, folder: Path) -> RankResult:
         share = hand_out(config, [handed(sample) for sample in chosen], worker.packing)[worker.data_parallel_rank]
         samples = [item.training_sample(item.sample, {}) for item in share.samples]
         if isinstance(worker, ActorWorker) and config.has_reference:
-            worker.score("reference", samples, share.microbatches)
+            worker.keep_log_probs("reference", samples, share.microbatches)
         metrics = worker.update(samples, share.microbatches)
         worker.end_step()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)

@@ -53,7 +53,7 @@ def train(store, rank: int, config: Config, folder: Path, steps: list[list[Group
     for groups in steps:
         share = shares(config, worker.packing, groups, "implicit_reward")[worker.data_parallel_rank]
         samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
-        rewards.append(worker.token_scores(samples, share.microbatches))
+        rewards.append(worker.score_tokens(samples, share.microbatches))
         metrics = worker.update(samples, share.microbatches)
         worker.end_step()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics), rewards

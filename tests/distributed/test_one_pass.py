@@ -86,10 +86,10 @@ def of_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, int
 
 def make_passes(worker: TrainerWorker, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> None:
     if isinstance(worker, CriticWorker | ImplicitRewardWorker):
-        worker.token_scores(samples, microbatches)
+        worker.score_tokens(samples, microbatches)
     elif isinstance(worker, ActorWorker):
-        for scorer in ("old", "reference") if worker._config.has_reference else ("old",):
-            worker.score(scorer, samples, microbatches)
+        for policy in ("old", "reference") if worker._config.has_reference else ("old",):
+            worker.keep_log_probs(policy, samples, microbatches)
 
 
 def assert_never_waits(result: tuple[set[str], int, int, set[str]], name: str, metrics: set[str]) -> None:

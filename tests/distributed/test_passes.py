@@ -45,7 +45,7 @@ def of_update(worker: ActorWorker, config: Config, given: TokenScores, old_pass:
     share = shares(config, worker.packing, groups, scores=given)[worker.data_parallel_rank]
     samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
     if old_pass:
-        worker.score("old", samples, share.microbatches)
+        worker.keep_log_probs("old", samples, share.microbatches)
     batches = worker._training_batches(samples, share.microbatches)
     assert not parallel.is_last_stage(None) or all((batch.old is not None) == old_pass for batch in batches)
     step.accumulate_gradients(worker.chunks, worker.objective, batches)
@@ -97,7 +97,7 @@ def test_with_one_update_a_step_the_old_policy_is_the_current_one(folder, layout
     [
         ("reference log-probs", {"reference": tokens(1)}),
         ("critic values", {"values": tokens(2)}),
-        ("implicit rewards", {"token_reward": {name: 0.0 * own for name, own in tokens(3).items()}}),
+        ("implicit rewards", {"implicit_reward": {name: 0.0 * own for name, own in tokens(3).items()}}),
     ],
 )
 def test_what_no_term_reads_changes_nothing(folder, left_out, given):

@@ -127,7 +127,7 @@ def train_critic(store, rank: int, config: Config, folder: Path, steps: list[lis
             ([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
             for share in own
         ]
-        values.append({name: value for share in own for name, value in worker.token_scores(*share).items()})
+        values.append({name: value for share in own for name, value in worker.score_tokens(*share).items()})
         metrics = [worker.update(*share) for share in own][-1]
         worker.end_step()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics), values
@@ -153,7 +153,7 @@ def train_actor(
         ]
         if len(updates) > 1 or config.actor_has_values:
             for share in own:
-                worker.score("old", *share)
+                worker.keep_log_probs("old", *share)
         metrics = [worker.update(*share) for share in own][-1]
         worker.end_step()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)

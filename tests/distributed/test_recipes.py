@@ -43,14 +43,14 @@ class Actor:
         self.packing, self._worker = worker.packing, worker
         self.calls: list[str] = []
 
-    def score(self, scorer: str, shares: Sequence[Share]) -> None:
-        self.calls.append(f"{scorer} log-probs")
-        self._worker.score(scorer, *self._own(shares))
+    def keep_log_probs(self, policy: str, shares: Sequence[Share]) -> None:
+        self.calls.append(f"{policy} log-probs")
+        self._worker.keep_log_probs(policy, *self._own(shares))
 
     def score_tokens(self, updates: Sequence[Sequence[Share]]):
         scores: dict[str, torch.Tensor] = {}
         for shares in updates:
-            scores |= self._worker.token_scores(*self._own(shares))
+            scores |= self._worker.score_tokens(*self._own(shares))
         return scores, totals(scores, updates)
 
     def update(self, shares: Sequence[Share]) -> dict[str, Metric]:

@@ -59,7 +59,7 @@ def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Ten
     shares = [Share.of([Assignment.unscored(sample) for sample in SAMPLES], own) for own in microbatches]
     share = shares[worker.data_parallel_rank]
     samples = [item.training_sample(item.sample, {}) for item in share.samples]
-    scores = worker.token_scores(samples, share.microbatches)
+    scores = worker.score_tokens(samples, share.microbatches)
     away = [not parameter.untyped_storage().nbytes() for parameter in worker.parameters().values()]
     assert all(away) if config.reward_model.offload else not any(away)
     return scores

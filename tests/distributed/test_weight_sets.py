@@ -27,7 +27,7 @@ def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> 
         share = shares(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]
         samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
         if with_passes:
-            worker.score("reference", samples, share.microbatches)
+            worker.keep_log_probs("reference", samples, share.microbatches)
             scored.append(torch.cat(list(worker._kept.pop("reference").values())))
         worker.update(samples, share.microbatches)
         worker.end_step()
@@ -44,8 +44,8 @@ def ratios(store, rank: int, config: Config, folder: Path) -> list[float]:
     samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
 
     def largest() -> float:
-        for scorer in ("old", "reference"):
-            worker.score(scorer, samples, share.microbatches)
+        for policy in ("old", "reference"):
+            worker.keep_log_probs(policy, samples, share.microbatches)
         old, reference = (torch.cat(list(worker._kept.pop(name).values())) for name in ("old", "reference"))
         return float((old - reference).abs().max())
 

@@ -213,7 +213,7 @@ class TrainerSide:
 
     def log_probs(self, samples):
         training = [TrainingSample(s, 0.0, NO_BASELINE, 0.0) for s in samples]
-        self.worker.score("old", training, [tuple(range(len(samples)))])
+        self.worker.keep_log_probs("old", training, [tuple(range(len(samples)))])
         kept = {name: values.tolist() for name, values in self.worker._kept.get("old", {}).items()}
         self.worker.end_step()
         return kept

@@ -85,7 +85,7 @@ def test_samples_of_all_rounds_have_names_and_seeds_of_their_own():
     _, _, gathered = run("-" * 9, rounds=3)
     names = [sample.info.id for group in gathered.sampled for sample in group]
     assert names == [f"7.{i}.{k}" for i in range(9) for k in range(2)]
-    assert gathered.token_rewards == {name: f"of {name}" for name in names}
+    assert gathered.process_rewards == {name: f"of {name}" for name in names}
 
 
 def test_after_the_last_round_the_others_fill_up():

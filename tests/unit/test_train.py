@@ -155,7 +155,7 @@ def test_the_kls_coefficient_follows_the_steps_divergence():
     settings = config("algorithm.kl={coefficient: 0.1, adaptive_target: 0.2, adaptive_horizon: 512}")
     groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
     actor, given = Group(), []
-    actor.score = lambda scorer, share: None
+    actor.keep_log_probs = lambda policy, share: None
     actor.adapt_kl = lambda *arguments: given.append(arguments)
     actor.update = lambda shares: {"kl/loss_token_k3": Metric(0.3)}
     train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
@@ -198,7 +198,7 @@ class Losing(Group):
         super().__init__()
         self.name, self.losses = name, losses
 
-    def score(self, scorer: str, shares: list[Share]) -> None:
+    def keep_log_probs(self, policy: str, shares: list[Share]) -> None:
         pass
 
     def score_tokens(self, updates: list[list[Share]]):
@@ -216,7 +216,7 @@ def test_an_update_without_samples_is_left_out():
     samples = [[sample(prompt, k) for k in range(2)] for prompt in range(3)]
     groups, _ = select(settings, samples, [*map(score, [1.0, 0.0, None, None, 0.0, 1.0])])
     actor = Group()
-    actor.score = lambda scorer, shares: None
+    actor.keep_log_probs = lambda policy, shares: None
     metrics = train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
     assert [sorted(update) for update in actor.updates] == [["0.0", "0.1"], ["2.0", "2.1"]]
     assert actor.ended
@@ -307,8 +307,8 @@ def test_a_reward_that_holds_the_kl_is_known_before_anybody_is_trained():
             super().__init__()
             self.name = name
 
-        def score(self, scorer: str, shares: list[Share]) -> None:
-            calls.append(scorer)
+        def keep_log_probs(self, policy: str, shares: list[Share]) -> None:
+            calls.append(policy)
 
         def score_tokens(self, updates: list[list[Share]]):
             calls.append(f"{self.name} tokens")
@@ -357,7 +357,7 @@ def test_online_dpo_learns_from_the_best_and_the_worst_of_each_group():
     samples = [[sample(prompt, k) for k in range(3)] for prompt in range(4)]
     groups, _ = select(settings, samples, [*map(score, [0.5, 0.0, 1.0, 1.0, 1.0, 1.0, *[0.0] * 6])])
     actor = Group()
-    actor.score = lambda scorer, shares: actor.updates.append([scorer])
+    actor.keep_log_probs = lambda policy, shares: actor.updates.append([policy])
     metrics = train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
     assert actor.updates == [["reference"], ["0.2", "0.1"]] and actor.ended
     assert values(metrics)["preference/tied_share"] == 0.75

@@ -51,7 +51,9 @@ def by_hand(name: str, values: torch.Tensor, of_tokens: list[torch.Tensor]) -> l
     return advantages
 
 
-@pytest.mark.parametrize("names", [(), ("process_reward",), ("token_reward",), ("token_reward", "process_reward")])
+@pytest.mark.parametrize(
+    "names", [(), ("process_reward",), ("implicit_reward",), ("implicit_reward", "process_reward")]
+)
 def test_rewards_of_tokens_count_where_they_are(names):
     values, given = randn(0), {name: randn(i + 1) for i, name in enumerate(names)}
     samples = [training_sample(name) for name in MASKS]
@@ -162,7 +164,7 @@ def test_a_sample_alone_has_no_advantage_whatever_rewards_its_tokens():
 
 def test_all_rewards_are_to_come_without_a_baseline():
     settings = algorithm("reinforce_plus_plus", "advantage.whiten=false", "advantage.gamma=0.5")
-    found = estimated(settings, process_reward=STEPS, kl_reward=KL_REWARDS, token_reward=KL_REWARDS)
+    found = estimated(settings, process_reward=STEPS, kl_reward=KL_REWARDS, implicit_reward=KL_REWARDS)
     last = 2.0 + 5 - 8
     assert found[0] == [-2 + 0.5 * (2 - 4 + 0.5 * last), 0, 2 - 4 + 0.5 * last, last, 0]
     assert found[1:] == [[-1 + 1 - 16], [0, 3 - 32 + 0.5 * -64, -64], [0, 0]]
@@ -185,7 +187,7 @@ def test_neighbours_in_the_pack_are_not_seen(estimator):
     """Each sample alone has the advantages that it has between others, in any order."""
     settings = algorithm(estimator, "advantage.whiten=false", "advantage.gamma=0.9")
     made = [replace(training_sample(name), baseline=Baseline(i / 2, 1.0 + i)) for i, name in enumerate(MASKS)]
-    scores = {field: randn(i) for i, field in enumerate(("values", "token_reward", "process_reward", "kl_reward"))}
+    scores = {field: randn(i) for i, field in enumerate(("values", "implicit_reward", "process_reward", "kl_reward"))}
 
     def of_pack(samples: list[TrainingSample]) -> dict[str, torch.Tensor]:
         [batch] = with_advantages(settings, [collate(samples, packing(), **scores)])
