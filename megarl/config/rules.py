@@ -18,7 +18,7 @@ from megarl.config.objectives import options
 from megarl.config.schema import Config, Placed, Trained
 from megarl.config.unread import unread
 from megarl.config.violations import raise_all
-from megarl.config.vllm_arguments import GIVEN
+from megarl.config.vllm_arguments import GIVEN, REFITTABLE
 
 
 def check(config: Config, defaults: Mapping[str, Any]) -> None:
@@ -224,6 +224,15 @@ def arguments_of_vllm_are_given_once(config: Config) -> str | None:
             why = f"this follows from {home}; set it there" if home else "megarl relies on its own value; leave it out"
             lines.append(f"{section}.vllm_extra.{name}={show(extras[section][name])}: {why}")
     return "\n".join(sorted(lines)) or None
+
+
+def weights_stay_where_refits_write_them(config: Config) -> str | None:
+    lines = []
+    for name, (value, why) in REFITTABLE.items():
+        given = config.rollout.vllm_extra.get(name, value)
+        if given != value:
+            lines.append(f"rollout.vllm_extra.{name}={show(given)}: {why}; leave it out")
+    return "\n".join(lines) or None
 
 
 def something_gives_rewards(config: Config) -> str | None:
@@ -436,6 +445,7 @@ _RULES: tuple[Callable[[Config], str | None], ...] = (
     reward_engines_have_tensor_and_data_parallel_ranks_only,
     reward_engines_keep_their_parameters,
     arguments_of_vllm_are_given_once,
+    weights_stay_where_refits_write_them,
     something_gives_rewards,
     turns_are_rewarded_by_functions_of_ones_own,
     judge_has_samples_to_compare,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 EngineSection = Literal["rollout", "reward_model"]
 
@@ -13,6 +13,7 @@ _ALWAYS: dict[str, str | None] = {
     "worker_cls": None,
     "worker_extension_cls": None,
     "pipeline_parallel_size": None,
+    "prefill_context_parallel_size": None,
     "data_parallel_size": None,
 }
 
@@ -53,3 +54,11 @@ ADJUSTABLE = frozenset(
     }
 )
 """What megarl gives too, and vllm_extra may change, unless it is GIVEN in that section."""
+
+REFITTABLE: dict[str, tuple[Any, str]] = {
+    "expert_placement_strategy": ("linear", "a refit writes a rank's experts as a run of consecutive ones"),
+    "enable_eplb": (False, "experts would move between ranks, and a refit writes them where they were"),
+    "offload_group_size": (0, "a layer's parameters would be read from copies that a refit does not reach"),
+}
+"""Of rollout.vllm_extra: argument -> the value with which a refit's weights come where vLLM reads them, and what others
+make of them. The start would not notice: parameters have the same names and shapes."""

@@ -603,6 +603,18 @@ def test_arguments_of_vllm_have_one_home() -> None:
     ]
 
 
+def test_weights_stay_where_refits_write_them() -> None:
+    extra = "{expert_placement_strategy: round_robin, enable_eplb: true, offload_group_size: 2}"
+    placement, balance, offload = errors(f"rollout.vllm_extra={extra}")
+    assert placement.startswith("rollout.vllm_extra.expert_placement_strategy=round_robin: a refit writes a rank's ")
+    assert balance.startswith("rollout.vllm_extra.enable_eplb=true: experts would move between ranks, ")
+    assert offload.startswith("rollout.vllm_extra.offload_group_size=2: a layer's parameters would be read from copies")
+    assert placement.endswith("; leave it out")
+    as_ever = "{expert_placement_strategy: linear, enable_eplb: false, offload_group_size: 0, cpu_offload_gb: 4}"
+    recipe(f"rollout.vllm_extra={as_ever}")
+    recipe(f"reward_model.vllm_extra={extra}")  # nothing is written into it
+
+
 def test_the_keys_that_arguments_of_vllm_follow_from_exist() -> None:
     homes = {home for given in GIVEN.values() for home in given.values() if home is not None}
     assert homes <= set(keys())

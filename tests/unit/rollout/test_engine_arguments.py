@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.vllm_arguments import ADJUSTABLE, GIVEN
+from megarl.config.vllm_arguments import ADJUSTABLE, GIVEN, REFITTABLE
 
 
 def found(folder: Path) -> dict[str, object]:
@@ -27,6 +27,7 @@ def found(folder: Path) -> dict[str, object]:
             refusals.append(str(error))
     return {
         "of vLLM": {field.name for field in dataclasses.fields(EngineArgs)},
+        "defaults": {name: getattr(EngineArgs("model"), name) for name in REFITTABLE},
         "changed": engine_arguments(*given, {"enforce_eager": False, "block_size": 32}, load_format="dummy"),
         "refusals": refusals,
     }
@@ -38,6 +39,7 @@ def test_an_extra_is_passed_on_or_refused_by_name(tmp_path):
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         seen = process.submit(found, tmp_path).result()
     assert {name for given in GIVEN.values() for name in given} | ADJUSTABLE <= seen["of vLLM"]
+    assert seen["defaults"] == {name: value for name, (value, _) in REFITTABLE.items()}
     changed = seen["changed"]
     assert (changed["enforce_eager"], changed["block_size"], changed["load_format"]) == (False, 32, "dummy")
     assert changed["max_model_len"] == 64
