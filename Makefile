@@ -3,11 +3,13 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3.11
 LOCK := tools/environment/cpu-py311.lock
+NEWEST := tools/environment/newest-megatron.lock
 VENV := .venv
 DONE := $(VENV)/.installed
+NEWEST_DONE := $(VENV)/newest/.installed
 RUN := $(VENV)/bin/python
 
-.PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive lint clean
+.PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive test-newest lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
@@ -18,6 +20,7 @@ help:
 	@echo "make test-fast   the unit tests, under 3 minutes"
 	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective: about 16 minutes"
 	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs: about 15 minutes"
+	@echo "make test-newest  ranks under the newest megatron-core that is supported: about 10 minutes"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)
@@ -47,6 +50,18 @@ test-learn: $(DONE)
 
 test-exhaustive: $(DONE)
 	$(RUN) -m pytest -m exhaustive
+
+# Its wheels are for newer Pythons, but what is used of it runs on this one, too.
+$(NEWEST_DONE): $(DONE) $(NEWEST)
+	rm -rf $(VENV)/newest
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/newest --no-deps --only-binary=:all: \
+		--python-version 3.12 --platform manylinux_2_28_x86_64 --requirement $(NEWEST)
+	@touch $(NEWEST_DONE)
+
+test-newest: $(NEWEST_DONE)
+	@PYTHONPATH=$(VENV)/newest $(RUN) -c 'from megatron.core import __version__ as v; \
+		assert f"megatron-core=={v}" in open("$(NEWEST)").read(), v' 2>/dev/null
+	PYTHONPATH=$(VENV)/newest $(RUN) -m pytest tests/distributed tests/unit/megatron -m "not exhaustive"
 
 lint: $(DONE)
 	$(VENV)/bin/ruff check

@@ -83,7 +83,7 @@ def test_none_is_taken_where_it_is_the_default_of_a_field_that_says_otherwise():
         (
             TransformerConfig,
             {"moe_router_score_function": "tanh"},
-            "moe_router_score_function='tanh': expected Literal['softmax', 'sigmoid'], found str",
+            "moe_router_score_function='tanh': expected Literal['softmax', 'sigmoid'",  # newer versions have more
         ),
         (
             TransformerConfig,
