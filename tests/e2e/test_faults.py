@@ -139,6 +139,21 @@ def test_loss_of_an_engine_while_it_samples(recipe: Path, tmp_path: Path, hold: 
         check_samples(run, waiting + 2)
 
 
+@pytest.mark.exhaustive
+def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) -> None:
+    """Its other rank and its own process are lost with it."""
+    with Run(recipe, tmp_path, "rollout.replicas=2", "rollout.tp=2") as run:
+        run.find("ray::RewardActor.score")
+        engine = run.find_all("ray::EngineActor")[1]
+        first, second = (p for p in run.find_all("VLLM::Worker") if engine in p.parents())
+        second.kill()
+        hold.unlink()
+        run.wait_for_step(3)
+        assert len(lines_of_loss(run)) == 1
+        check_samples(run, 3)
+        run.wait_until(lambda: not {engine, first}.intersection(run.processes()))
+
+
 @pytest.mark.usefixtures("hold")
 def test_loss_of_the_reward_worker(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:

@@ -14,7 +14,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.megatron.conversion import megatron_to_huggingface
+from megarl.megatron.conversion import layout_of_files, megatron_to_huggingface, reshape
+from tests.e2e.test_conversion import assert_log_probs_are_of, sampled
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -118,6 +119,12 @@ def test_the_last_checkpoint_converts_to_the_exported_model(learned, tmp_path):
     exported, converted = (load_file(folder / "model/model.safetensors") for folder in (learned, tmp_path))
     assert exported.keys() == converted.keys()
     assert all(torch.equal(exported[name], converted[name]) for name in exported)
+
+
+def test_vllm_and_transformers_agree_on_a_checkpoint_that_took_another_layout(learned, tmp_path):
+    reshape(learned / "checkpoints/step_000020", tmp_path / "reshaped", layout_of_files(tp=2))
+    megatron_to_huggingface(tmp_path / "reshaped", tmp_path / "model", shard_bytes=50_000)
+    assert_log_probs_are_of(learned / "model", sampled(tmp_path / "model"))
 
 
 def test_run_folder_is_complete(learned):
