@@ -15,7 +15,7 @@ from megarl import device
 from megarl.resharding.execute import execute
 from megarl.resharding.transports.delta_p2p import DeltaMeeting
 from megarl.resharding.transports.p2p import Meeting
-from tests.distributed.test_p2p import Case, in_layouts
+from tests.distributed.test_p2p import Case, alone, in_layouts
 from tests.forked import run_ranks
 from tests.unit.resharding.cases import layout_of
 
@@ -92,13 +92,6 @@ def take_part(store: dist.Store, rank: int, case: Case, kind: type[Meeting]) -> 
 def test_the_order_is_enough_for_members_to_find_each_other(layout, vllm_tp, replicas, nodes, kind):
     case = Case(layout, vllm_tp, replicas, 1024, nodes)
     run_ranks(len(case.members), take_part, case, kind)
-
-
-def alone(store: dist.Store, rank: int, case: Case) -> str:
-    transport, _ = case.open(store, rank)
-    with pytest.raises(RuntimeError) as error:
-        transport.send()
-    return str(error.value)
 
 
 def test_nobody_waits_for_ever_for_one_that_does_not_come():
