@@ -453,60 +453,13 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         assert sample.response_ids == from_fresh[sample.id].response_ids
         assert difference(sample.response_logprobs, from_fresh[sample.id].response_logprobs) <= 1e-5
 
-    # Two engines on a machine of their own: what both want is sent there once, and handed on.
     engines = [engine, fresh]
-    of_engines = [[replace(vllm_holder(hf_config, tp, k, replica), node=1) for k in range(tp)] for replica in range(2)]
-    plan = ordered(make_plan(trainers.holders, [holder for own in of_engines for holder in own], BUCKET_BYTES))
-    assert any(bucket.onward for bucket in plan.buckets)
-    trainers.call("connect", plan, meeting := trainers.meeting())
-    for remote, own in zip(engines, of_engines, strict=True):
-        remote.call("connect", plan, meeting, own)
-    right = trainers.expected(hf_config, of_engines[0])
-    spoiled = "model.layers.1.input_layernorm.weight"
-    region = next(region for region in right if region.tensor == spoiled)
-    trainers.begin("send")
-    fresh.send("refit", 3, right)
-    # With two workers, both fail, and the next call must not get the second one's answer.
-    wrong = rf"not the trainer's: {spoiled}\[.* in megatron:[01] "
-    with pytest.raises(RuntimeError, match=wrong):
-        engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
-    fresh.receive()
-    trainers.end()
-    with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
-        engine.call("sample", prompts())
-    entering = sum(b.num_bytes for b in plan.buckets for link in b.links if link.source < plan.num_sources)
-    assert entering <= sum(bytes_of_model)
-    for version in (4, 5):
-        for remote in engines:
-            remote.call("wipe")
-        trainers.begin("send")
-        for remote in engines:
-            remote.send("refit", version, right)
-        workers = [worker for remote in engines for worker in remote.receive()]
-        assert sum(sent.num_bytes for sent in trainers.end()) == entering
-        assert [worker.num_bytes for worker in workers] == 2 * bytes_of_model
-        assert all(0 < worker.staging_bytes <= 2 * BUCKET_BYTES for worker in workers)
-        assert [remote.call("checksums") for remote in engines] == [expected, expected]
+    plan, right = connect_by_p2p(trainers, engines, hf_config, tp)
+    check_wrong_weights_are_refused(trainers, engines, right)
+    check_refits_by_p2p(trainers, engines, plan, right, bytes_of_model, expected)
     assert [remote.call("greedy", prompts()) for remote in engines] == [after, after]
-
-    # On CPU it keeps its memory, and takes the same way.
-    engine.call("sleep")
-    engine.call("record")
-    trainers.begin("send")
-    fresh.send("refit", 6)
-    engine.call("refit", 6)
-    fresh.receive()
-    trainers.end()
-    assert engine.call("greedy", prompts()) == after
-    pause = ["sleep 0", "step", "wake scheduling"]
-    assert engine.call("recorded")[:7] == ["wake weights", *pause, "refit", "wake kv_cache", "step"]
-
-    assert not engine.call("has_lost_a_rank")
-    if tp > 1:
-        engine.kill_a_worker()
-        with pytest.raises(RuntimeError):
-            engine.call("checksums")
-        assert engine.call("has_lost_a_rank")
+    check_refit_after_sleep(trainers, engines, after)
+    check_a_lost_worker_is_noticed(engine, tp)
 
 
 def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sample], reference: Remote) -> None:
@@ -521,6 +474,86 @@ def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sam
         assert difference(sample.response_logprobs, reference.call("log_probs", sample)) <= 1e-4
         recomputed = reference.call("log_probs", sample, False)
         assert difference(sample.response_logprobs, recomputed) > 1e-3, "of old and new keys and values alike"
+
+
+def connect_by_p2p(
+    trainers: Trainers, engines: Sequence[Remote], hf_config, tp: int
+) -> tuple[Plan, dict[Region, Checksum]]:
+    """Engines on a machine of their own: what both want is sent there once, and handed on. Returns the plan, and what
+    each engine should have."""
+    holders = [[replace(vllm_holder(hf_config, tp, k, replica), node=1) for k in range(tp)] for replica in range(2)]
+    plan = ordered(make_plan(trainers.holders, [holder for own in holders for holder in own], BUCKET_BYTES))
+    assert any(bucket.onward for bucket in plan.buckets)
+    trainers.call("connect", plan, meeting := trainers.meeting())
+    for remote, own in zip(engines, holders, strict=True):
+        remote.call("connect", plan, meeting, own)
+    return plan, trainers.expected(hf_config, holders[0])
+
+
+def check_wrong_weights_are_refused(
+    trainers: Trainers, engines: Sequence[Remote], right: dict[Region, Checksum]
+) -> None:
+    spoiled, (engine, other) = "model.layers.1.input_layernorm.weight", engines
+    region = next(region for region in right if region.tensor == spoiled)
+    trainers.begin("send")
+    other.send("refit", 3, right)
+    # With two workers, both fail, and the next call must not get the second one's answer.
+    wrong = rf"not the trainer's: {spoiled}\[.* in megatron:[01] "
+    with pytest.raises(RuntimeError, match=wrong):
+        engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
+    other.receive()
+    trainers.end()
+    with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
+        engine.call("sample", prompts())
+
+
+def check_refits_by_p2p(
+    trainers: Trainers,
+    engines: Sequence[Remote],
+    plan: Plan,
+    right: dict[Region, Checksum],
+    bytes_of_model: list[int],
+    expected: list[dict[str, str]],
+) -> None:
+    """bytes_of_model: of each worker of an engine; expected: checksums of their parameters."""
+    entering = sum(b.num_bytes for b in plan.buckets for link in b.links if link.source < plan.num_sources)
+    assert entering <= sum(bytes_of_model)
+    for version in (4, 5):
+        for remote in engines:
+            remote.call("wipe")
+        trainers.begin("send")
+        for remote in engines:
+            remote.send("refit", version, right)
+        workers = [worker for remote in engines for worker in remote.receive()]
+        assert sum(sent.num_bytes for sent in trainers.end()) == entering
+        assert [worker.num_bytes for worker in workers] == 2 * bytes_of_model
+        assert all(0 < worker.staging_bytes <= 2 * BUCKET_BYTES for worker in workers)
+        assert [remote.call("checksums") for remote in engines] == [expected, expected]
+
+
+def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answers) -> None:
+    """On CPU an engine keeps its memory, and takes the same way."""
+    engine, other = engines
+    engine.call("sleep")
+    engine.call("record")
+    trainers.begin("send")
+    other.send("refit", 6)
+    engine.call("refit", 6)
+    other.receive()
+    trainers.end()
+    assert engine.call("greedy", prompts()) == answers
+    pause = ["sleep 0", "step", "wake scheduling"]
+    assert engine.call("recorded")[:7] == ["wake weights", *pause, "refit", "wake kv_cache", "step"]
+
+
+def check_a_lost_worker_is_noticed(engine: Remote, tp: int) -> None:
+    """Where vLLM has processes of its own."""
+    assert not engine.call("has_lost_a_rank")
+    if tp > 1:
+        engine.kill_a_worker()
+        with pytest.raises(RuntimeError):
+            engine.call("checksums")
+        assert engine.call("has_lost_a_rank")
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
