@@ -1,5 +1,6 @@
 """Keys that belong to something which a run does not have: given another value than the base recipe's, they would
-change nothing."""
+change nothing. A coefficient of 0 is a value like others, which a comparison of several may have: what belongs to it
+may stay, and the start of a run says what is left out."""
 
 from __future__ import annotations
 
@@ -34,18 +35,7 @@ BELONGS = (
         lambda config: not config.actor_has_values,
         but=("trunk", "warmup_steps"),  # the latter has a rule of its own
     ),
-    Belongs(
-        ("implicit_reward",),
-        "implicit_reward.coefficient above 0",
-        lambda config: config.has_implicit_reward,
-        but=("coefficient",),
-    ),
     Belongs(("reward_model",), "reward_model.path", lambda config: config.has_reward_model),
-    Belongs(
-        ("algorithm.objective.imitation_above",),
-        "algorithm.objective.imitation_coefficient above 0",
-        lambda config: config.algorithm.objective.imitation_coefficient > 0,
-    ),
     Belongs(
         ("algorithm.correction.weight_limit",),
         "algorithm.correction.weight",
@@ -55,11 +45,6 @@ BELONGS = (
         ("algorithm.correction.mask_low", "algorithm.correction.mask_high"),
         "algorithm.correction.mask",
         lambda config: config.algorithm.correction.mask is not None,
-    ),
-    Belongs(
-        tuple(f"algorithm.kl.{name}" for name in ("placement", "level", "estimator", "straight_through")),
-        "algorithm.kl.coefficient above 0",
-        lambda config: config.algorithm.kl.coefficient > 0,
     ),
     Belongs(
         ("algorithm.kl.adaptive_horizon",),

@@ -40,18 +40,7 @@ def recipe(*overrides: str) -> Config:
         ("critic.layout.dp=2", [GAE], "critic.layout.dp=2: nothing reads it without algorithm.advantage.estimator=gae"),
         ("critic.trunk=actor", [GAE], "critic.trunk=actor: nothing reads it without algorithm.advantage.estimator=gae"),
         ("critic.offload=[gradients]", [GAE], "critic.offload=[gradients]: nothing reads it without algorithm.adv"),
-        (
-            "implicit_reward.beta=9",
-            ["implicit_reward.coefficient=1"],
-            "implicit_reward.beta=9.0: nothing reads it without implicit_reward.coefficient above 0; set that, or "
-            "implicit_reward.beta=0.05",
-        ),
         ("reward_model.weight=2", ["reward_model.path=r"], "reward_model.weight=2.0: nothing reads it without"),
-        (
-            "algorithm.objective.imitation_above=0.9",
-            ["algorithm.objective.imitation_coefficient=0.1"],
-            "algorithm.objective.imitation_above=0.9: nothing reads it without algorithm.objective.imitation_coeff",
-        ),
         (
             "algorithm.correction.weight_limit=null",
             ["algorithm.correction.weight=token"],
@@ -62,11 +51,6 @@ def recipe(*overrides: str) -> Config:
             "algorithm.correction.mask_low=0.9",
             ["algorithm.correction.mask=token"],
             "algorithm.correction.mask_low=0.9: nothing reads it without algorithm.correction.mask; set that, or",
-        ),
-        (
-            "algorithm.kl.level=sequence",
-            ["algorithm.kl.coefficient=0.1"],
-            "algorithm.kl.level=sequence: nothing reads it without algorithm.kl.coefficient above 0; set that, or",
         ),
         (
             "algorithm.kl.adaptive_horizon=2048",
@@ -94,7 +78,13 @@ def test_a_critic_on_the_actor_has_neither_a_model_nor_a_mean_of_its_own(key):
 
 
 def test_the_values_of_the_base_recipe_may_be_given():
-    recipe("critic.optimizer.lr=1e-6", "algorithm.value={coefficient: 1, clip: null}", "implicit_reward.beta=0.05")
+    recipe("critic.optimizer.lr=1e-6", "algorithm.value={coefficient: 1, clip: null}")
+
+
+@pytest.mark.parametrize("key", ["algorithm.kl.estimator=k2", "implicit_reward.beta=9"])
+def test_a_coefficient_may_be_0_among_others(key):
+    for value in (0, 0.1):
+        recipe(key, f"{key.rpartition('.')[0]}.coefficient={value}")
 
 
 def test_a_recipe_without_a_base_file_has_no_other_values(tmp_path):
