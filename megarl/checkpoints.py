@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.new_folder import sync
 from megarl.numbered import number_in, numbered
 
 MANIFEST = "manifest.json"
@@ -158,12 +159,12 @@ class Checkpoints:
         content = {"step": step, "state": state, "files": [asdict(record) for record in files]}
         _write(hidden / MANIFEST, json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n")
         for folder in {hidden, *(path for path in hidden.rglob("*") if path.is_dir())}:
-            _sync(folder)
+            sync(folder)
         Checkpoint.open(hidden)
         # There is one of that name where a run was killed before it could point to it.
         self._remove(final)
         hidden.rename(final)
-        _sync(self.path)
+        sync(self.path)
         self.point_to(final)
         return Checkpoint.open(final)
 
@@ -171,7 +172,7 @@ class Checkpoints:
         new = self.path / f".{POINTER}"
         _write(new, f"{checkpoint.name}\n")
         new.replace(self.path / POINTER)
-        _sync(self.path)
+        sync(self.path)
 
     def keep(self, number: int) -> None:
         """Removes all but the newest ones; never the one that is pointed to, nor a later one."""
@@ -222,12 +223,3 @@ def _write(file: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """New names in the folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
