@@ -174,12 +174,7 @@ def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
 def parallelism(layout: Layout) -> dict[str, Any]:
     first = layout.first_stage_layers
     return dict(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.expert_tp,
+        **parallel.sizes(layout),
         sequence_parallel=layout.sequence_parallel,
         num_layers_in_first_pipeline_stage=first,
         # Of two stages the second follows from the first; Megatron divides by the stages between two given ones.

@@ -63,14 +63,18 @@ def pretended(layout: Layout, rank: int) -> Iterator[None]:
 
 
 def _subdivide(layout: Layout, **options: bool) -> None:
-    parallel_state.initialize_model_parallel(
+    parallel_state.initialize_model_parallel(**sizes(layout), **options)
+
+
+def sizes(layout: Layout) -> dict[str, int | None]:
+    """By megatron-core's names."""
+    return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
-        **options,
     )
 
 
