@@ -68,7 +68,7 @@ def train(file: Recipe, overrides: Overrides = None) -> None:
     from megarl.config.load import load
 
     config = load(file, overrides or ())
-    from megarl.cluster.supervisor import supervised
+    from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:
         if config.on_given_data:
@@ -96,7 +96,7 @@ def reshard(
     """Plan how weights move from one layout to another, prove it, and predict its cost. Nothing is moved."""
     import json
 
-    from megarl.resharding.preview import reshard, table
+    from megarl.resharding.planning.preview import reshard, table
 
     found = reshard(model, source, destination, nodes_of, bandwidth, colocated)
     typer.echo(json.dumps(found.as_dict()) if as_json else table(found))

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl import report
-from megarl.batch import Sample
-from megarl.cluster.engine_group import RemoteSample
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.machine import check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.cluster.session import Session
-from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
 from megarl.config.trained_model import trained_hf_config
-from megarl.data.given import load_given
-from megarl.handout import samples_of, updates_of
-from megarl.loop import Loop, exit_status
-from megarl.metrics import values
+from megarl.core.metrics import values
+from megarl.core.timing import Stopwatch
+from megarl.core.types import Sample
+from megarl.data.offline import load_given
 from megarl.resharding.families import huggingface_holder
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
-from megarl.selection import ScoredSample
-from megarl.stopwatch import Stopwatch
+from megarl.run.loop import Loop, exit_status
+from megarl.step.dispatch import samples_of, updates_of
+from megarl.step.scoring import ScoredSample
 from megarl.train import follow_policy, train_actor
 
 

@@ -6,27 +6,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl import report
-from megarl.algorithms import passes
 from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.kl import metric_name
-from megarl.cluster.cast import Cast, assemble
+from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.machine import check_gpu_memory, check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import find_models
+from megarl.cluster.rank_batch import Scores, Share
 from megarl.cluster.session import Session
-from megarl.cluster.share import Scores, Share
-from megarl.cluster.trainer_group import TrainerGroup
-from megarl.comparison import Totals, compared, take_up
+from megarl.cluster.workers import Cast, assemble
 from megarl.config.schema import Config, Role
+from megarl.core.metrics import Metric, merge_updates, values
+from megarl.core.timing import Stopwatch
 from megarl.data.prompts import load_prompts
-from megarl.gathering import gather
-from megarl.handout import hand_out, samples_of, updates_of
-from megarl.loop import Loop, exit_status
-from megarl.metrics import Metric, merge_updates, values
-from megarl.preferences import best_and_worst
-from megarl.selection import Metrics, ScoredSample
-from megarl.step_metrics import step_metrics
-from megarl.stopwatch import Stopwatch
+from megarl.run.loop import Loop, exit_status
+from megarl.step import passes
+from megarl.step.baselines import Totals, compared, take_up
+from megarl.step.dispatch import hand_out, samples_of, updates_of
+from megarl.step.metrics import step_metrics
+from megarl.step.pairs import best_and_worst
+from megarl.step.rollouts import gather
+from megarl.step.scoring import Metrics, ScoredSample
 
 
 def main(config: Config, scratch: Path) -> int:

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev, stdev
 
 import torch
 
-from megarl.batch import Sample
+from megarl.core.types import Sample
 from tests.grpo_reference import GrpoReference
 from tests.objective_reference import ESTIMATES
 from tests.ppo_reference import discounted

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megarl.megatron.actor_worker
-import megarl.megatron.critic_worker
-import megarl.megatron.implicit_reward_worker
-import megarl.megatron.preference_worker
-import megarl.megatron.reward_model_worker  # noqa: F401  imported here, so that no rank imports it again
+import megarl.megatron.workers.actor
+import megarl.megatron.workers.critic
+import megarl.megatron.workers.implicit_reward
+import megarl.megatron.workers.preference
+import megarl.megatron.workers.reward_model  # noqa: F401  imported here, so that no rank imports it again
 
 DEADLINE_S = 240
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Sample
+from megarl.core.types import Sample
 
 
 class GrpoReference:

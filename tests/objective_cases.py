@@ -14,10 +14,10 @@ from torch.distributions import Categorical
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.config.schema import Config
+from megarl.core.metrics import Metric, merge, values
 from megarl.megatron import parallel, step
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.megatron.sums import read
-from megarl.metrics import Metric, merge, values
+from megarl.megatron.metric_sums import read
+from megarl.megatron.workers.actor import ActorWorker
 from tests import objective_reference as plain
 from tests.estimator_reference import Estimate, of_samples, standardised
 from tests.forked import run_ranks

@@ -14,28 +14,28 @@ import torch.distributed as dist
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.batch import Prompt, Sample, SampleInfo, TokenTotals, VersionRun
-from megarl.cluster.engine_group import RemoteSample
-from megarl.cluster.share import Share
-from megarl.comparison import compared
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.rank_batch import Share
 from megarl.config.load import load
 from megarl.config.schema import Config, Role
+from megarl.core.metrics import Metric
+from megarl.core.types import Prompt, Sample, SampleInfo, TokenTotals, VersionRun
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Packing
-from megarl.handout import hand_out
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.megatron.model import named_parameters
-from megarl.metrics import Metric
+from megarl.megatron.model.build import named_parameters
+from megarl.megatron.workers.actor import ActorWorker
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.piece import Holder
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
-from megarl.selection import ScoredSample
+from megarl.step.baselines import compared
+from megarl.step.dispatch import hand_out
+from megarl.step.scoring import ScoredSample
 from tests.closeness import relative_error
 from tests.grpo_reference import GrpoReference
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[1] / "configs" / "base.yaml"
 TOLERANCE = 1e-5
 LR, EPS, TEMPERATURE = 1e-3, 1e-5, 0.8  # a larger eps than usual: near-zero gradients do not amplify noise
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megarl.batch import Sample
+from megarl.core.types import Sample
 
 Update = Sequence[Sequence[tuple[Sample, float]]]
 """Groups of samples with their rewards."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.paths import ROOT
 
 
 def command_blocks() -> list[list[str]]:

@@ -19,7 +19,7 @@ import typer
 from megarl.resharding.selection import ONE_PROCESS
 
 if TYPE_CHECKING:
-    from megarl.megatron.conversion import Options
+    from megarl.megatron.checkpoint.conversion import Options
 
 app = typer.Typer(
     help="Convert between Hugging Face folders and Megatron checkpoints, in one process, a tensor at a time.",
@@ -66,7 +66,7 @@ def hf_to_megatron(
     verify: Verify = True,
 ) -> None:
     """Write a Megatron checkpoint, as ranks of the layout would. It loads under any other one."""
-    from megarl.megatron.conversion import huggingface_to_megatron, layout_of_files
+    from megarl.megatron.checkpoint.conversion import huggingface_to_megatron, layout_of_files
 
     layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
     with _options(dtype, verify) as options:
@@ -83,7 +83,7 @@ def megatron_to_hf(
     verify: Verify = True,
 ) -> None:
     """Write a Hugging Face folder."""
-    from megarl.megatron.conversion import megatron_to_huggingface
+    from megarl.megatron.checkpoint.conversion import megatron_to_huggingface
 
     with _options(dtype, verify) as options:
         _report(out, megatron_to_huggingface(checkpoint, out, hf, round(shard_gb * 1e9), options))
@@ -105,7 +105,7 @@ def reshape(
     verify: Verify = True,
 ) -> None:
     """Write a Megatron checkpoint as ranks of another layout would, the optimizer's state included."""
-    from megarl.megatron.conversion import layout_of_files, reshape
+    from megarl.megatron.checkpoint.conversion import layout_of_files, reshape
 
     layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
     with _options(dtype, verify) as options:
@@ -118,7 +118,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every tensor.")] = False,
 ) -> None:
     """Print what a checkpoint holds: its model, tensors, dtypes, and the files that they are in."""
-    from megarl.megatron.checkpoint_description import describe
+    from megarl.megatron.checkpoint.description import describe
 
     found = describe(checkpoint)
     typer.echo(json.dumps(found.__dict__, indent=1) if as_json else found.text())
@@ -159,7 +159,7 @@ def _options(dtype: str | None, verify: bool) -> Iterator[Options]:
     """With a progress bar for each thing that is done."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from megarl.megatron.conversion import Options
+    from megarl.megatron.checkpoint.conversion import Options
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn()) as bar:

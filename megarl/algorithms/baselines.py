@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.pass_at_k import against_all, against_without
-from megarl.batch import NO_BASELINE, NO_TOTALS, Baseline, TokenTotals
 from megarl.config.schema import Advantage
+from megarl.core.types import NO_BASELINE, NO_TOTALS, Baseline, TokenTotals
 
 NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
 """Whatever the rewards of a sample and of its tokens."""

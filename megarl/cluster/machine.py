@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from megarl import device
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import ENGINE, gpu_spans
 from megarl.config.divisors import divisors
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
+from megarl.core import device
 from megarl.data.model_folder import read_config
 from megarl.planning.shared_gpu import Load, fullest_phase
 

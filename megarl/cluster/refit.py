@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from megarl import device
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.session import Session
-from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import Config
-from megarl.metrics import Metric
-from megarl.resharding.compact import CompactPlan
-from megarl.resharding.plan import Plan
-from megarl.resharding.planner import make_plan
-from megarl.resharding.schedule import ordered
+from megarl.core import device
+from megarl.core.metrics import Metric
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.planning.plan import Plan
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.cuda_memory import CudaMemory
 from megarl.resharding.transports.delta_p2p import DeltaMeeting
 from megarl.resharding.transports.p2p import Meeting, Sent

@@ -15,9 +15,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from megarl.cluster import processes
 from megarl.cluster.failure import RunFailure, cause, is_cause, is_loss
-from megarl.cluster.watchdog import Watchdog
+from megarl.cluster.supervision import processes
+from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.config.schema import Cluster
 
 SETTLE_S = 3.0

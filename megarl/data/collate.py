@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from megarl.batch import TokenBatch, TrainingSample
+from megarl.core.types import TokenBatch, TrainingSample
 from megarl.data.packing import Packing, round_up
 
 PADDING = 0

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.batch import SampleInfo
+from megarl.core.types import SampleInfo
 from megarl.planning.token_cost import TokenCost
 
 Microbatch = tuple[int, ...]

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.batch import Prompt
 from megarl.config.schema import Config, Data
+from megarl.core.types import Prompt
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import as_messages, prompt_ids
 from megarl.data.files import file_rows

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 
-from megarl.batch import TokenBatch
-from megarl.megatron.layer_spec import uses_transformer_engine
+from megarl.core.types import TokenBatch
+from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 
 @dataclass(frozen=True, slots=True)

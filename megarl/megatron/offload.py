@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from megarl import device
+from megarl.core import device
 
 Part = Literal["parameters", "gradients", "optimizer"]
 

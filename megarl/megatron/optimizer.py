@@ -15,8 +15,8 @@ from megatron.core.optimizer import (
 )
 
 from megarl.config.schema import Trained
-from megarl.megatron import kernels
-from megarl.megatron.extra import build, checked, described
+from megarl.megatron.model import kernels
+from megarl.megatron.overrides import build, checked, described
 
 WITHOUT_DECAY = ParamKey(
     name="*.bias", attr="without_decay", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1)

@@ -7,8 +7,8 @@ from typing import Any
 
 from megarl.config.schema import Trained
 from megarl.data.packing import Packing
-from megarl.megatron.layer_spec import uses_transformer_engine
-from megarl.megatron.precision import token_multiple
+from megarl.megatron.model.layer_spec import uses_transformer_engine
+from megarl.megatron.model.precision import token_multiple
 from megarl.planning.token_cost import TokenCost
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megarl.config.schema import Config, Role
-from megarl.megatron.model import data_parallel_config, transformer_config
+from megarl.megatron.model.build import data_parallel_config, transformer_config
 from megarl.megatron.optimizer import optimizer_config
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-from megarl import device
+from megarl.core import device
 
 
 def seed(value: int) -> None:

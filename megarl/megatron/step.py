@@ -12,10 +12,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
-from megarl.batch import TokenBatch
-from megarl.megatron.model_input import ModelInput
-from megarl.megatron.objective import Objective
-from megarl.megatron.sums import Sums
+from megarl.core.types import TokenBatch
+from megarl.megatron.losses import Objective
+from megarl.megatron.metric_sums import Sums
+from megarl.megatron.model.inputs import ModelInput
 
 
 def accumulate_gradients(

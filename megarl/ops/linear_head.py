@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megarl import device
+from megarl.core import device
 from megarl.ops import head_tile
 from megarl.ops.head_tile import NEVER
 from megarl.ops.products import add_product

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl import device
+from megarl.core import device
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import yaml
 from megarl.report.history import read_history
 from megarl.report.page import Run, render
 from megarl.report.viewer import read_rollouts
-from megarl.run_folder import RunFolder
+from megarl.run.folder import RunFolder
 
 
 def write(folder: Path) -> Path:

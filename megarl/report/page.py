@@ -26,7 +26,7 @@ from megarl.report.plots import (
     draw_phases,
 )
 from megarl.report.viewer import MAX_CHARACTERS, Rollouts
-from megarl.sinks import duration
+from megarl.run.loggers import duration
 
 LISTED_STEPS = 5  # a note names no more steps or lines than this
 

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from megarl.resharding.plan import Copy, Writes
+from megarl.resharding.planning.plan import Copy, Writes
 from megarl.resharding.transports.transport import Transport, dtype_name, view
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from megarl.config.huggingface import without_left_out
-from megarl.new_folder import Progress, new_folder, no_progress
+from megarl.core.files import Progress, new_folder, no_progress
 from megarl.resharding.execute import execute, planned_shapes
 from megarl.resharding.piece import ITEM_BYTES, whole
-from megarl.resharding.plan import Plan
+from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.checksum import checksum
 from megarl.resharding.transports.checksum import verify as verify_written
 from megarl.resharding.transports.reused_memory import ReusedMemory

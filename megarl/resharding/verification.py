@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.resharding.piece import Holder, Rectangle, intersect, moved
-from megarl.resharding.plan import Plan
+from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import view
 
 CHUNK = 2**20

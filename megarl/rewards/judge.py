@@ -8,7 +8,7 @@ from numbers import Real
 from statistics import fmean
 from typing import Any
 
-from megarl.batch import Sample
+from megarl.core.types import Sample
 
 Judge = Callable[[str, str, str, Any], bool | float]
 """f(prompt, first, second, answer): whether the first response is better, or with which probability; raising says that

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.batch import Prompt, Sample, VersionRun
 from megarl.config.classifier import Kind
 from megarl.config.schema import RewardModel
+from megarl.core.types import Prompt, Sample, VersionRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

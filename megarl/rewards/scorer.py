@@ -7,8 +7,8 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.batch import Sample, Score, TokenTotals
 from megarl.config import schema
+from megarl.core.types import Sample, Score, TokenTotals
 from megarl.rewards import judge, registry
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.process import on_turns, together, turn_ends

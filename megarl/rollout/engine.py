@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megarl.batch import Prompt, Sample
-from megarl.resharding.compact import CompactPlan
+from megarl.core.types import Prompt, Sample
 from megarl.resharding.piece import Holder
+from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region
 

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megarl.checkpoints import Checkpoint, Checkpoints, FileRecord
+from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.model_folders import ModelFolders
-from megarl.cluster.rank_group import worker_class
 from megarl.config.schema import Config, Role
+from megarl.core.checkpoint import Checkpoint, FileRecord
 from megarl.data.model_folder import read_config
-from megarl.megatron.actor_worker import ActorWorker
+from megarl.megatron.workers.actor import ActorWorker
 from megarl.planning.checkpoint_size import checkpoint_bytes
+from megarl.run.checkpoints import Checkpoints
 from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
 from tests.parity import (

@@ -14,15 +14,20 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megarl.checkpoints import Checkpoints
-from megarl.cluster.rank_group import worker_class
+from megarl.cluster.groups.ranks import worker_class
 from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config, Role
 from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.megatron.conversion import huggingface_to_megatron, layout_of_files, megatron_to_huggingface, reshape
-from megarl.megatron.critic_worker import CriticWorker
+from megarl.megatron.checkpoint.conversion import (
+    huggingface_to_megatron,
+    layout_of_files,
+    megatron_to_huggingface,
+    reshape,
+)
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.megatron.workers.critic import CriticWorker
+from megarl.run.checkpoints import Checkpoints
 from tests.distributed.test_families import DEEPSEEK, DENSE, QWEN3_MOE
 from tests.distributed.test_ppo_parity import PLAIN, ppo_config, train_critic
 from tests.forked import run_ranks

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.resharding.check import check_plan
 from megarl.resharding.execute import execute
-from megarl.resharding.plan import Link
-from megarl.resharding.planner import make_plan
-from megarl.resharding.schedule import ordered
+from megarl.resharding.planning.check import check_plan
+from megarl.resharding.planning.plan import Link
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports import delta, delta_p2p
 from megarl.resharding.transports.delta_p2p import DeltaMeeting
 from megarl.resharding.transports.p2p import Sent

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from megarl import device
-from megarl.batch import SampleInfo
-from megarl.cluster.share import Assignment, Share
+from megarl.cluster.rank_batch import Assignment, Share
 from megarl.config.schema import Config
+from megarl.core import device
+from megarl.core.types import SampleInfo
 from megarl.data.packing import Lengths, schedule
 from megarl.megatron import step
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.megatron.reward_model_worker import RewardModelWorker
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.megatron.workers.reward_model import RewardModelWorker
 from tests.forked import run_ranks
 from tests.parity import config_of, random_groups, shares
 from tests.tiny_model import write_tiny_llama

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Sample
 from megarl.config.schema import Config
-from megarl.megatron.actor_worker import ActorWorker
+from megarl.core.types import Sample
+from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
 from tests.parity import Group, assert_same_training, config_of, plain_training, random_groups, shares, train
 from tests.tiny_model import write_tiny_model

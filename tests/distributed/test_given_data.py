@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megarl.batch import Sample, SampleInfo
-from megarl.cluster.engine_group import RemoteSample
-from megarl.cluster.rank_group import worker_class
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.ranks import worker_class
 from megarl.config.schema import Config
-from megarl.data.given import load_given
-from megarl.handout import hand_out
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.metrics import merge
-from megarl.selection import ScoredSample
+from megarl.core.metrics import merge
+from megarl.core.types import Sample, SampleInfo
+from megarl.data.offline import load_given
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.step.dispatch import hand_out
+from megarl.step.scoring import ScoredSample
 from tests.forked import run_ranks
 from tests.parity import EPS, LR, TOLERANCE, RankResult, assert_equal, config_of, whole_tensors
 from tests.tiny_model import EOS_ID, tiny_tokenizer, write_tiny_llama

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.batch import Sample
-from megarl.metrics import merge
+from megarl.core.metrics import merge
+from megarl.core.types import Sample
 from tests.forked import run_ranks
 from tests.parity import Group, assert_same_training, config_of, plain_training, random_groups, train
 from tests.tiny_model import write_tiny_llama

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.batch import Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.config.schema import Config
+from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.model_folder import read_config
 from megarl.megatron import step
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.megatron.model import named_parameters
+from megarl.megatron.model.build import named_parameters
 from megarl.megatron.offload import Offload
+from megarl.megatron.workers.actor import ActorWorker
 from megarl.planning.memory import layer_bytes, rank_memory
 from megarl.resharding.families.shape import ModelShape
 from tests.forked import run_ranks

@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.batch import TrainingSample
-from megarl.cluster.rank_group import worker_class
+from megarl.cluster.groups.ranks import worker_class
 from megarl.config.schema import Config, Role
+from megarl.core.types import TrainingSample
 from megarl.data.packing import Microbatch
-from megarl.megatron import head, step
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.megatron.critic_worker import CriticWorker
-from megarl.megatron.implicit_reward_worker import ImplicitRewardWorker
-from megarl.megatron.worker import TrainerWorker
+from megarl.megatron import step
+from megarl.megatron.model import head
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.megatron.workers.critic import CriticWorker
+from megarl.megatron.workers.implicit_reward import ImplicitRewardWorker
+from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.ops import linear_head
 from tests.forked import run_ranks
 from tests.parity import config_of, random_groups, shares

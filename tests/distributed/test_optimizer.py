@@ -9,7 +9,7 @@ import torch
 
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
-from megarl.megatron.actor_worker import ActorWorker
+from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.parity import TOLERANCE, assert_equal, canonical, config_of, random_groups, shares, train

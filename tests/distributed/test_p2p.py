@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.resharding.check import check_plan
-from megarl.resharding.compact import CompactPlan
 from megarl.resharding.execute import Assembly, execute
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.piece import Holder
-from megarl.resharding.plan import Link, Plan
-from megarl.resharding.planner import make_plan
-from megarl.resharding.schedule import Bandwidth, Schedule, ordered, schedule
+from megarl.resharding.planning.check import check_plan
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.planning.plan import Link, Plan
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, schedule
 from megarl.resharding.transports import bucket_layout
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.p2p import UNUSED_TAG, Meeting, PointToPoint
 from tests.forked import run_ranks
 from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
-from tests.unit.resharding.test_planner import holder as holder_of
+from tests.unit.resharding.planning.test_planner import holder as holder_of
 
 TIMEOUT_S = 100
 """More than anything here takes; who is told of a failure does not wait so long, and says another thing."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl import device
+from megarl.core import device
 from megarl.resharding.execute import execute
 from megarl.resharding.transports.delta_p2p import DeltaMeeting
 from megarl.resharding.transports.p2p import Meeting

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.algorithms import passes
 from megarl.config.objectives import OBJECTIVES
 from megarl.config.schema import Config
 from megarl.megatron import parallel, step
-from megarl.megatron.actor_worker import ActorWorker
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.step import passes
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import TokenScores, config_of, random_groups, reduced_gradients, shares

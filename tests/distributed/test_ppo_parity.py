@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.batch import Sample
 from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
+from megarl.core.types import Sample
 from megarl.data.model_folder import read_config
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.megatron.critic_worker import CriticWorker
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.megatron.workers.critic import CriticWorker
 from megarl.rewards.process import on_turns, turn_ends
 from tests.forked import run_ranks
 from tests.parity import (

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.config.schema import Config
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.megatron.model import named_parameters
+from megarl.megatron.model.build import named_parameters
+from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
 from tests.parity import canonical, config_of, random_groups, shares, train
 from tests.tiny_model import write_tiny_llama

@@ -11,25 +11,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.algorithms import passes
 from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.kl import metric_name
-from megarl.batch import SampleInfo, TokenTotals
-from megarl.cluster.engine_group import RemoteSample
-from megarl.cluster.rank_group import worker_class
-from megarl.cluster.share import Share
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.ranks import worker_class
+from megarl.cluster.rank_batch import Share
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.handout import samples_of, updates_of
-from megarl.megatron.worker import TrainerWorker
-from megarl.metrics import Metric
-from megarl.selection import ScoredSample
+from megarl.core.metrics import Metric
+from megarl.core.types import SampleInfo, TokenTotals
+from megarl.megatron.workers.trainer import TrainerWorker
+from megarl.step import passes
+from megarl.step.dispatch import samples_of, updates_of
+from megarl.step.scoring import ScoredSample
 from megarl.train import train, train_actor
 from tests.forked import run_ranks
 from tests.parity import random_groups
+from tests.paths import CONFIGS
 from tests.tiny_model import write_tiny_llama
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*-*.yaml"))
+RECIPES = sorted(CONFIGS.glob("*-*.yaml"))
 TINY = (
     *("actor.layout={pp: 1}", "actor.layout.last_stage_layers=null", "actor.tokens_per_microbatch=256"),
     *("actor.optimizer.lr=0.001", "batch.prompts_per_step=4", "batch.samples_per_prompt=4"),

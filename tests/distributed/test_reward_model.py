@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from megarl.batch import Sample, SampleInfo
-from megarl.cluster.reward_worker import classifier_reward
-from megarl.cluster.share import Assignment, Share
+from megarl.cluster.groups.rewards import classifier_reward
+from megarl.cluster.rank_batch import Assignment, Share
 from megarl.config.schema import Config
+from megarl.core.types import Sample, SampleInfo
 from megarl.data.packing import Lengths, schedule
-from megarl.megatron.reward_model_worker import RewardModelWorker
+from megarl.megatron.workers.reward_model import RewardModelWorker
 from tests.forked import run_ranks
 from tests.parity import TOLERANCE, config_of, random_groups
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama

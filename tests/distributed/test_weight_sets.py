@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Config
-from megarl.megatron.actor_worker import ActorWorker
+from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
 from tests.parity import config_of, random_groups, shares
 from tests.tiny_model import write_tiny_llama

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
 
-from megarl.batch import Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron import parallel
-from megarl.megatron.advantage import with_advantages
-from megarl.megatron.covariance import with_selection
+from megarl.megatron.advantages import with_advantages
+from megarl.megatron.token_selection import with_selection
 from tests.forked import run_ranks
 from tests.packing import packing
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 OLD = {"a": [-1.0, -3.0], "b": [-2.0, -0.5], "c": [-0.25], "cut": [-9.0, -9.0, -0.001]}
 """By sample, log-probs of its tokens. Those of the response that was cut off are far from the others', and so is its
 reward."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.paths import ROOT
 from tests.tiny_model import write_tiny_llama
 
 START_S = 300
@@ -24,7 +25,6 @@ DEADLINE_S = 30
 SHARED_MEMORY = Path("/dev/shm")
 LISTEN = "0A"
 """The state of a socket, as the kernel's tables have it."""
-ROOT = Path(__file__).parents[2]
 RECIPE = """
 base: {base}
 run: {{name: tiny, steps: 1000000, export: false}}

@@ -15,16 +15,17 @@ from pathlib import Path
 from threading import Timer
 
 from megarl import finetune, train
-from megarl.cluster.cast import assemble
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.cluster.session import Session
-from megarl.cluster.supervisor import supervised
+from megarl.cluster.supervision.supervisor import supervised
+from megarl.cluster.workers import assemble
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.data.given import load_given
+from megarl.data.offline import load_given
 from megarl.data.prompts import load_prompts
-from megarl.loop import Loop
+from megarl.run.loop import Loop
+from tests.paths import ROOT
 
 DONE = "done\n"
 DEADLINE_S = 240
@@ -63,7 +64,7 @@ class Series:
         command = [sys.executable, "-m", "tests.e2e.series", str(self._folder)]
         with self._errors.open("w") as errors:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-            return subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True, **pipes)
+            return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
 
     @property
     def _errors(self) -> Path:

@@ -13,17 +13,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.batch import Prompt, Sample
 from megarl.config.load import load
+from megarl.core.types import Prompt, Sample
 from megarl.data.model_folder import read_config
-from megarl.megatron.conversion import huggingface_to_megatron, layout_of_files, megatron_to_huggingface, reshape
+from megarl.megatron.checkpoint.conversion import (
+    huggingface_to_megatron,
+    layout_of_files,
+    megatron_to_huggingface,
+    reshape,
+)
 from megarl.rollout.engine import SamplingRequest
-from megarl.rollout.environment import environment
+from megarl.rollout.vllm.environment import environment
 from tests.e2e.test_refit import SIZES as REFIT_SIZES
+from tests.paths import BASE
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
-BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 TOLERANCE = 1e-4
 SIZES = REFIT_SIZES | dict(vocab_size=131, num_key_value_heads=2)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
@@ -40,7 +45,7 @@ def _sample(folder: Path) -> list[Sample]:
     engine = [*overrides, "rollout.kv_cache_gib=0.05", "rollout.vllm_extra={block_size: 32, load_format: auto}"]
     config = load(BASE, [f"model.path={folder}", "model.dtype=float32", "data.source=arithmetic", *engine])
     os.environ.update(environment(config.rollout.tp, threads=1, index=0))
-    from megarl.rollout.vllm_engine import VllmEngine
+    from megarl.rollout.vllm.engine import VllmEngine
 
     started = VllmEngine(config.rollout, folder, "float32", seed=0)
     started.hold(0)

@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.batch import Prompt
 from megarl.cluster import session
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.placement import place
-from megarl.cluster.supervisor import supervised
+from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
+from megarl.core.types import Prompt
 from megarl.data.model_folder import read_config
-from megarl.resharding.compact import CompactPlan
 from megarl.resharding.families import huggingface_holder
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
 from tests.e2e.test_refit import SIZES
+from tests.paths import BASE
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
-BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 LONG, DEADLINE_S = 400, 600
 
 

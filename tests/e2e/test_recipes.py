@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_train import REWARD, metrics_of
+from tests.paths import ROOT
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 TINY = (
     *("run.steps=3", "run.export=false", "model.dtype=float32", "actor.layout={pp: 1}"),
     *("actor.layout.last_stage_layers=null", "actor.optimizer.lr=0.003", "rollout.kv_cache_gib=0.02"),

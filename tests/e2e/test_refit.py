@@ -19,26 +19,26 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import NO_BASELINE, Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.types import NO_BASELINE, Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.model_folder import read_config
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.resharding.compact import CompactPlan
+from megarl.megatron.workers.actor import ActorWorker
 from megarl.resharding.families import huggingface_holder, vllm_holder
-from megarl.resharding.plan import Plan
-from megarl.resharding.planner import make_plan
-from megarl.resharding.schedule import ordered
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.planning.plan import Plan
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.verification import NOTHING, Checksum, Region, regions
 from megarl.rollout.engine import SamplingRequest
-from megarl.rollout.environment import environment
+from megarl.rollout.vllm.environment import environment
 from tests.e2e.run import mapped_shared_memory
+from tests.paths import BASE
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
-BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 DEADLINE_S = 180
 BUCKET_BYTES = 2**16
 """Smaller than some tensors."""
@@ -104,7 +104,7 @@ def serve(connection: Connection, scratch: str, build, args) -> None:
 class EngineSide:
     def __init__(self, config: Config, folder: Path, start_with_weights: bool):
         os.environ.update(environment(config.rollout.tp, threads=1, index=0))
-        from megarl.rollout.vllm_engine import VllmEngine
+        from megarl.rollout.vllm.engine import VllmEngine
 
         extra = dict(config.rollout.vllm_extra) | ({"load_format": "auto"} if start_with_weights else {})
         rollout = config.rollout.model_copy(update={"vllm_extra": extra})

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoints import Checkpoint, Checkpoints
+from megarl.core.checkpoint import Checkpoint
+from megarl.run.checkpoints import Checkpoints
 from tests.e2e.run import Run, write_recipe
 
 pytestmark = pytest.mark.slow

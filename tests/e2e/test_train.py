@@ -14,12 +14,12 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.megatron.conversion import layout_of_files, megatron_to_huggingface, reshape
+from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
 from tests.e2e.test_conversion import assert_log_probs_are_of, sampled
+from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
-BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 OFFLOAD = "actor.offload=[gradients, optimizer]"
 TURNS = (OFFLOAD, "rollout.sleep=true")
 """Trainers and engines make room for each other."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import Config
-from megarl.rollout.environment import environment
+from megarl.rollout.vllm.environment import environment
 from tests.distributed.test_reward_model import (
     CLASSES,
     SAMPLES,
@@ -35,7 +35,7 @@ def config(folder: Path) -> Config:
 def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
     """In a process of its own: the scores of SAMPLES by each model."""
     os.environ.update(environment(tp=1, threads=1, index=0))
-    from megarl.rollout.vllm_classifier import VllmClassifier
+    from megarl.rollout.vllm.classifier import VllmClassifier
 
     # All of them stay: the first one that ends would take the process group with it.
     engines = [VllmClassifier(config(folder), folder) for folder in folders]

@@ -10,11 +10,11 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from megarl import device
+from megarl.core import device
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, vllm_holder
-from megarl.resharding.plan import Plan
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.plan import Plan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.cuda_memory import CudaMemory, publish
 from megarl.resharding.transports.local import LocalMemory
 from tests.unit.resharding.cases import config_of, random_checkpoint

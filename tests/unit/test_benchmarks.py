@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "tools" / "benchmarks"
+from tests.paths import ROOT
+
+FOLDER = ROOT / "tools" / "benchmarks"
 
 
 def output_of(*command: str) -> str:

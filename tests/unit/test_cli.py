@@ -14,13 +14,13 @@ import pytest
 
 import megarl
 from megarl import cli
-from megarl.cluster import supervisor
+from megarl.cluster.supervision import supervisor
 from megarl.config.estimators import ESTIMATORS
 from megarl.config.load import dump, load
 from megarl.config.objectives import OBJECTIVES
 from megarl.config.schema import KL, Advantage, Aggregation, Config, Correction, Objective, Value
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from tests.unit.megatron.test_conversion import left_in, write_model
+from tests.paths import ROOT
+from tests.unit.megatron.checkpoint.test_conversion import left_in, write_model
 from tests.unit.resharding.cases import config_of
 
-TOOL = Path(__file__).parents[2] / "tools" / "convert.py"
+TOOL = ROOT / "tools" / "convert.py"
 
 
 def convert(*arguments: str | Path) -> str:
@@ -100,7 +101,7 @@ finally:
 
 def test_no_compiler_is_loaded():
     loaded = """
-import megarl.megatron.conversion
+import megarl.megatron.checkpoint.conversion
 print(*sorted({"torch._dynamo", "torch.distributed.checkpoint"} & sys.modules.keys()))
 """
     assert run_as_command(loaded) == (0, "torch.distributed.checkpoint\n", "")

@@ -11,29 +11,29 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megarl").rglob("*.py"))
 
-TENSOR_RESHARDING = ("resharding.execute", "resharding.folder", "resharding.transports", "resharding.verification")
+TENSOR_RESHARDING = (
+    *("resharding/execute.py", "resharding/folder.py", "resharding/verification.py"),
+    "resharding/transports",
+)
 
 LAYERS = (
-    (
-        *("batch", "metrics", "sinks", "stopwatch", "device", "stacks", "config"),
-        *("run_folder", "run_lock", "checkpoints", "new_folder", "numbered"),
-    ),
-    ("algorithms", "ops", "data", "rewards", "resharding", "planning"),
+    ("core",),
+    ("config",),
+    ("algorithms", "ops", "planning", "data", "rewards", "resharding"),
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),
-    (
-        *("cli", "train", "finetune", "announcement", "comparison", "gathering", "handout", "loop", "preferences"),
-        *("report", "resume", "sampling", "selection", "step_metrics"),
-    ),
+    ("step", "run", "report"),
+    ("cli.py", "train.py", "finetune.py"),
 )
-"""From the bottom up. A module may import its own layer and those below; the longest name that fits it counts."""
+"""The house from the ground up, in folders and files of megarl/. A module may import its own layer and those below; the
+longest path that fits it counts."""
 
 STRANGERS = {("megatron", "rollout"), ("rollout", "megatron")}
 """Rooms of one layer that do not import each other."""
@@ -43,11 +43,13 @@ OWNERS = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
 
 HEAVY = {"torch", "megatron", "vllm", "ray", "transformers"}
 
-LIGHT = ("batch", "cli", "config", "metrics", "planning", "resharding", "rewards")
-"""Rooms that import nothing heavy at module level (resharding without the part that moves tensors)."""
+LIGHT = ("cli.py", "core", "config", "planning", "resharding", "rewards")
+"""What imports nothing heavy at module level, but for these:"""
+
+HEAVY_PARTS = (*TENSOR_RESHARDING, "core/device.py")
 
 DEVICE_FILES = (
-    "megarl/device.py",
+    "megarl/core/device.py",
     "megarl/megatron/cpu_support.py",
     "megarl/ops/*triton*.py",
     "megarl/resharding/transports/*.py",
@@ -128,25 +130,39 @@ def room(module: str) -> str:
     return f"{module}.".split(".")[1]
 
 
+def place(module: str) -> str:
+    """Its place in the table: a path in megarl/, such as ops/linear_head. A folder in it ends where a name does."""
+    return module.removeprefix("megarl").removeprefix(".").replace(".", "/")
+
+
+def is_in(module: str, part: str) -> bool:
+    """part: a folder or file of megarl/."""
+    return f"{place(module)}/".startswith(part.removesuffix(".py") + "/")
+
+
 def layer(module: str) -> int | None:
     """Its height from 0, the package itself included; None for a name that LAYERS does not know."""
     if module == "megarl":
         return 0
-    heights = {f"megarl.{name}": height for height, names in enumerate(LAYERS) for name in names}
-    known = [name for name in heights if f"{module}.".startswith(f"{name}.")]
-    return heights[max(known, key=len)] if known else None
+    known = [(len(part), height) for height, parts in enumerate(LAYERS) for part in parts if is_in(module, part)]
+    return max(known)[1] if known else None
 
 
 def is_light(module: str) -> bool:
-    heavy_part = any(f"{module}.".startswith(f"megarl.{name}.") for name in TENSOR_RESHARDING)
-    return (module == "megarl" or room(module) in LIGHT) and not heavy_part
+    if any(is_in(module, part) for part in HEAVY_PARTS):
+        return False
+    return module == "megarl" or any(is_in(module, part) for part in LIGHT)
 
 
 def test_the_rules_name_nothing_that_is_not_there() -> None:
-    layered = [f"megarl/{name.replace('.', '/')}" for names in LAYERS for name in names]
-    known = {*FILES, *(str(parent) for file in FILES for parent in Path(file).parents)}
-    assert [name for name in layered if not {name, f"{name}.py"} & known] == []
+    named = [part for parts in LAYERS for part in parts]
+    assert [part for part in (*named, *LIGHT, *HEAVY_PARTS) if not (ROOT / "megarl" / part).exists()] == []
     assert [pattern for pattern in DEVICE_FILES if not any(fnmatch(file, pattern) for file in FILES)] == []
+
+
+def test_the_root_holds_only_what_a_reader_opens_first() -> None:
+    in_the_root = {path.name for path in (ROOT / "megarl").glob("*.py")}
+    assert in_the_root == {"__init__.py", "cli.py", "train.py", "finetune.py"}
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -162,7 +178,11 @@ PLANTED = [
     ("megarl/config/a.py", "from ..data import packing", "megarl.data.packing is in a layer above"),
     ("megarl/config/__init__.py", "from ..data import packing", "megarl.data.packing is in a layer above"),
     ("megarl/__init__.py", "from . import data", "megarl.data is in a layer above"),
-    ("megarl/resharding/plan.py", "from megarl.resharding import execute", "resharding.execute is in a layer above"),
+    (
+        "megarl/resharding/planning/plan.py",
+        "from megarl.resharding import execute",
+        "resharding.execute is in a layer above",
+    ),
     ("megarl/resharding/families/a.py", "from ..transports.local import X", "is in a layer above"),
     ("megarl/megatron/a.py", "def f():\n    import megarl.rollout.engine", "do not import each other"),
     ("megarl/rollout/a.py", "from megarl import megatron", "do not import each other"),
@@ -172,9 +192,13 @@ PLANTED = [
     ("megarl/rollout/a.py", "import ray", "in megarl.cluster only"),
     ("megarl/config/a.py", "import torch.nn as nn", "loads torch.nn at module level"),
     ("megarl/cli.py", "try:\n    from transformers import AutoConfig\nfinally:\n    pass", "loads transformers"),
-    ("megarl/batch.py", "class A:\n    import torch", "loads torch at module level"),
-    ("megarl/metrics.py", "if TYPE_CHECKING:\n    import os\nelse:\n    import torch", "loads torch at module level"),
-    ("megarl/resharding/check.py", "import torch", "loads torch at module level"),
+    ("megarl/core/types.py", "class A:\n    import torch", "loads torch at module level"),
+    (
+        "megarl/core/metrics.py",
+        "if TYPE_CHECKING:\n    import os\nelse:\n    import torch",
+        "loads torch at module level",
+    ),
+    ("megarl/resharding/planning/check.py", "import torch", "loads torch at module level"),
     ("megarl/rewards/registry.py", "import torch", "loads torch at module level"),
     ("megarl/utils.py", "", "megarl.utils belongs to no layer"),
     ("megarl/ops/a.py", "x.to('cuda')", "names a device: 'cuda'"),
@@ -196,11 +220,14 @@ def test_checker_sees_a_planted_violation(file: str, source: str, problem: str) 
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("megarl/cluster/a.py", "import ray\nfrom megarl.megatron.worker import Worker\nfrom megarl import rollout"),
+        (
+            "megarl/cluster/a.py",
+            "import ray\nfrom megarl.megatron.workers.trainer import Worker\nfrom megarl import rollout",
+        ),
         ("megarl/megatron/a.py", "import torch\nfrom megatron.core import x\nfrom megarl.resharding import execute"),
         ("megarl/resharding/transports/a.py", "import torch\ntorch.cuda.synchronize()\nb = 'nccl'"),
-        ("megarl/resharding/execute.py", "import torch\nfrom megarl.resharding.plan import Plan"),
-        ("megarl/batch.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("megarl/resharding/execute.py", "import torch\nfrom megarl.resharding.planning.plan import Plan"),
+        ("megarl/core/types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("megarl/config/a.py", "def f():\n    import torch"),
         ("megarl/cli.py", "def f():\n    import megarl.train"),
         ("megarl/ops/a.py", '"""On cuda: nccl, on CPU: gloo."""\nfrom megarl import __version__, device'),

@@ -15,7 +15,7 @@ from megarl.config.huggingface import FAMILIES
 from tests.e2e.learning_cases import CASES
 from tests.published_models import CONFIGS
 from tests.readme import ROOT, command_blocks, commands
-from tests.unit.megatron.test_conversion import assert_same, weights_of, write_model
+from tests.unit.megatron.checkpoint.test_conversion import assert_same, weights_of, write_model
 from tests.unit.resharding.cases import config_of
 from tests.unit.test_convert import convert
 from tools.benchmarks import figures

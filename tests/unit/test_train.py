@@ -1,26 +1,24 @@
 """The driver's part of a step: joining samples with scores, and sharing them out."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.batch import Baseline, Prompt, SampleInfo, Score, TokenTotals
-from megarl.cluster.engine_group import RemoteSample
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.share import Share
-from megarl.comparison import compared
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.rank_batch import Share
 from megarl.config.load import load
-from megarl.handout import hand_out
-from megarl.metrics import Metric, values
-from megarl.sampling import requests
-from megarl.selection import ScoredSample, select
+from megarl.core.metrics import Metric, values
+from megarl.core.types import Baseline, Prompt, SampleInfo, Score, TokenTotals
+from megarl.step.baselines import compared
+from megarl.step.dispatch import hand_out
+from megarl.step.requests import requests
+from megarl.step.scoring import ScoredSample, select
 from megarl.train import train
 from tests.packing import packing
-
-BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+from tests.paths import BASE
 
 
 def config(*overrides: str):

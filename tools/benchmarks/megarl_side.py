@@ -16,12 +16,12 @@ import psutil
 import torch.distributed as dist
 from training_case import Case
 
-from megarl.batch import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.packing import Lengths, Microbatch, schedule
-from megarl.megatron.actor_worker import ActorWorker
-from megarl.megatron.model import named_parameters
+from megarl.megatron.model.build import named_parameters
+from megarl.megatron.workers.actor import ActorWorker
 from megarl.planning.memory import rank_memory
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"

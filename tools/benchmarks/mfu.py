@@ -97,7 +97,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     import torch.distributed as dist
     from megarl_side import RandomActor, closed_form, config_of, lengths_of, samples_of
 
-    from megarl import device
+    from megarl.core import device
     from megarl.data.packing import schedule
 
     case.write(folder)

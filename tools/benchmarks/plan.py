@@ -22,10 +22,10 @@ from reshard import CASES, CONFIGS, Case
 from rich.console import Console
 from rich.table import Table
 
-from megarl.resharding.compact import CompactPlan
-from megarl.resharding.planner import make_plan
-from megarl.resharding.schedule import ordered
-from megarl.resharding.side import on_nodes, side_holders
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.schedule import ordered
+from megarl.resharding.planning.side import on_nodes, side_holders
 
 RANKS_PER_NODE = 8
 

@@ -31,8 +31,8 @@ from rich.table import Table
 from megarl.config.load import load
 from megarl.data.model_folder import read_config, resolve
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holder
-from megarl.resharding.planner import make_plan
-from megarl.resharding.schedule import Bandwidth, ordered, schedule
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.schedule import Bandwidth, ordered, schedule
 from megarl.resharding.transports.p2p import Meeting
 from megarl.resharding.transports.shared_memory import SharedMemory
 

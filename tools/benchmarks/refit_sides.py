@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.resharding.compact import CompactPlan
 from megarl.resharding.execute import execute
 from megarl.resharding.piece import Holder, Shard
-from megarl.resharding.plan import Plan, Writes
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.planning.plan import Plan, Writes
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.shared_memory import publish
 
@@ -178,10 +178,10 @@ class Engine:
     """A vLLM engine of one worker."""
 
     def __init__(self, rollout: Any, folder: Path, threads: int):
-        from megarl.rollout.environment import environment
+        from megarl.rollout.vllm.environment import environment
 
         os.environ.update(environment(1, threads, index=0))
-        from megarl.rollout.vllm_engine import VllmEngine
+        from megarl.rollout.vllm.engine import VllmEngine
 
         self._engine = VllmEngine(rollout, folder, "float32", seed=0)
         self._version = 0

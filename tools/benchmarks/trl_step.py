@@ -20,16 +20,16 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
-from megarl.cluster.memory import MemorySampler
+from megarl.cluster.supervision.memory import MemorySampler
 from megarl.config.load import load
 from megarl.config.objectives import options
 from megarl.config.schema import Config
+from megarl.core.timing import Stopwatch
 from megarl.data.cursor import PromptCursor
 from megarl.data.model_folder import resolve
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards.numeric import numeric_match
-from megarl.stopwatch import Stopwatch
 
 
 class Recorder(TrainerCallback):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.resharding.piece import ITEM_BYTES, Place, num_elements, shape_of
-from megarl.resharding.plan import Move
+from megarl.resharding.planning.plan import Move
 from megarl.resharding.transports.transport import view
 
 ALONE_BYTES = 128 * 2**10

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.new_folder import Progress
+from megarl.core.files import Progress
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megarl import device
-from megarl.resharding.plan import Copy, Plan
+from megarl.core import device
+from megarl.resharding.planning.plan import Copy, Plan
 from megarl.resharding.transports.published import Published, PublishedMemory, PublishedParameter
 from megarl.resharding.transports.transport import Delivery
 

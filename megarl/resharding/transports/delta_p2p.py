@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.resharding.plan import Bucket, Link, Plan
+from megarl.resharding.planning.plan import Bucket, Link, Plan
 from megarl.resharding.transports import delta
 from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_out_together
 from megarl.resharding.transports.checksum import checksum

@@ -24,9 +24,9 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from megarl import device
+from megarl.core import device
 from megarl.resharding.piece import Place
-from megarl.resharding.plan import Bucket, Copy, Hop, Link, Move, Plan
+from megarl.resharding.planning.plan import Bucket, Copy, Hop, Link, Move, Plan
 from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_out
 from megarl.resharding.transports.transport import Delivered, Delivery
 from megarl.resharding.transports.waiter import Waiter

@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from megarl.resharding.plan import Plan
+from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.published import Published, PublishedMemory, PublishedParameter
 
 

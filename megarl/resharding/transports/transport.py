@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from megarl.resharding.piece import Rectangle
-from megarl.resharding.plan import Copy, Plan
+from megarl.resharding.planning.plan import Copy, Plan
 
 Delivered = tuple[Copy, torch.Tensor | None]
 Delivery = Iterator[Delivered]

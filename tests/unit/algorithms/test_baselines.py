@@ -2,7 +2,6 @@
 
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 from statistics import fmean, pstdev, stdev
 
 import pytest
@@ -11,11 +10,11 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.baselines import Member, MovingAverage, amplification, group_baselines
 from megarl.algorithms.pass_at_k import against_all, against_without, best_of_k
-from megarl.batch import TokenTotals
 from megarl.config.load import load
 from megarl.config.schema import Advantage
+from megarl.core.types import TokenTotals
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 REWARDS = st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=7)
 
 

@@ -1,15 +1,13 @@
 """KL estimators: what they are the mean of, exactly, over all tokens of a small vocabulary."""
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 
 from megarl.algorithms import kl
 from megarl.config.load import load
-
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+from tests.paths import BASE
 
 
 def two_policies() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

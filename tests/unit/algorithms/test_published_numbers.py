@@ -6,7 +6,6 @@ tools/references/record.py has recorded it. Where conventions differ, the option
 import json
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +22,13 @@ from megarl.algorithms.corrections import factors
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.algorithms.preference_loss import bradley_terry
 from megarl.algorithms.whole_samples import WholeSamples
-from megarl.batch import Baseline
 from megarl.config.load import load
 from megarl.config.schema import Advantage
+from megarl.core.types import Baseline
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import relative_error
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[3]
 LONGEST, GAMMA, LAMBDA = 12, 0.9, 0.8
 TOLERANCE = 1e-6
 """They add up to 1e-6 to denominators where megarl adds nothing, and compute some of it in float32."""

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl import device
 from megarl.cluster.machine import check_gpu_memory, check_machine, fits
 from megarl.cluster.model_folders import ModelFolders
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core import device
 from megarl.planning.shared_gpu import Load, fullest_phase
 from megarl.train import run
+from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
-
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 
 
 def config(*overrides: str) -> Config:

@@ -15,9 +15,8 @@ from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.train import run
+from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
-
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 from megarl.cluster import model_folders
 from megarl.cluster.model_folders import find_models
 from megarl.config.load import load
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 DEEPSEEK = dict(
     architectures=["DeepseekV3ForCausalLM"],
     model_type="deepseek_v3",

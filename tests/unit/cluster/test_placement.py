@@ -1,18 +1,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
+from megarl.cluster.groups.trainers import readers_of
 from megarl.cluster.placement import Placement, gpu_spans, place
-from megarl.cluster.trainer_group import readers_of
 from megarl.config.load import load
 from megarl.resharding.families import megatron_holders, vllm_holders
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.planner import make_plan
+from tests.paths import QUICKSTART
 from tests.unit.resharding.cases import config_of, layout_of
-
-QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 
 def placed(*overrides: str, cores: int | None = None, on_gpus: bool = False) -> Placement:

@@ -8,18 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.cluster import cast as module
-from megarl.cluster.cast import Cast, assemble
+from megarl.cluster import workers as module
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import place
 from megarl.cluster.refit import Refit
+from megarl.cluster.workers import Cast, assemble
 from megarl.config.load import load
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.rollout.engine import Refitted
+from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
 from tests.unit.resharding.cases import config_of, layout_of
-
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 
 
 class FakeTrainers:

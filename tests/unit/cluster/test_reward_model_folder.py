@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.cluster.model_folders import find_models
 from megarl.config.load import load
+from tests.paths import BASE
 from tests.tiny_model import merging_tokenizer, tiny_tokenizer, write_tiny_llama
-
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 
 
 @pytest.fixture(scope="module")

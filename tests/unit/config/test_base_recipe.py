@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import yaml
 
 from megarl.config.names import keys
 from megarl.config.schema import RewardFunction
-
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+from tests.paths import BASE
 
 
 def nodes(node: yaml.MappingNode, prefix: str = "") -> dict[str, yaml.ScalarNode]:

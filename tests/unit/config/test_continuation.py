@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from megarl.config.continuation import check_continues
 from megarl.config.load import load
 from megarl.config.schema import Config
-
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+from tests.paths import BASE
 
 
 def config(*overrides: str) -> Config:

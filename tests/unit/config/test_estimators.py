@@ -1,6 +1,5 @@
 """The table of estimators against the schema."""
 
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -8,8 +7,7 @@ import pytest
 from megarl.config.estimators import BASELINES, ESTIMATORS
 from megarl.config.load import load
 from megarl.config.schema import Advantage
-
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+from tests.paths import BASE
 
 
 def config(*overrides: str):

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 from megarl.config.explain import explain
 from megarl.config.load import load
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 RECIPE = (
     "run.steps=14",
     "model.path=m",

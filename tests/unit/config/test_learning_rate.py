@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ import transformers
 from megarl.config.learning_rate import learning_rate
 from megarl.config.load import load
 from megarl.config.schema import Config
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 PEAK, TOTAL = 0.3, 40
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megarl.config.load import dump, load
 from megarl.config.schema import Config
+from tests.paths import CONFIGS
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
 
 Write = Callable[[str], Path]

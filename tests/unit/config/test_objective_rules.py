@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megarl.config.load import load
 from megarl.config.objective_rules import OF_ADVANTAGES, OF_ROLLOUTS
 from megarl.config.schema import Config
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 GIVEN = {
     "sft": ("algorithm.objective.name=sft", "data.rows=messages"),
     "reward_model": ("algorithm.objective.name=reward_model", "data.rows=preferences"),

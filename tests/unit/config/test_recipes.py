@@ -1,12 +1,11 @@
 """Every recipe is one that could start."""
 
-from pathlib import Path
-
 import pytest
 
 from megarl.config.load import load
+from tests.paths import CONFIGS
 
-RECIPES = sorted((Path(__file__).parents[3] / "configs").glob("*-*.yaml"))
+RECIPES = sorted(CONFIGS.glob("*-*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)

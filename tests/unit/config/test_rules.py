@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from megarl.config.model_rules import check_critic_model, check_model, check_rew
 from megarl.config.names import keys
 from megarl.config.schema import Config
 from megarl.config.vllm_arguments import GIVEN
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 RECIPE = (
     "model.path=smollm2",
     "data.source=arithmetic",

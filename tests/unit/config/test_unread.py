@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megarl.config.load import dump, load
 from megarl.config.schema import Config
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 GAE = "algorithm.advantage.estimator=gae"
 
 

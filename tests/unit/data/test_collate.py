@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarl.batch import Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from tests.packing import packing
 

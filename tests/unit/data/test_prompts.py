@@ -2,7 +2,6 @@ import hashlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -10,9 +9,8 @@ from transformers import AutoTokenizer
 
 from megarl.config.schema import Config
 from megarl.data.prompts import load_prompts
+from tests.paths import BASE
 from tests.tiny_model import tiny_tokenizer
-
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl import device
+from megarl.core import device
 from megarl.megatron.offload import Offload
 
 

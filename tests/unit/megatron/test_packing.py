@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import pytest
 from megarl.config.load import load
 from megarl.megatron import packing
 from megarl.megatron.packing import packing_of
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 LLAMA = dict(
     model_type="llama",
     vocab_size=128,

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import triton
@@ -11,8 +10,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megarl.ops import head_tile_triton
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[3]
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {"targets": "*i64", "sums": "*fp32", "log_sum_exps": "*fp32", "coefficients": "*fp32"}
 OPTIONAL = {"scales": "*fp32", "kept": "*i1"}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.planning.shared_gpu import Load, fullest_phase
+from tests.paths import BASE
 from tests.unit.planning.test_memory import PARAMETERS, QWEN_1_5B
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 GIB = 2**30
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.config.load import load
 from megarl.config.schema import Config, Layout
 from megarl.megatron import cpu_support
-from megarl.megatron.model import build_chunk, transformer_config
-
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
+from megarl.megatron.model.build import build_chunk, transformer_config
+from tests.paths import BASE
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.resharding.check import check_plan
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.piece import Holder, Place
-from megarl.resharding.plan import Plan
-from megarl.resharding.planner import make_plan
-from megarl.resharding.side import on_nodes
+from megarl.resharding.planning.check import check_plan
+from megarl.resharding.planning.plan import Plan
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.side import on_nodes
 from tests.unit.resharding.cases import configs, layout_of
 
 UNWRITTEN, PADDING = -1, 0

@@ -12,10 +12,10 @@ from transformers import (
 )
 
 from megarl.config.classifier import as_classifier, score_head_of
-from megarl.resharding.check import check_plan
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.check import check_plan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from tests.unit.resharding.cases import config_of, layout_of
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from megarl import device
+from megarl.core import device
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, vllm_holders
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports import cuda_memory
 from megarl.resharding.transports.cuda_memory import CudaMemory, publish
 from megarl.resharding.transports.local import LocalMemory

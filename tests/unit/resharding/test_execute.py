@@ -7,7 +7,7 @@ import torch
 
 from megarl.resharding.execute import Assembly, execute
 from megarl.resharding.families import huggingface_holder, megatron_holder, megatron_holders
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
 

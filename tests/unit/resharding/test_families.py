@@ -5,7 +5,6 @@ import math
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +17,11 @@ from megarl.config.model_rules import check_model
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers, megatron_holders, stage_sizes
 from megarl.resharding.families.shape import ModelShape
+from tests.paths import BASE
 from tests.published_models import CONFIGS, PARAMETERS
 from tests.unit.resharding.cases import config_of, layout_of
 
-CONFIG = load(Path(__file__).parents[3] / "configs" / "base.yaml", ["model.path=m", "data.source=arithmetic"])
+CONFIG = load(BASE, ["model.path=m", "data.source=arithmetic"])
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4)
 
 
@@ -158,7 +158,7 @@ def test_sizes_that_do_not_divide(holder, message):
 
 def test_planning_imports_no_torch():
     code = (
-        "import sys; import megarl.resharding.families, megarl.resharding.plan, megarl.resharding.check;"
+        "import sys; import megarl.resharding.families, megarl.resharding.planning.check;"
         "print({'torch', 'megatron', 'vllm', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from megarl.data.model_folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.folder import write_folder
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 from tests.tiny_model import write_tiny_llama

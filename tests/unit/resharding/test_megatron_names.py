@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from megarl.config.schema import Layout
-from megarl.megatron.layer_spec import uses_transformer_engine
+from megarl.megatron.model.layer_spec import uses_transformer_engine
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.piece import Holder
+from tests.paths import ROOT
 from tests.published_models import CONFIGS
 from tests.unit.resharding.cases import LATENT, config_of, layout_of
 from tests.unit.resharding.megatron_world import real_rank
 
-ROOT = Path(__file__).parents[3]
 MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
 QWEN3_MOE = {
     "model_type": "qwen3_moe",

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 
 from megarl.config.schema import Layout
-from megarl.resharding.check import check_plan
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers
 from megarl.resharding.piece import Holder
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.check import check_plan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from tests.unit.resharding.cases import NUM_EXPERTS, configs, layout_of, megatron_shard, random_checkpoint, vllm_shard
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.selection import check_selections, select_tensors, whole_parameters
+from tests.paths import BASE
 from tests.unit.resharding.cases import layout_of
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 HF = {
     "model_type": "qwen2",
     "vocab_size": 100,

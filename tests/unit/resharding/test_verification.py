@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.piece import Holder
-from megarl.resharding.planner import make_plan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.verification import NOTHING, Checksum, Region, check_weights, checksum, own_checksums, regions
 from tests.unit.resharding.cases import config_of, configs, layout_of, random_checkpoint, vllm_shard
 from tests.unit.resharding.test_round_trip import Weights, resharded

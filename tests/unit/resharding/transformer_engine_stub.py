@@ -102,14 +102,14 @@ def main() -> None:
     import transformer_engine.pytorch  # noqa: F401
 
     from megarl.config.schema import Layout
-    from megarl.megatron import layer_spec, model
+    from megarl.megatron.model import build, layer_spec
     from tests.unit.resharding.megatron_world import real_rank
 
-    for module in (layer_spec, model):
+    for module in (layer_spec, build):
         module.uses_transformer_engine = lambda: True
-    kernels = model._kernels
+    kernels = build._kernels
     # This fusion allocates on a GPU when a model is built.
-    unfused = mock.patch.object(model, "_kernels", lambda latent: kernels(latent) | {"moe_permute_fusion": False})
+    unfused = mock.patch.object(build, "_kernels", lambda latent: kernels(latent) | {"moe_permute_fusion": False})
     with unfused:
         ranks = [real_rank(config, Layout(**layout), rank) for config, layout, rank in json.load(sys.stdin)]
     print(json.dumps([rank.shapes for rank in ranks]))

@@ -1,14 +1,13 @@
 import math
-from pathlib import Path
 
 import pytest
 
-from megarl.batch import Prompt, Sample, VersionRun
 from megarl.config.load import load
 from megarl.config.schema import RewardModel
+from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.rewards.classifier import ClassifierReward, ModelReward
+from tests.paths import BASE
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 MASK = (True, False, True, True, False)
 SCORES = [1.0, 2.0, 4.0, 8.0, 16.0]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.batch import Prompt, Sample, VersionRun
+from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.rewards.judge import verdicts
 from megarl.rewards.scorer import Scorer
 

@@ -1,19 +1,18 @@
 """What a reward model with another tokenizer reads, and which sampled tokens its steps end with."""
 
 from math import nan
-from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megarl.batch import Prompt, Sample, VersionRun
 from megarl.config.load import load
 from megarl.config.schema import RewardModel
+from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import MARK, Reader, Unreadable
+from tests.paths import BASE
 from tests.tiny_model import merging_tokenizer, tiny_tokenizer
 
-BASE = Path(__file__).parents[3] / "configs" / "base.yaml"
 QUESTION = {"role": "user", "content": "What is 1+2?"}
 CHARACTERS, PAIRS = merging_tokenizer(), merging_tokenizer("a b", ". c", "1 2", ": Ġ")
 

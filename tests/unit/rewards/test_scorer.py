@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.batch import Prompt, Sample, Score, TokenTotals, VersionRun
 from megarl.config.schema import RewardFunction
+from megarl.core.types import Prompt, Sample, Score, TokenTotals, VersionRun
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.scorer import Scorer
 

@@ -1,0 +1,224 @@
+"""The rollout engines: one Ray actor per replica."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.groups.vllm import VllmActor, VllmGroup
+from megarl.cluster.placement import Process
+from megarl.cluster.session import Session
+from megarl.cluster.supervision import processes, segments
+from megarl.config.schema import Config
+from megarl.core.types import Sample, SampleInfo
+from megarl.data.model_folder import read_config
+from megarl.resharding.families import huggingface_holder, vllm_holders
+from megarl.resharding.piece import Holder
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.rollout.engine import SamplingRequest
+
+if TYPE_CHECKING:
+    from megarl.resharding.transports.transport import Channel
+    from megarl.resharding.verification import Checksum, Region
+    from megarl.rollout.engine import Refitted
+    from megarl.rollout.vllm.engine import VllmEngine
+
+
+SHOWN = 3
+"""So many of the parameters that cannot be written in place are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSample:
+    """A sample as the driver knows it: its numbers, and a reference to where its tokens are."""
+
+    info: SampleInfo
+    ref: ray.ObjectRef
+
+    @classmethod
+    def put(cls, sample: Sample) -> RemoteSample:
+        """Into Ray's object store, for as long as somebody refers to it."""
+        return cls(SampleInfo.of(sample), ray.put(sample))
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class EngineActor(VllmActor):
+    def _load(self) -> VllmEngine:
+        from megarl.rollout.vllm.engine import VllmEngine
+
+        config = self._config
+        return VllmEngine(config.rollout, self._model_folder, config.model.dtype, config.run.seed)
+
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[list[SampleInfo] | Sample]:
+        """First what is to be known of the samples, then the samples: return values of their own, which, unlike objects
+        that this process puts, stay when it dies. Because it is async, Ray runs all methods in one event loop."""
+        with self._whole():
+            samples = await self._engine.generate(requests)
+        segments.note(self._scratch)  # vLLM makes some only when it generates
+        return [[SampleInfo.of(sample) for sample in samples], *samples]
+
+    def sleep(self) -> None:
+        with self._whole():
+            self._engine.sleep()
+
+    def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        return self._engine.parameters()
+
+    def connect(
+        self, plan: CompactPlan, channel: Channel, holders: Mapping[str, Sequence[Holder]], by_loader: bool
+    ) -> None:
+        """holders: of each engine."""
+        with self._whole():
+            self._engine.connect(plan, channel, holders[self._process.name], by_loader)
+
+    def refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> list[Refitted]:
+        with self._whole():
+            return self._engine.refit(version, expected)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """With the first of its ranks that dies, the engine is lost, and so is this process."""
+        try:
+            yield
+        except Exception:
+            if self._engine.has_lost_a_rank:
+                processes.end_descendants()
+                os._exit(1)
+            raise
+
+
+class EngineGroup(VllmGroup):
+    """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache.
+
+    Where there are several, one that is lost is left out from then on, and the others do its work.
+    """
+
+    actor_class = EngineActor
+
+    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
+        tp, extra = config.rollout.tp, config.rollout.vllm_extra
+        super().__init__(session, config, model_folder, processes, tp)
+        self._started_with = len(processes)
+        self._sleeps = config.rollout.sleep
+        holders = vllm_holders(
+            read_config(model_folder),
+            tp,
+            len(processes),
+            config.model.dtype,
+            expert_parallel=bool(extra.get("enable_expert_parallel")),
+        )
+        self._holders = {p.name: p.hold(holders[p.index * tp : (p.index + 1) * tp]) for p in processes}
+        self._whole_model = huggingface_holder(read_config(model_folder), config.model.dtype)
+        self.by_loader = False
+        """Whether they take weights by vLLM's own loader, which does not keep them as they came."""
+
+    def start(self) -> None:
+        """And finds out whether the engines' parameters are those of the model's family, which a plan can write."""
+        super().start()
+        name, actor = next(iter(self._actors.items()))
+        [workers] = self._session.wait({name: actor.parameters.remote()}, "parameters of the engine")
+        misfits = [
+            f"{holder.name}: {line}"
+            for holder, own in zip(self._holders[name], workers, strict=True)
+            for line in holder.shard.misfits(own)
+        ]
+        if misfits:
+            self._take_whole_tensors(misfits)
+        self.sleep()
+
+    def sleep(self) -> None:
+        """If they are to, until the next refit: see Engine.sleep."""
+        calls = {name: actor.sleep.remote() for name, actor in self._actors.items()} if self._sleeps else {}
+        _, lost = self._session.gather(calls, "engines: giving memory back", expendable=self.expendable)
+        self.drop(lost, "rollout")
+
+    def _take_whole_tensors(self, misfits: Sequence[str]) -> None:
+        """Every worker then gets the whole model, as the checkpoint has it."""
+        print(
+            "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because "
+            f"{len(misfits)} parameters are not those of the model's family: {'; '.join(misfits[:SHOWN])}"
+            f"{'; …' if len(misfits) > SHOWN else ''}",
+            flush=True,
+        )
+        self.by_loader = True
+        self._holders = {
+            name: [replace(holder, shard=self._whole_model.shard) for holder in holders]
+            for name, holders in self._holders.items()
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Of the processes that are not lost."""
+        return list(self._actors)
+
+    @property
+    def holders(self) -> list[Holder]:
+        """Of all their workers."""
+        return [holder for name in self._actors for holder in self._holders[name]]
+
+    @property
+    def expendable(self) -> list[str]:
+        """Those without which the run goes on."""
+        return self.names if len(self._actors) > 1 else []
+
+    def generate(
+        self, groups: Sequence[Sequence[SamplingRequest]], meanwhile: Callable[[], object] | None = None
+    ) -> list[list[RemoteSample]]:
+        """groups: the requests of each prompt. Returns their samples in the same shape and order. meanwhile: called now
+        and then until they are there."""
+        done: dict[int, list[RemoteSample]] = {}
+        while left := [i for i in range(len(groups)) if i not in done]:
+            dealt = {name: own for k, name in enumerate(self._actors) if (own := left[k :: len(self._actors)])}
+            asked = {name: self._ask(name, [groups[i] for i in own]) for name, own in dealt.items()}
+            calls = {name: refs[0] for name, refs in asked.items()}
+            infos, lost = self._session.gather(calls, "rollout", expendable=self.expendable, meanwhile=meanwhile)
+            for name in infos:
+                samples = map(RemoteSample, infos[name], asked[name][1:])
+                done |= {i: [next(samples) for _ in groups[i]] for i in dealt[name]}
+            self.drop(lost, "rollout")
+        return [done[i] for i in range(len(groups))]
+
+    def _ask(self, name: str, groups: Sequence[Sequence[SamplingRequest]]) -> list[ray.ObjectRef]:
+        """References to what EngineActor.generate returns."""
+        requests = [request for group in groups for request in group]
+        return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests)
+
+    def connect(self, plan: CompactPlan, channel: Channel) -> bool:
+        """From now on a refit is this plan. Returns whether all engines know; those that do not are lost."""
+        same = ray.put(plan), ray.put(channel), ray.put(self._holders), self.by_loader
+        calls = {name: actor.connect.remote(*same) for name, actor in self._actors.items()}
+        _, lost = self._session.gather(calls, "connecting for the refit", expendable=self.expendable)
+        self.drop(lost, "refit")
+        return not lost
+
+    def refitting(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
+        """Calls, under way, by which every engine takes the weights, for the caller to wait for. See Engine.refit."""
+        same = version, ray.put(expected)
+        return {name: actor.refit.remote(*same) for name, actor in self._actors.items()}
+
+    def drop(self, lost: Collection[str], phase: str) -> None:
+        """Goes on without these. Raises RunFailure where none is left."""
+        lost = [name for name in lost if name in self._actors]  # a refit during a rollout may have noticed first
+        for name in lost:
+            del self._actors[name]
+            print(
+                f"{phase}: {name} died; the run goes on with {len(self._actors)} of {self._started_with} engines; see "
+                f"{self._session.logs / name}.log",
+                flush=True,
+            )
+        if not self._actors:
+            raise RunFailure(f"{phase}: no engine is left; see {self._session.logs}")
+        if lost:
+            self._watch()
+
+    def _watch(self) -> None:
+        """The last one: its loss ends every wait; that of another is noticed when it is asked for something."""
+        if len(self._actors) == 1:
+            self._session.watch(self._actors)

@@ -1,0 +1,57 @@
+"""A reward model in vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.vllm import VllmActor, VllmGroup
+from megarl.cluster.placement import Process
+from megarl.cluster.rank_batch import Scores, put_scores
+from megarl.cluster.session import Session
+from megarl.cluster.supervision import segments
+from megarl.config.schema import Config
+
+if TYPE_CHECKING:
+    from megarl.rollout.vllm.classifier import VllmClassifier
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class RewardEngineActor(VllmActor):
+    def _load(self) -> VllmClassifier:
+        from megarl.rollout.vllm.classifier import VllmClassifier
+
+        return VllmClassifier(self._config, self._model_folder)
+
+    def scores(self, samples: Sequence[RemoteSample]) -> Scores:
+        scores = self._engine.scores(ray.get([sample.ref for sample in samples]))
+        segments.note(self._scratch)
+        return put_scores({sample.info.id: own for sample, own in zip(samples, scores, strict=True)})
+
+
+class RewardEngineGroup(VllmGroup):
+    """All engines. The samples of one prompt go to the same one, where they share a prefix cache."""
+
+    actor_class = RewardEngineActor
+
+    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
+        super().__init__(session, config, model_folder, processes, config.reward_model.layout.tp)
+
+    def scores(self, samples: Sequence[RemoteSample]) -> Scores:
+        """Of each response token, float32 [R]; of a sequence classifier that of the sample, [1]."""
+        prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.info.prompt_id for sample in samples))}
+        own = [
+            [sample for sample in samples if prompts[sample.info.prompt_id] % len(self._actors) == i]
+            for i in range(len(self._actors))
+        ]
+        dealt = zip(self._actors.items(), own, strict=True)
+        calls = {name: actor.scores.remote(samples) for (name, actor), samples in dealt if samples}
+        answers = self._session.wait(calls, "reward model: scores")
+        return {sample: ref for answer in answers for sample, ref in answer.items()}
+
+    def close(self) -> None:
+        """An engine ends with its process: it is in no process group that it could leave others waiting in."""

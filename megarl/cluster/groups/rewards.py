@@ -1,0 +1,169 @@
+"""Rewards in a process of their own: it reads the samples' text, so that the driver need not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.reward_engines import RewardEngineGroup
+from megarl.cluster.groups.reward_model import RewardModelGroup
+from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.placement import Process
+from megarl.cluster.rank_batch import Scores, put_scores
+from megarl.cluster.session import Session
+from megarl.cluster.supervision.logs import log_to
+from megarl.config.classifier import Kind, score_head_of
+from megarl.config.schema import Config
+from megarl.core.types import Sample, Score
+from megarl.data.model_folder import read_config
+from megarl.data.tokenizer import load_tokenizer
+from megarl.rewards.classifier import ClassifierReward, ModelReward
+from megarl.rewards.reading import Reader, Reading, Unreadable
+from megarl.rewards.scorer import Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class RewardActor:
+    def __init__(self, config: Config, models: ModelFolders, process: Process, logs: Path):
+        log_to(logs / f"{process.name}.log")
+        self._config, self._models = config, models
+        self._readings: dict[str, Reading | Unreadable] = {}
+        """Of this step's samples, where the reward model does not read the sampled ids."""
+
+    def start(self) -> None:
+        rewards = self._config.rewards
+        rewards_tokens = self._config.algorithm.advantage.credits_tokens
+        self._scorer = Scorer(rewards.functions, self._config.reward_model.weight, rewards.judge, rewards_tokens)
+        folder = self._models.reward_model
+        if folder is not None:
+            self._reader = model_reader(self._config, folder, self._models.actor)
+            self._of_model = classifier_reward(self._config, folder, self._reader)
+
+    def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
+        """The samples in the reward model's own tokens; those that it cannot read are missing."""
+        self._readings = {sample.id: self._read(sample) for sample in ray.get(list(refs))}
+        read = [reading.sample for reading in self._readings.values() if isinstance(reading, Reading)]
+        return [RemoteSample.put(sample) for sample in read]
+
+    def _read(self, sample: Sample) -> Reading | Unreadable:
+        try:
+            return self._reader.read(sample)
+        except Unreadable as reason:
+            return reason
+
+    def score(
+        self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
+    ) -> tuple[list[Score], Scores]:
+        """Scores the samples and appends them, decoded, to a JSONL file for people to read. model_scores: where the
+        reward model's are, if there is one. Returns, too, where rewards of single tokens are, if it or a function gives
+        them."""
+        samples: list[Sample] = ray.get(list(refs))
+        of_model = self._model_rewards(samples, model_scores)
+        verdicts = self._scorer.verdicts(samples)
+        judged = [self._scorer.score(sample, of_model.get(sample.id), verdicts.get(sample.id)) for sample in samples]
+        with rollouts.open("a", encoding="utf-8") as file:
+            for sample, (score, _) in zip(samples, judged, strict=True):
+                file.write(json.dumps(_row(step, sample, score), ensure_ascii=False) + "\n")
+        by_token = {sample.id: own for sample, (_, own) in zip(samples, judged, strict=True) if own is not None}
+        return [score for score, _ in judged], _put(by_token)
+
+    def _model_rewards(self, samples: Sequence[Sample], model_scores: Scores) -> dict[str, ModelReward]:
+        if self._models.reward_model is None:
+            return {}
+        scores = dict(zip(model_scores, ray.get(list(model_scores.values())), strict=True))
+        return {sample.id: self._model_reward(sample, scores.get(sample.id)) for sample in samples}
+
+    def _model_reward(self, sample: Sample, scores: torch.Tensor | None) -> ModelReward:
+        reading = self._readings.get(sample.id)
+        if isinstance(reading, Unreadable):
+            return ModelReward(None, failure=str(reading))
+        assert scores is not None, f"the reward model left out sample {sample.id}"
+        return self._of_model.reward(sample, scores.tolist(), reading)
+
+
+def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
+    """Of the reward model in this folder."""
+    rewards_tokens = config.algorithm.advantage.credits_tokens
+    return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
+
+
+def _put(by_token: Mapping[str, list[float]]) -> Scores:
+    """Sample id -> float32 [R]."""
+    if not by_token:
+        return {}
+    import torch
+
+    return put_scores({name: torch.tensor(rewards) for name, rewards in by_token.items()})
+
+
+def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
+    """None where the reward model reads the sampled ids."""
+    settings = config.reward_model
+    if settings.reads == "ids":
+        return None
+    _, longest = config.context_of(settings)
+    return Reader(_kind(folder), settings, longest, load_tokenizer(folder), load_tokenizer(actor_folder))
+
+
+def _kind(folder: Path) -> Kind:
+    head = score_head_of(read_config(folder))
+    assert head is not None, "checked before the run starts"
+    return head.kind
+
+
+def _row(step: int, sample: Sample, score: Score) -> dict:
+    return {
+        "step": step,
+        "sample_id": sample.id,
+        "prompt": sample.prompt.text,
+        "response": sample.text,
+        "answer": sample.prompt.answer,
+        "reward": score.value,
+        "parts": score.parts,
+        "failure": score.failure,
+        "version": [asdict(run) for run in sample.versions],
+        "finish_reason": sample.finish_reason,
+        "num_response_tokens": len(sample.response_ids),
+    }
+
+
+class RewardWorker:
+    def __init__(
+        self,
+        session: Session,
+        config: Config,
+        process: Process,
+        model: RewardModelGroup | RewardEngineGroup | None,
+        models: ModelFolders,
+    ):
+        self._session, self._name, self._model = session, process.name, model
+        self._reads_ids = config.reward_model.reads == "ids"
+        self._actor = RewardActor.remote(config, models, process, session.logs)
+        session.watch({self._name: self._actor})
+
+    def start(self) -> None:
+        self._session.wait({self._name: self._actor.start.remote()}, "reward start")
+
+    def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> tuple[list[Score], Scores]:
+        """By the reward model, then by the functions. Returns, too, where rewards of single tokens are, if one of them
+        gives such: float32 [R]."""
+        model_scores = {} if self._model is None else self._model_scores(self._model, samples)
+        call = self._actor.score.remote([sample.ref for sample in samples], model_scores, step, rollouts.resolve())
+        [answer] = self._session.wait({self._name: call}, "rewards")
+        return answer
+
+    def _model_scores(self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]) -> Scores:
+        """Of the samples that it can read."""
+        if not self._reads_ids:
+            call = self._actor.read.remote([sample.ref for sample in samples])
+            [samples] = self._session.wait({self._name: call}, "reading for the reward model")
+        return model.scores(samples) if samples else {}

@@ -1,0 +1,68 @@
+"""What a data-parallel rank is given to do: samples by reference, and their microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import ray
+
+from megarl.core.types import NO_BASELINE, Baseline, Sample, TrainingSample
+from megarl.data.packing import Microbatch
+
+if TYPE_CHECKING:
+    import torch
+
+Scores = dict[str, ray.ObjectRef]
+"""Sample id -> where a model's scores of its response tokens are: float32 [R]."""
+
+
+def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
+    """Into Ray's object store, for as long as somebody refers to them."""
+    return {sample: ray.put(own) for sample, own in scores.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One sample of an update, as the driver hands it out: where its tokens are, and other models' scores of them (by
+    their name in TokenBatch), and the scalars beside them."""
+
+    sample: ray.ObjectRef
+    reward: float
+    baseline: Baseline
+    weight: float
+    scores: Mapping[str, ray.ObjectRef] = field(default_factory=dict)
+    imitation_weight: float = 0.0
+
+    @classmethod
+    def unscored(cls, sample: ray.ObjectRef) -> Assignment:
+        """For a forward-only pass that comes before the sample has a reward."""
+        return cls(sample, 0.0, NO_BASELINE, 0.0)
+
+    def fetch(self) -> TrainingSample:
+        return self.training_sample(ray.get(self.sample), {name: ray.get(ref) for name, ref in self.scores.items()})
+
+    def training_sample(self, sample: Sample, scores: Mapping[str, torch.Tensor]) -> TrainingSample:
+        return TrainingSample(sample, self.reward, self.baseline, self.weight, scores, self.imitation_weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one data-parallel rank does of an update or a pass; microbatches index into its samples."""
+
+    samples: tuple[Assignment, ...]
+    microbatches: tuple[Microbatch, ...]
+
+    @classmethod
+    def of(cls, assignments: Sequence[Assignment], microbatches: Sequence[Microbatch]) -> Share:
+        """microbatches index into the whole update; the share keeps only the samples that they name."""
+        own = sorted(index for microbatch in microbatches for index in microbatch)
+        position = {index: i for i, index in enumerate(own)}
+        return cls(
+            samples=tuple(assignments[index] for index in own),
+            microbatches=tuple(tuple(position[index] for index in members) for members in microbatches),
+        )
+
+    def fetch(self) -> list[TrainingSample]:
+        return [item.fetch() for item in self.samples]

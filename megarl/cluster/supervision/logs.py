@@ -1,0 +1,21 @@
+"""Each process of a run writes to a log file of its own."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from pathlib import Path
+
+from megarl.core import stacks
+
+
+def log_to(path: Path) -> None:
+    """Standard output and error of this process, its libraries' included, go to the file from now on."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
+    faulthandler.enable()
+    stacks.write_on_request()

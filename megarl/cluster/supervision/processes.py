@@ -1,0 +1,128 @@
+"""The run's processes as the operating system sees them: adoption of orphans, memory, stacks, and their end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from megarl.core.stacks import SIGNAL
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG = 1
+
+
+def adopt_orphans() -> None:
+    """Grandchildren whose parent dies become our children, so that `end_descendants` finds them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def interrupt_with_parent() -> None:
+    """The kernel sends this process SIGINT when its parent ends, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
+
+
+def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
+    """Ends every process that this one started, directly or not; returns when they are gone.
+
+    SIGTERM comes first: some release shared memory then. After grace_s seconds follows SIGKILL. Python's resource
+    trackers remove what killed processes leave, once these are gone, and end then; they have tracker_s seconds for it.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        # Asked again for the second signal: a process may have started another in between.
+        others = [process for process in _descendants() if not _tracks_resources(process)]
+        for process in others:
+            _signal(process, number)
+        psutil.wait_procs(others, timeout=grace_s)
+    trackers = _descendants()
+    _, late = psutil.wait_procs(trackers, timeout=tracker_s)
+    for process in late:
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(late, timeout=grace_s)
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def ask_for_stacks(files: Iterable[Path], patience_s: float = 5.0) -> list[Path]:
+    """Has every process that this one started, and whose standard error is one of these files, write its stacks there.
+    Returns the files that have them."""
+    asked = {}
+    for process in psutil.Process().children(recursive=True):
+        file = _standard_error(process.pid)
+        if file in files and _catches(process.pid, SIGNAL):
+            asked.setdefault(file, file.stat().st_size)
+            _signal(process, SIGNAL)
+    deadline = time.monotonic() + patience_s
+    last: dict[Path, int] = {}
+    while time.monotonic() < deadline:
+        sizes = {file: file.stat().st_size for file in asked}
+        if sizes == last and all(sizes[file] > asked[file] for file in asked):
+            break
+        last = sizes
+        time.sleep(0.1)  # far more than a process takes from one line to the next
+    return [file for file in asked if file.stat().st_size > asked[file]]
+
+
+def _standard_error(pid: int) -> Path | None:
+    try:
+        return Path(os.readlink(f"/proc/{pid}/fd/2"))
+    except OSError:  # it has ended, or none
+        return None
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Any other process would be ended by the signal."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    [mask] = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def memory_gb() -> tuple[float, float]:
+    """Resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
+
+    RSS counts a shared page once per process; PSS splits it between them, so that its sum is what the machine bears.
+    """
+    rss = pss = 0
+    own = psutil.Process()
+    for process in [own, *own.children(recursive=True)]:
+        try:
+            fields = _smaps_rollup(process.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        rss += fields["Rss"]
+        pss += fields["Pss"]
+    return rss / 1e9, pss / 1e9
+
+
+def _smaps_rollup(pid: int) -> dict[str, int]:
+    """Bytes per field; all 0 for a process that has ended but was not yet waited for."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    fields = {"Rss": 0, "Pss": 0}
+    for line in lines[1:]:
+        name, value = line.split(":")
+        fields[name] = int(value.split()[0]) * 1024
+    return fields

@@ -1,0 +1,125 @@
+"""One checkpoint on disk: a folder whose manifest has the driver's state, and size and SHA-256 of all other files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.core.files import number_in, numbered
+
+MANIFEST = "manifest.json"
+PREFIX = "step_"
+NAME = PREFIX + "{:06d}"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of a checkpoint; path is relative to the checkpoint's folder."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
+def seal(file: Path, checkpoint: Path) -> FileRecord:
+    """Waits until the file is on the disk, and reads it back."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileRecord(str(file.relative_to(checkpoint)), stream.tell(), digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint. state: what the driver needs to go on, as JSON."""
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]
+    files: tuple[FileRecord, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Raises ValueError that names what is missing or damaged, as far as sizes tell, and the checkpoint before."""
+        try:
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            content = manifest["content"]
+            intact = manifest["sha256"] == _digest(content)
+        except FileNotFoundError:
+            raise ValueError(f"{path}: {MANIFEST} is missing; {_remedy(path)}") from None
+        except (ValueError, KeyError, TypeError):
+            intact = False
+        if not intact:
+            raise ValueError(f"{path}: {MANIFEST} is damaged; {_remedy(path)}")
+        files = tuple(FileRecord(**record) for record in content["files"])
+        checkpoint = cls(path, content["step"], content["state"], files)
+        for record in files:
+            checkpoint._check_size(record)
+        return checkpoint
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(record.num_bytes for record in self.files)
+
+    def verify(self, files: Iterable[FileRecord]) -> None:
+        """Reads these files of it. Raises ValueError that names the first one that is not what was written."""
+        for record in files:
+            self._check_size(record)
+            with (self.path / record.path).open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if digest != record.sha256:
+                raise ValueError(
+                    f"{self.path}: {record.path} is damaged: its SHA-256 is {digest[:8]}… and was "
+                    f"{record.sha256[:8]}…; {_remedy(self.path)}"
+                )
+
+    def _check_size(self, record: FileRecord) -> None:
+        file = self.path / record.path
+        if not file.exists():
+            raise ValueError(f"{self.path}: {record.path} is missing; {_remedy(self.path)}")
+        if (size := file.stat().st_size) != record.num_bytes:
+            raise ValueError(
+                f"{self.path}: {record.path} is damaged: it has {size:,} bytes and had {record.num_bytes:,}; "
+                f"{_remedy(self.path)}"
+            )
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder is one, whole or damaged: other folders, a run's own too, may have files of that name."""
+    try:
+        return "content" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
+
+
+def write_manifest(folder: Path, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> None:
+    """Makes a checkpoint of a folder, as `Checkpoint.open` reads it. files: all that are in it, already on the disk."""
+    content = {"step": step, "state": state, "files": [asdict(record) for record in files]}
+    write_synced(folder / MANIFEST, json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n")
+
+
+def _remedy(checkpoint: Path) -> str:
+    step = number_in(checkpoint.name.removeprefix("."), NAME) or 0
+    earlier = [path for other, path in numbered(checkpoint.parent, NAME).items() if other < step]
+    if not earlier:
+        return "there is no earlier one; start anew with resume=never"
+    return f"go on from the one before it: resume={earlier[-1]}"
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Writes the text, and waits until it is on the disk."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

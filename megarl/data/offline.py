@@ -1,0 +1,152 @@
+"""Responses that are given, not sampled: conversations and preferences, read and tokenised once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.schema import Config
+from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_messages, arithmetic_preferences
+from megarl.data.chat import as_messages, conversation, plain, prompt_ids
+from megarl.data.files import message_rows, preference_rows
+from megarl.data.prompts import require_chat_template, require_size, too_long
+from megarl.data.row import Message, MessageRow, PreferenceRow
+from megarl.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = tuple[list[int], list[bool]]
+"""Ids of prompt and response, and which of them are trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenData:
+    """rows: the samples of each row: one of a conversation; of a preference two, the chosen one first
+    data_hash: SHA-256 over the token ids of all rows, in order, and which of them are trained on
+    num_dropped: rows that were too long
+    """
+
+    rows: tuple[tuple[Sample, ...], ...]
+    data_hash: str
+    num_dropped: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Sample, ...]:
+        return self.rows[index]
+
+
+def load_given(config: Config, model_folder: Path) -> GivenData:
+    """Reads and tokenises every row.
+
+    Raises ValueError, with source and row, for one that cannot be read or tokenised or, unless data.overlong=drop,
+    has more than rollout.context_length tokens; and for a source with too few rows.
+    """
+    tokenizer = load_tokenizer(model_folder)
+    require_chat_template(config, tokenizer, model_folder)
+    read = list(_samples(config, tokenizer))
+    rows = tuple(row for row in read if row is not None)
+    require_size(len(read), len(rows), config.data)
+    return GivenData(rows, _hash(rows), len(read) - len(rows))
+
+
+def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Sample, ...] | None]:
+    """Of each row; None for one that is dropped."""
+    name = Path(config.data.source).name
+    for row in islice(_rows(config), config.data.size):
+        place = f"{config.data.source}:{row.number}"
+        of_row = _conversation if isinstance(row, MessageRow) else _pair
+        read = of_row(row, tokenizer, config, place)
+        longest = max(len(ids) for _, (ids, _) in read)
+        if too_long(longest, "the row", config, place):
+            yield None
+            continue
+        yield tuple(
+            _sample(f"{name}:{row.number}", number, num_prompt_tokens, tokens)
+            for number, (num_prompt_tokens, tokens) in enumerate(read)
+        )
+
+
+def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow]:
+    data = config.data
+    path, seed, size = Path(data.source).expanduser(), config.run.seed, data.size or DEFAULT_SIZE
+    procedural = data.source == "arithmetic"
+    if data.rows == "messages":
+        return arithmetic_messages(seed, size) if procedural else message_rows(path, data.messages_column)
+    if procedural:
+        return arithmetic_preferences(seed, size)
+    return preference_rows(path, data.prompt_column, data.chosen_column, data.rejected_column)
+
+
+def _conversation(
+    row: MessageRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str
+) -> list[tuple[int, Tokens]]:
+    """The prompt is what comes before the first token that is trained on."""
+    ids, said = conversation(tokenizer, row.messages, place)
+    if said[0]:
+        raise ValueError(f"{place}: no token comes before the assistant's first; give it a prompt, or drop the row")
+    return [(said.index(True), (ids, said))]
+
+
+def _pair(
+    row: PreferenceRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str
+) -> list[tuple[int, Tokens]]:
+    """Both responses begin after the prompt, which they have in common."""
+    prompt = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
+    pair = []
+    for name, response in (("chosen", row.chosen), ("rejected", row.rejected)):
+        ids, said = _answered(row.prompt, response, prompt, tokenizer, config, f"{place}: {name}")
+        if config.trains_reward_model:  # which scores the last token of a sample
+            said = [False] * (len(ids) - 1) + [True]
+        pair.append((len(prompt), (ids, said)))
+    return pair
+
+
+def _answered(
+    prompt: str | list[Message],
+    response: str | list[Message],
+    prompt_ids: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    place: str,
+) -> Tokens:
+    """A plain response ends with the end of the sequence, as a sampled one does."""
+    if config.data.chat_template:
+        asked, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
+        if answer[0]["role"] != "assistant":
+            raise ValueError(f"{place}: begins with the role {answer[0]['role']!r}; a response is the assistant's")
+        return conversation(tokenizer, [*asked, *answer], place, first=len(asked))
+    ids = tokenizer(plain(response, place), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return prompt_ids + ids, [False] * len(prompt_ids) + [True] * len(ids)
+
+
+def _sample(prompt_id: str, number: int, num_prompt_tokens: int, tokens: Tokens) -> Sample:
+    """Without texts, which nobody reads."""
+    ids, said = tokens
+    response = ids[num_prompt_tokens:]
+    return Sample(
+        id=f"{prompt_id}.{number}",
+        prompt=Prompt(prompt_id, "", tuple(ids[:num_prompt_tokens])),
+        response_ids=tuple(response),
+        response_logprobs=(0.0,) * len(response),
+        response_mask=tuple(said[num_prompt_tokens:]),
+        versions=(VersionRun(0, len(response)),),
+        finish_reason="stop",
+        text="",
+    )
+
+
+def _hash(rows: Sequence[Sequence[Sample]]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        tokens = [(sample.prompt.token_ids, sample.response_ids, sample.response_mask) for sample in row]
+        digest.update(json.dumps(tokens).encode() + b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Sharded checkpoints of a run, and conversion between them and Hugging Face folders."""

@@ -1,0 +1,104 @@
+"""A rank's part of a model of any size and layout, built in this process alone: with shapes, without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megarl.config.schema import Layout
+from megarl.megatron import parallel
+from megarl.megatron.model.architecture import architecture
+from megarl.megatron.model.build import build_chunk, parallelism, tensors_of
+from megarl.megatron.model.head import replace_output_layer
+from megarl.megatron.overrides import build
+from megarl.resharding.checkpoint import Extent
+from megarl.resharding.families import megatron_holder
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.piece import Holder, Rectangle
+
+
+@dataclass(frozen=True, slots=True)
+class RankBlueprint:
+    """What a rank holds, and what of it the rank writes into a checkpoint: extents, and keys of empty objects."""
+
+    holder: Holder
+    extents: tuple[Extent, ...]
+    objects: tuple[str, ...]
+
+
+def blueprint(
+    hf_config: Mapping[str, Any], layout: Layout, rank: int, format: Mapping[str, Any], dtype: str | None = None
+) -> RankBlueprint:
+    """Of the model with our own layers, which has the same keys as that of Transformer Engine's.
+
+    dtype: of the holder's weights (None: that of config.json)
+    format: what Megatron's `sharded_state_dict` takes as metadata.
+    Raises ValueError where the model does not divide by the layout.
+    """
+    holder = megatron_holder(hf_config, layout, rank, dtype)
+    with parallel.pretended(layout, rank):
+        chunks = _chunks(hf_config, layout)
+        states = [chunk.sharded_state_dict(metadata=dict(format)) for chunk in chunks]
+    names = {id(tensor): name for name, tensor in tensors_of(chunks).items()}
+    entries = [entry for state in states for entry in nested_values(state)]
+    factories = [entry for entry in entries if isinstance(entry, ShardedTensorFactory)]
+    built = [extent for factory in factories for extent in nested_values(factory.build())]
+    tensors = [entry for entry in (*entries, *built) if isinstance(entry, ShardedTensor)]
+    objects = [entry for entry in entries if isinstance(entry, ShardedObject)]
+    assert all(entry.data is None for entry in objects), "the model has a state beside its tensors"
+    return RankBlueprint(
+        holder,
+        tuple(_extent(tensor, names) for tensor in tensors if is_main_replica(tensor.replica_id)),
+        tuple(entry.unique_key for entry in objects if is_main_replica(entry.replica_id)),
+    )
+
+
+def _chunks(hf_config: Mapping[str, Any], layout: Layout) -> list[GPTModel]:
+    config_class = TransformerConfig if ModelShape.of(hf_config).latent is None else MLATransformerConfig
+    unfused = dict.fromkeys(
+        ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion"),
+        False,
+    )
+    initialisation = dict.fromkeys(("init_method", "output_layer_init_method"), torch.nn.init.zeros_)
+    fields = architecture(hf_config) | parallelism(layout) | unfused | initialisation | {"use_cpu_initialization": True}
+    config = build("layout", config_class, {**fields, "pipeline_dtype": torch.float32})
+    with torch.device("meta"):
+        chunks = [build_chunk(config, hf_config, stage, 1, fused=False) for stage in range(layout.vpp)]
+        for chunk in chunks:
+            replace_output_layer(chunk, hf_config, temperature=1.0)
+    return chunks
+
+
+def _extent(tensor: ShardedTensor, names: Mapping[int, str]) -> Extent:
+    data = tensor.data
+    whole = data if id(data) in names else data._base
+    return Extent(
+        parameter=names[id(whole)],
+        rectangle=_rectangle(data, whole),
+        key=tensor.key,
+        global_shape=tuple(tensor.global_shape),
+        offset=tuple(tensor.global_offset),
+        resizable=tensor.allow_shape_mismatch,
+    )
+
+
+def _rectangle(view: torch.Tensor, whole: torch.Tensor) -> Rectangle:
+    """Which part of a contiguous tensor a view of it is."""
+    assert whole.is_contiguous() and view.stride() == whole.stride(), "not a rectangle of the parameter"
+    rectangle, left = [], view.storage_offset()
+    for stride, size in zip(view.stride(), view.shape, strict=True):
+        start, left = divmod(left, stride)
+        rectangle.append((start, start + size))
+    return tuple(rectangle)

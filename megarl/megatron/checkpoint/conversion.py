@@ -1,0 +1,261 @@
+"""Between Hugging Face folders and checkpoints in Megatron's format, in one process, a tensor at a time."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.classifier import score_head_of
+from megarl.config.huggingface import left_out
+from megarl.config.layout_rules import check_layout
+from megarl.config.schema import Layout
+from megarl.config.value_head import without_value_head
+from megarl.core.files import Progress, new_folder, no_progress, require_room
+from megarl.data.model_folder import read_config, resolve
+from megarl.megatron.checkpoint.blueprint import RankBlueprint, blueprint
+from megarl.megatron.checkpoint.sharded import FORMAT
+from megarl.megatron.checkpoint.source import (
+    COMMON,
+    DESCRIPTION,
+    open_checkpoint,
+    refuse_unexpected,
+)
+from megarl.megatron.checkpoint.writer import Entry, write_extents
+from megarl.resharding.checkpoint import checkpoint_holder
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder
+from megarl.resharding.families.canonical import HEAD
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.folder import SHARD_BYTES, write_description, write_folder
+from megarl.resharding.piece import Holder
+from megarl.resharding.planning.check import check_plan
+from megarl.resharding.planning.plan import Plan
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.checksum import checksum, verify
+from megarl.resharding.transports.reused_memory import ReusedMemory
+from megarl.resharding.transports.safetensors import SafetensorsFolder
+from megarl.resharding.transports.torch_dist import TorchDistFolder
+from megarl.resharding.transports.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """dtype: convert to it (None: every tensor keeps its own). verify: compare the files of a run's checkpoint with the
+    SHA-256 that it notes, and read back what was written here."""
+
+    dtype: str | None = None
+    verify: bool = True
+    progress: Progress = no_progress
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """Tensors that are cut as the parameters are, with a prefix before these' keys. dtypes: by the parameters' keys."""
+
+    prefix: str
+    transport: Transport
+    dtypes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A source: who holds them, how they are read, and what else a Hugging Face folder has (in the folder `files`).
+
+    check: of its files, which takes as long as reading them; raises ValueError
+    """
+
+    hf_config: Mapping[str, Any]
+    holder: Holder
+    transport: Transport
+    files: Path
+    companions: Sequence[Companion] = ()
+    check: Callable[[], None] | None = None
+
+
+def layout_of_files(
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+) -> Layout:
+    """With as few data-parallel ranks as the experts need. Raises ValueError for one that does not go together."""
+    experts = ep * (tp if etp is None else etp)
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=1,
+        ep=ep,
+        etp=etp,
+        dp=lcm(tp, experts) // tp,
+        sequence_parallel=False,
+        first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers,
+    )
+    check_layout("", layout)
+    return layout
+
+
+def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Options = Options()) -> int:
+    """Returns the bytes of tensors written. folder: as megarl.data.model_folder.resolve takes it. layout: of the ranks
+    that the checkpoint is written for.
+
+    Raises ValueError, with nothing left behind, for a folder that does not fit its config.json.
+    """
+    with _open_folder(resolve(str(folder), key="--hf")) as weights:
+        return _write_checkpoint(weights, layout, out, _common(), options)
+
+
+def megatron_to_huggingface(
+    checkpoint: Path,
+    out: Path,
+    huggingface: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    options: Options = Options(),
+) -> int:
+    """Returns the bytes of tensors written. For the arguments see open_checkpoint and write_folder."""
+    with open_checkpoint(checkpoint, huggingface) as source:
+        hf_config = without_value_head(source.hf_config)
+        destination = huggingface_holder(hf_config, options.dtype)
+        if options.dtype is None:
+            found = _dtypes(source.holder)
+            kept = {name: found[name] for name in destination.shapes if name in found}
+            destination = replace(destination, shard=replace(destination.shard, dtypes=destination.dtypes | kept))
+        plan = _proven(source.holder, destination)
+        if options.verify:
+            require_room(out, plan.num_bytes)  # before all is read
+            source.check_files(options.progress)
+        return write_folder(
+            plan, source.transport(), hf_config, source.files, out, shard_bytes, options.verify, options.progress
+        )
+
+
+def reshape(
+    checkpoint: Path, out: Path, layout: Layout, huggingface: Path | None = None, options: Options = Options()
+) -> int:
+    """Returns the bytes of tensors written. The optimizer's state comes along, if there is one, and so do other weights
+    that are saved beside the model's; the random states of ranks do not, which another layout has not."""
+    with open_checkpoint(checkpoint, huggingface) as source:
+        companions = [Companion(p, source.transport(p), source.dtypes(p)) for p in source.companions]
+        checked = partial(source.check_files, options.progress) if options.verify else None
+        weights = Weights(source.hf_config, source.holder, source.transport(), source.files, companions, checked)
+        return _write_checkpoint(weights, layout, out, source.common, options)
+
+
+@contextmanager
+def _open_folder(folder: Path) -> Iterator[Weights]:
+    hf_config = read_config(folder)
+    holder = huggingface_holder(hf_config)
+    with SafetensorsFolder(folder) as transport:
+        holder = transport.described(holder)
+        unexpected = transport.unexpected(holder)
+        refuse_unexpected(folder, [name for name in unexpected if not _without_use(name, hf_config)])
+        yield Weights(hf_config, holder, transport, folder)
+
+
+def _without_use(name: str, hf_config: Mapping[str, Any]) -> bool:
+    """What a checkpoint may have beside the model: a copy of the tied head, constants, and layers that are left out."""
+    model = ModelShape.of(hf_config)
+    tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
+    layer = name.removeprefix("model.layers.").split(".")[0]
+    beyond = left_out(hf_config) is not None and layer.isdecimal() and int(layer) >= model.num_layers
+    return tied_head or beyond or name.endswith("rotary_emb.inv_freq")
+
+
+def _proven(source: Holder, destination: Holder) -> Plan:
+    plan = make_plan([source], [destination])
+    check_plan(plan, [source], [destination])
+    return plan
+
+
+def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes, options: Options) -> int:
+    """common: the content of the file of what is not sharded."""
+    ranks = [blueprint(weights.hf_config, layout, rank, FORMAT, options.dtype) for rank in range(layout.world_size)]
+    dtypes = _dtypes_by_key(ranks, None if options.dtype else _dtypes(weights.holder))
+    destination = checkpoint_holder("checkpoint", [(rank.holder, rank.extents) for rank in ranks], dtypes)
+    parts = _proven(weights.holder, destination).into("checkpoint").grouped_by(str)
+    transports = {"": weights.transport} | {companion.prefix: companion.transport for companion in weights.companions}
+    dtypes_by_prefix = {"": dtypes} | {companion.prefix: companion.dtypes for companion in weights.companions}
+    entries = [_entries(rank, dtypes_by_prefix) for rank in ranks]
+    total = sum(entry.num_bytes for rank in entries for entry in rank)
+    memory = ReusedMemory(max(entry.num_bytes for rank in entries for entry in rank))
+    checksums: dict[str, int] = {}
+
+    def tensor(entry: Entry) -> torch.Tensor:
+        name = entry.extent.name
+        made = memory.tensor(entry.extent.shape, entry.dtype)
+        execute(parts[name], {name: made}, transports[entry.prefix])
+        if options.verify:
+            checksums[entry.name] = checksum(made)
+        options.progress("written", made.nbytes, total)
+        return made
+
+    with new_folder(out, total) as folder:
+        if weights.check is not None:
+            weights.check()
+        write_extents(entries, [rank.objects for rank in ranks], tensor, folder)
+        (folder / COMMON).write_bytes(common)
+        description = folder / DESCRIPTION
+        description.mkdir()
+        write_description(without_value_head(weights.hf_config), entries[0][0].dtype, weights.files, description)
+        if options.verify:
+            by_name = {entry.name: entry for rank in entries for entry in rank}
+            with TorchDistFolder(folder) as files:
+                verify(checksums, lambda name: files.read(*by_name[name].place), out, options.progress, total)
+    return total
+
+
+def _common() -> bytes:
+    """Of a checkpoint that has weights only: how its tensors are named, for Megatron's `load_content_metadata`."""
+    stream = io.BytesIO()
+    torch.save({"content_metadata": FORMAT}, stream)
+    return stream.getvalue()
+
+
+def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> list[Entry]:
+    """What a rank writes. dtypes: prefix -> key -> dtype of those that there are."""
+    return [
+        Entry(extent, prefix, found[extent.key])
+        for prefix, found in dtypes.items()
+        for extent in rank.extents
+        if extent.key in found
+    ]
+
+
+def _dtypes(holder: Holder) -> dict[str, str]:
+    """Of canonical tensors, as their holder has them."""
+    return {piece.canonical: holder.dtypes[piece.local] for piece in holder.pieces if piece.canonical is not None}
+
+
+def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | None) -> dict[str, str]:
+    """Of a checkpoint's tensors. kept: those that canonical tensors have and keep (None: as the ranks' holders say)."""
+    found: dict[str, str] = {}
+    for rank in ranks:
+        dtypes = rank.holder.dtypes if kept is None else _kept(rank.holder, kept)
+        found |= {extent.key: dtypes[extent.parameter] for extent in rank.extents if extent.parameter in dtypes}
+    return found
+
+
+def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
+    """Parameter -> the dtype of the tensors that it is made of. A parameter may be nothing but padding."""
+    found: dict[str, str] = {}
+    for piece in holder.pieces:
+        if piece.canonical is not None:
+            dtype = dtypes[piece.canonical]
+            if found.setdefault(piece.local, dtype) != dtype:
+                raise ValueError(
+                    f"{piece.canonical} is {dtype}, and other tensors in the same parameter of Megatron's are "
+                    f"{found[piece.local]}; give --dtype"
+                )
+    return found

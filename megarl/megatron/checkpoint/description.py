@@ -1,0 +1,59 @@
+"""What a checkpoint in Megatron's format holds, for a person or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from megarl.megatron.checkpoint.source import DESCRIPTION, companion_prefix, model_path
+from megarl.resharding.piece import ITEM_BYTES
+from megarl.resharding.transports.torch_dist import TorchDistFolder
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint holds. tensors: key -> shape, dtype, and the number of parts that it is stored in; files: name
+    -> bytes; model: the model_type, None where the checkpoint does not say it."""
+
+    checkpoint: str
+    model: str | None
+    num_parameters: int
+    num_bytes: int
+    companions: list[str]
+    files: dict[str, int]
+    tensors: dict[str, tuple[tuple[int, ...], str, int]]
+
+    def text(self) -> str:
+        """For a person: a line for each kind of thing, and one for each tensor."""
+        dtypes = Counter(dtype for _, dtype, _ in self.tensors.values())
+        lines = [
+            f"{self.checkpoint}: {self.model or 'a model that it does not name'}",
+            f"  {self.num_parameters:,} parameters; {self.num_bytes / 1e9:.3f} GB in {len(self.files)} files",
+            f"  {len(self.tensors)} tensors: {', '.join(f'{count} {dtype}' for dtype, count in dtypes.items())}",
+            *(f"  {prefix}* beside the parameters" for prefix in self.companions),
+        ]
+        rows = [f"  {key}  {list(shape)}  {dtype}  in {n}" for key, (shape, dtype, n) in self.tensors.items()]
+        return "\n".join([*lines, *rows])
+
+
+def describe(path: Path) -> Description:
+    """Raises ValueError for a folder that is no whole checkpoint."""
+    path = model_path(path)
+    description = path / DESCRIPTION / "config.json"
+    model = json.loads(description.read_text(encoding="utf-8"))["model_type"] if description.is_file() else None
+    with TorchDistFolder(path) as folder:
+        tensors = {key: (tensor.shape, tensor.dtype, len(tensor.rectangles)) for key, tensor in folder.tensors.items()}
+        prefixes = {key: companion_prefix(key, tensors) for key in tensors}
+        parameters = [tensors[key][0] for key, prefix in prefixes.items() if prefix is None]
+        return Description(
+            str(path),
+            model,
+            sum(map(prod, parameters)),
+            sum(prod(shape) * ITEM_BYTES[dtype] for shape, dtype, _ in tensors.values()),
+            sorted({prefix for prefix in prefixes.values() if prefix is not None}),
+            folder.files,
+            dict(sorted(tensors.items())),
+        )

@@ -1,0 +1,135 @@
+"""AdamW's state in the shapes of the model's parameters, so that a checkpoint of it loads under any layout.
+
+Megatron keeps it in flat buckets, each split evenly over the data-parallel ranks. Its own conversion copies everything
+several times, and cuts out at the wrong place what lies behind a bucket with padding at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megarl.megatron.model import kernels
+
+KEYS = ("param", "exp_avg", "exp_avg_sq")
+"""Megatron's names of the main weights and of the moments, all float32."""
+
+Parameter = torch.nn.Parameter
+Shard = ShardedTensor | ShardedTensorFactory
+
+
+@torch.no_grad()
+def sharded(
+    optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], is_loading: bool
+) -> dict[int, dict[str, Shard]]:
+    """Together on all ranks; by the number of the parameter on this rank. models: how the parameters are sharded.
+
+    To be saved, the state is copied to the host memory of one rank of each data-parallel group, and the others have
+    none. To be loaded into, every rank has all of it.
+    """
+    return {
+        number: {
+            key: sharded_like(models[parameter], f"optimizer.state.{key}", tensor) for key, tensor in tensors.items()
+        }
+        for number, (parameter, tensors) in enumerate(_whole_tensors(optimizer, is_loading))
+    }
+
+
+@torch.no_grad()
+def restore(optimizer: MegatronOptimizer, states: Mapping[int, Mapping[str, torch.Tensor]], num_updates: int) -> None:
+    """Takes this rank's part of what was loaded. num_updates: how many updates the state has seen."""
+    numbers = count()
+    for bucket in _buckets(optimizer):
+        for parameter in bucket.places:
+            number = next(numbers)
+            if parameter in bucket.own:
+                ours = bucket.own[parameter]["param"]
+                tensors = {key: states[number][key].flatten()[ours.start : ours.end] for key in KEYS}
+                if kernels.adam() == kernels.TORCH_ADAM:
+                    tensors["step"] = torch.tensor(float(num_updates))  # Megatron asks for all that the state has
+                bucket.part._set_main_param_and_optimizer_states(parameter, tensors)
+    for part in _parts(optimizer):
+        _set_count(part, num_updates)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A bucket of a part of the optimizer: its elements, padding included; the places of the parameters among them; and
+    Megatron's description of the parts of parameters that this rank has."""
+
+    part: DistributedOptimizer
+    num_elements: int
+    places: dict[Parameter, slice]
+    own: Mapping[Parameter, Mapping[str, Any]]
+
+    def gather(self, key: str) -> torch.Tensor | None:
+        """All elements of one kind of state, float32 on the host, on the first rank of the data-parallel group."""
+        group = self.part.data_parallel_group_gloo
+        own = torch.empty(self.num_elements // group.size())
+        for parameter, ranges in self.own.items():
+            state = self.part._get_main_param_and_optimizer_states(parameter)[key]
+            own[ranges["gbuf_local"].start : ranges["gbuf_local"].end].copy_(state)
+        if group.size() == 1:
+            return own
+        whole = torch.empty(self.num_elements) if group.rank() == 0 else None
+        parts = None if whole is None else list(whole.chunk(group.size()))
+        dist.gather(own, parts, group=group, group_dst=0)
+        return whole
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """A model with experts has a second one for them under some layouts. One without parameters may hold nothing."""
+    return [part for part in optimizer.chained_optimizers if part.optimizer is not None]
+
+
+def _buckets(optimizer: MegatronOptimizer) -> Iterator[Bucket]:
+    """In the same order every time."""
+    for part in _parts(optimizer):
+        if not part.optimizer.state:  # what the first update would make
+            part.init_state_fn(part.optimizer, part.config)
+            _set_count(part, 0)
+        for buffer, by_dtype in zip(part.buffers, part.gbuf_ranges, strict=True):
+            [ranges] = by_dtype.values()
+            for bucket, own in zip(buffer.buckets, ranges, strict=True):
+                places = {
+                    parameter: slice(start - bucket.offset, end - bucket.offset)
+                    for parameter, (start, end, bucket_id) in buffer.param_index_map.items()
+                    if bucket_id == bucket.bucket_id
+                }
+                yield Bucket(part, bucket.grad_data.numel(), places, own["param_map"])
+
+
+def _whole_tensors(
+    optimizer: MegatronOptimizer, is_loading: bool
+) -> Iterator[tuple[Parameter, dict[str, torch.Tensor]]]:
+    for bucket in _buckets(optimizer):
+        whole = {key: torch.empty(bucket.num_elements) if is_loading else bucket.gather(key) for key in KEYS}
+        if all(tensor is not None for tensor in whole.values()):
+            for parameter, place in bucket.places.items():
+                yield parameter, {key: tensor[place].view(parameter.shape) for key, tensor in whole.items()}
+
+
+def sharded_like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
+    """The tensor, sharded as the model's parameter is, and named as it with the prefix."""
+    changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
+    if isinstance(model, ShardedTensor):  # a factory, which splits a tensor into several, has no dtype of its own
+        changes["dtype"] = tensor.dtype
+    return replace(model, **changes)
+
+
+def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
+    """torch's AdamW counts updates by parameter, the fused kernels of Transformer Engine and Apex by group."""
+    if kernels.adam() == kernels.TORCH_ADAM:
+        for state in part.optimizer.state.values():
+            state["step"] = torch.tensor(float(num_updates))
+    else:
+        for group in part.optimizer.param_groups:
+            group["step"] = num_updates

@@ -1,0 +1,173 @@
+"""A checkpoint in Megatron's format as a source of weights: found, described and checked against its model."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from megarl.config.schema import Config, Layout, Role
+from megarl.config.trained_model import trained_hf_config
+from megarl.config.value_head import with_value_head
+from megarl.core.checkpoint import Checkpoint, FileRecord, is_checkpoint
+from megarl.core.files import Progress
+from megarl.data.model_folder import read_config, resolve
+from megarl.megatron.checkpoint.blueprint import blueprint
+from megarl.megatron.checkpoint.sharded import FORMAT
+from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.piece import Holder
+from megarl.resharding.selection import ONE_PROCESS
+from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, StoredTensor, TorchDistFolder
+
+DESCRIPTION = "huggingface"
+"""The folder in a checkpoint that has its model's config.json and tokenizer."""
+
+COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Weights in a checkpoint.
+
+    files       a folder with what a Hugging Face folder has beside weights
+    companions  what stands before the parameters' keys of tensors that are cut as these are: optimizer.state.exp_avg.
+                and the like, a reference that is saved
+    sealed      the checkpoint of a run that it is a part of, which knows the SHA-256 of its files
+    """
+
+    path: Path
+    files: Path
+    hf_config: Mapping[str, Any]
+    holder: Holder
+    folder: TorchDistFolder
+    extents: Mapping[str, Extent]
+    companions: Sequence[str]
+    sealed: Checkpoint | None
+
+    def transport(self, companion: str = "") -> StoredExtents:
+        """For the parameters themselves, or for a companion of theirs."""
+        return StoredExtents(self.folder, self.extents, companion)
+
+    @property
+    def common(self) -> bytes:
+        """What is not sharded, as in a file of its own. Newer versions of Megatron have it among the objects."""
+        if COMMON_OBJECT not in self.folder.objects:
+            return (self.path / COMMON).read_bytes()
+        [state] = torch.load(io.BytesIO(self.folder.read_object(COMMON_OBJECT)), weights_only=True)
+        stream = io.BytesIO()
+        torch.save(state, stream)
+        return stream.getvalue()
+
+    def check_files(self, progress: Progress) -> None:
+        """Raises ValueError, naming it, for a file of a run that is not what the run wrote."""
+        if self.sealed is not None:
+            records = _records(self.sealed, self.path)
+            for record in records:
+                self.sealed.verify([record])
+                progress("checked", record.num_bytes, sum(record.num_bytes for record in records))
+
+    def dtypes(self, companion: str) -> dict[str, str]:
+        """By the keys of the parameters that have it: the optimizer's state is of those that are trained."""
+        tensors = self.folder.tensors.items()
+        return {key.removeprefix(companion): tensor.dtype for key, tensor in tensors if key.startswith(companion)}
+
+
+@contextmanager
+def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[CheckpointSource]:
+    """path: of a converted checkpoint, or in a run `checkpoints/step_…` (its actor) or one of the folders in it.
+
+    huggingface: a folder with the config.json and the tokenizer of its model (None: those that the checkpoint has, or
+    those of the run). Raises ValueError where it is no whole checkpoint of this model.
+    """
+    path = model_path(path)
+    sealed = Checkpoint.open(path.parent) if _is_of_a_run(path) else None
+    if sealed is not None:
+        # What is unpickled next.
+        sealed.verify(record for record in _records(sealed, path) if Path(record.path).name == METADATA)
+    with TorchDistFolder(path) as folder:
+        files, hf_config = _described(path, huggingface, sealed)
+        hf_config = with_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
+        plan = blueprint(hf_config, Layout(**ONE_PROCESS, sequence_parallel=False), 0, _format(folder))
+        companions = _companions(path, folder, {extent.key for extent in plan.extents})
+        _check(path, hf_config, plan.extents, folder)
+        rectangles = {key: tensor.rectangles for key, tensor in folder.tensors.items()}
+        extents = as_stored(plan.extents, rectangles)
+        dtypes = {key: tensor.dtype for key, tensor in folder.tensors.items()}
+        holder = checkpoint_holder(str(path), [(plan.holder, extents)], dtypes)
+        by_name = {extent.name: extent for extent in extents}
+        yield CheckpointSource(path, files, hf_config, holder, folder, by_name, companions, sealed)
+
+
+def model_path(path: Path) -> Path:
+    """The checkpoint of one model: of a run's, the actor."""
+    return path / "actor" if is_checkpoint(path) else path
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether it is one of the models in a run's checkpoint, rather than a folder that somebody has put there."""
+    return path.name in get_args(Role) and is_checkpoint(path.parent)
+
+
+def _records(sealed: Checkpoint, path: Path) -> list[FileRecord]:
+    """Of the files in the folder of one of its models."""
+    return [record for record in sealed.files if Path(record.path).parts[0] == path.name]
+
+
+def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) -> tuple[Path, dict[str, Any]]:
+    """The folder of the model's description, and its config.json."""
+    own = path / DESCRIPTION
+    if huggingface is not None or own.is_dir():
+        files = resolve(str(huggingface or own), key="--hf")
+        return files, read_config(files)
+    if sealed is None:
+        raise ValueError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
+    config = Config.model_validate(sealed.state["config"])
+    role = path.name
+    given = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
+    files = resolve(given, key="--hf")
+    return files, trained_hf_config(config, role, read_config(files))
+
+
+def _format(folder: TorchDistFolder) -> dict[str, Any]:
+    """How Megatron was told to save: by default all layers are slices of one tensor."""
+    return FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
+
+
+def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], folder: TorchDistFolder) -> None:
+    for extent in extents:
+        if extent.key not in folder.tensors:
+            raise ValueError(f"{path}: {extent.key} is missing, which a model with this config.json has")
+        _check_shape(path, extent, folder.tensors[extent.key], ModelShape.of(hf_config).vocab)
+
+
+def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]) -> list[str]:
+    prefixes = {key: companion_prefix(key, parameters) for key in folder.tensors.keys() - parameters}
+    refuse_unexpected(path, sorted(key for key, prefix in prefixes.items() if prefix is None))
+    return sorted(set(prefixes.values()))
+
+
+def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
+    """What stands before a parameter's key in this one, if it ends with one."""
+    parts = key.split(".")
+    cuts = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
+    return next((".".join(parts[:cut]) + "." for cut in cuts), None)
+
+
+def refuse_unexpected(path: Path, names: Sequence[str]) -> None:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ValueError(f"{path}: {names[0]}{more}: unexpected, a model with this config.json has no such tensor")
+
+
+def _check_shape(path: Path, extent: Extent, stored: StoredTensor, vocab: int) -> None:
+    found, expected = stored.shape, extent.global_shape
+    repadded = extent.resizable and min(found[0], expected[0]) >= vocab and found[1:] == expected[1:]
+    if found != expected and not repadded:
+        raise ValueError(f"{path}: {extent.key} has shape {found}, but config.json makes it {expected}")

@@ -1,0 +1,252 @@
+"""The scalar that a microbatch is trained on, from what the head gives for its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from megatron.core import parallel_state
+
+from megarl.algorithms import corrections, implicit_reward, kl, preference_loss, value_loss
+from megarl.algorithms.objectives import loss_of_policy
+from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.whole_samples import WholeSamples
+from megarl.config.objectives import options
+from megarl.config.schema import KL, Algorithm, Correction, ImplicitReward, Value
+from megarl.core.types import TokenBatch
+from megarl.megatron.context_parallel import sum_over_ranks
+from megarl.megatron.metric_sums import Sums, largest, mean, total
+
+Objective = Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]]
+"""(batch, scored) -> Σ w·ℓ over the microbatch, and its metrics. scored: float32 [N, columns of the head]."""
+
+
+def policy_objective(
+    algorithm: Algorithm, kl_coefficient: float, batch: TokenBatch, scored: torch.Tensor
+) -> tuple[torch.Tensor, Sums]:
+    """The actor's. kl_coefficient: of this step. scored: log-prob and entropy of each row, and its value where the
+    critic is a head on the actor."""
+    assert batch.advantage is not None, "the batch has no advantages"
+    log_prob, entropy = scored[:, 0], scored[:, 1]
+    old = _old(algorithm.correction, batch, log_prob)
+    samples = _whole_samples(batch)
+    objective = algorithm.objective
+    policy = loss_of_policy(objective.name, options(objective), log_prob, old, batch.advantage, samples, batch.selected)
+    sums = _policy_metrics(batch, policy, log_prob, entropy)
+    correction = _correction(algorithm.correction, batch, old, samples)
+    loss = (batch.weight * correction.factor * policy.loss).sum()
+    sums |= _correction_metrics(batch, correction)
+    if objective.imitation_coefficient:
+        imitation = -(batch.imitation_weight * log_prob).sum()
+        loss = loss + objective.imitation_coefficient * imitation
+        sums["policy/imitation_loss"] = total(imitation)
+    if batch.selected is not None:
+        sums["policy/selected_share"] = mean(batch.selected, batch.in_loss)
+    if objective.entropy_coefficient:
+        loss = loss - objective.entropy_coefficient * (batch.weight * entropy).sum()
+    if batch.reference is not None:
+        estimate = _kl(algorithm.kl, batch, log_prob, samples)
+        if algorithm.kl.placement == "loss":
+            loss = loss + kl_coefficient * (batch.weight * estimate).sum()
+        sums[kl.metric_name(algorithm)] = mean(estimate, samples.share_at_level(algorithm.kl.level))
+        sums["kl/coefficient"] = mean(torch.full_like(estimate, kl_coefficient), batch.mask)
+    sums["policy/loss"] = total(loss)
+    if scored.shape[-1] == 3:  # the critic is a head on the actor
+        loss_of_values, of_values = value_objective(algorithm.value, batch, scored[:, 2:])
+        loss, sums = loss + loss_of_values, sums | of_values
+    return loss, sums
+
+
+def _kl(config: KL, batch: TokenBatch, log_prob: torch.Tensor, samples: WholeSamples) -> torch.Tensor:
+    """Per token, or per sample at each of its tokens. In a reward it is that of the policy at the start of the step,
+    however far the updates have moved it since."""
+    if config.placement == "reward":
+        assert batch.old is not None, "the batch has no old log-probs"
+        log_prob = batch.old
+    log_ratio = log_prob - _at_trained(batch, batch.reference, log_prob)
+    return kl.estimate(config.estimator, samples.at_level(config.level, log_ratio), config.straight_through)
+
+
+def _old(config: Correction, batch: TokenBatch, log_prob: torch.Tensor) -> torch.Tensor:
+    """Without a pass for it, because there is one update a step, the old policy is the current one: the ratio is 1, and
+    its gradient that of log_prob."""
+    old = batch.behaviour if config.old == "rollout" else batch.old
+    return log_prob.detach() if old is None else _at_trained(batch, old, log_prob)
+
+
+def _correction(config: Correction, batch: TokenBatch, old: torch.Tensor, samples: WholeSamples) -> corrections.Factors:
+    return corrections.factors(
+        old - _at_trained(batch, batch.behaviour, old),
+        samples,
+        config.weight,
+        config.weight_limit,
+        config.mask,
+        config.mask_low,
+        config.mask_high,
+    )
+
+
+def _at_trained(batch: TokenBatch, other: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
+    """Another policy's log-probs, for trained tokens. What nobody sampled may be far from it: a weight of 0 would not
+    keep an infinite ratio out of the loss."""
+    return torch.where(batch.mask, other, log_prob.detach())
+
+
+def value_objective(config: Value, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    """The critic's. scored: the value of each row, [N, 1]."""
+    assert batch.values is not None and batch.returns is not None, "the batch has no returns"
+    [value] = scored.unbind(-1)
+    error = value_loss.squared_error(value, batch.values, batch.returns, config.clip)
+    loss = config.coefficient * (batch.weight * error.loss).sum()
+    return loss, {
+        "value/loss": total(loss),
+        "value/mean": mean(value, batch.mask),
+        "value/return_mean": mean(batch.returns, batch.mask),
+        "value/error_abs_mean": mean((value - batch.returns).abs(), batch.mask),
+        "value/clip_share": mean(error.clipped, batch.mask),
+    }
+
+
+def implicit_reward_objective(
+    config: ImplicitReward, batch: TokenBatch, scored: torch.Tensor
+) -> tuple[torch.Tensor, Sums]:
+    """The implicit reward model's, on whole samples: mean over the update's samples. scored: log-prob and entropy."""
+    assert batch.reference is not None, "the batch has no reference log-probs"
+    samples = _whole_samples(batch)
+    reward = samples.of_each(implicit_reward.token_reward(scored[:, 0], batch.reference, config.beta))
+    success = (batch.reward > config.success_above).float()
+    losses = implicit_reward.outcome_cross_entropy(reward, success)
+    loss = (_sample_weight(batch, samples) * losses).sum()
+    trained = samples.count > 0
+    return loss, {
+        "implicit_reward/loss": _whole_loss(loss),
+        "implicit_reward/accuracy": mean((reward > 0) == (success > 0), trained),
+        "implicit_reward/mean": mean(reward, trained),
+    }
+
+
+def sft_objective(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    """−log-prob of what the assistant says. scored: log-prob and entropy."""
+    log_prob, entropy = scored[:, 0], scored[:, 1]
+    loss = -(batch.weight * log_prob).sum()
+    return loss, {
+        "policy/loss": total(loss),
+        "policy/entropy": mean(entropy, batch.mask),
+        "policy/nll": mean(-log_prob, batch.mask),
+    }
+
+
+def reward_model_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    """Of pairs of samples, in each of which one token is trained on: its score is the sample's. scored: [N, 1]."""
+    samples = _whole_samples(batch)
+    scores = samples.of_each(scored[:, 0])
+    smoothing = options(algorithm.objective)["label_smoothing"]
+    return _pairs_objective(
+        batch, samples, scores, lambda margin: preference_loss.bradley_terry(margin, smoothing), "reward_model"
+    )
+
+
+def dpo_objective(
+    algorithm: Algorithm, sampled: bool, batch: TokenBatch, scored: torch.Tensor
+) -> tuple[torch.Tensor, Sums]:
+    """DPO's or IPO's, of pairs of samples. sampled: whether engines have sampled them. scored: log-prob and entropy."""
+    assert batch.reference is not None, "the batch has no reference log-probs"
+    samples, given = _whole_samples(batch), options(algorithm.objective)
+    log_prob, entropy = scored[:, 0], scored[:, 1]
+    log_ratio = samples.of_each(log_prob - _at_trained(batch, batch.reference, log_prob))
+    if given["length_normalised"]:
+        log_ratio = log_ratio / samples.count.clamp(min=1)
+    beta = given["beta"]
+
+    def loss_of(margin: torch.Tensor) -> torch.Tensor:
+        if algorithm.objective.name == "ipo":
+            return preference_loss.ipo(margin / beta, beta)
+        return preference_loss.bradley_terry(margin, given["label_smoothing"])
+
+    loss, sums = _pairs_objective(batch, samples, beta * log_ratio, loss_of, "policy")
+    sums["policy/entropy"] = mean(entropy, batch.mask)
+    return loss, sums | (_mismatch_metrics(batch, log_prob) if sampled else {})
+
+
+def _pairs_objective(
+    batch: TokenBatch,
+    samples: WholeSamples,
+    rewards: torch.Tensor,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    name: str,
+) -> tuple[torch.Tensor, Sums]:
+    """Mean over the update's pairs, whose samples stand two by two, the better one first. rewards: float32 [S], by the
+    model; loss_of: from their margins [P] to a loss each."""
+    margin = preference_loss.margins(rewards)
+    weight = _sample_weight(batch, samples).view(-1, 2).sum(-1)
+    losses = loss_of(margin)
+    loss = (weight * losses).sum()
+    every = torch.ones_like(margin, dtype=torch.bool)
+    chosen, rejected = rewards.view(-1, 2).unbind(-1)
+    return loss, {
+        f"{name}/loss": _whole_loss(loss),
+        "preference/loss": mean(losses, every),
+        "preference/accuracy": mean(margin > 0, every),
+        "preference/margin": mean(margin, every),
+        "preference/chosen": mean(chosen, every),
+        "preference/rejected": mean(rejected, every),
+    }
+
+
+def _whole_samples(batch: TokenBatch) -> WholeSamples:
+    return WholeSamples(batch.mask, batch.row_sample, len(batch.reward), sum_over_ranks)
+
+
+def _sample_weight(batch: TokenBatch, samples: WholeSamples) -> torch.Tensor:
+    """float32 [S]: that of each of its trained tokens, which is the same."""
+    return samples.total(batch.weight) / samples.count.clamp(min=1)
+
+
+def _whole_loss(loss: torch.Tensor) -> tuple[torch.Tensor, None, str]:
+    """Of whole samples: every context-parallel rank has computed it, and reports its part."""
+    return total(loss / parallel_state.get_context_parallel_world_size())
+
+
+def _correction_metrics(batch: TokenBatch, correction: corrections.Factors) -> Sums:
+    """Without a correction there is nothing to tell."""
+    sums: Sums = {}
+    if correction.weight is not None:
+        sums["correction/weight_mean"] = mean(correction.weight, batch.mask)
+        sums["correction/weight_square_mean"] = mean(correction.weight.square(), batch.mask)
+        sums["correction/weight_max"] = largest(correction.weight, batch.mask)
+        sums["correction/limited_share"] = mean(correction.limited, batch.mask)
+    if correction.masked is not None:
+        sums["correction/masked_share"] = mean(correction.masked, batch.mask)
+    return sums
+
+
+def _truncation_metrics(batch: TokenBatch) -> Sums:
+    """How many tokens the engine sampled from, where it told, and how often it took one that it did not list: one as
+    likely as the last of them."""
+    if batch.kept is None:
+        return {}
+    listed = (batch.kept >= 0).sum(1)
+    outside = (batch.kept != batch.targets[:, None]).all(1)
+    return {
+        "policy/kept_mean": mean(listed.float(), batch.mask & (listed > 0)),
+        "policy/outside_kept_share": mean(outside, batch.mask & (listed > 0)),
+    }
+
+
+def _policy_metrics(batch: TokenBatch, policy: PolicyLoss, log_prob, entropy) -> Sums:
+    return _truncation_metrics(batch) | {
+        "policy/entropy": mean(entropy, batch.mask),
+        "policy/ratio_mean": mean(policy.ratio, batch.mask),
+        "policy/ratio_max": largest(policy.ratio, batch.mask),
+        "policy/clip_low_share": mean(policy.clipped_low, batch.mask),
+        "policy/clip_high_share": mean(policy.clipped_high, batch.mask),
+        **_mismatch_metrics(batch, log_prob),
+    }
+
+
+def _mismatch_metrics(batch: TokenBatch, log_prob: torch.Tensor) -> Sums:
+    mismatch = (log_prob - batch.behaviour).abs()
+    return {
+        "mismatch/logprob_abs_mean": mean(mismatch, batch.mask),
+        "mismatch/logprob_abs_max": largest(mismatch, batch.mask),
+    }

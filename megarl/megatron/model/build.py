@@ -1,0 +1,217 @@
+"""From a Hugging Face config to a GPTModel, wrapped for data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megarl.config.schema import Layout, Trained
+from megarl.core import device
+from megarl.megatron import parallel
+from megarl.megatron.model import kernels
+from megarl.megatron.model.architecture import FORM, architecture
+from megarl.megatron.model.head import replace_output_layer
+from megarl.megatron.model.layer_spec import block_spec, replace_activations, uses_transformer_engine
+from megarl.megatron.model.precision import precision
+from megarl.megatron.model.rope import set_rotary
+from megarl.megatron.overrides import build, checked, described
+from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
+from megarl.resharding.families.shape import ModelShape
+
+MODEL_DEFAULTS = (
+    *("calculate_per_token_loss", "defer_embedding_wgrad_compute", "fp16", "fp4", "fp4_param", "fp8_param"),
+    *("init_model_with_meta_device", "microbatch_group_size_per_vp_stage", "moe_single_grouped_weight"),
+    *("mtp_num_layers", "overlap_moe_expert_parallel_comm", "use_mup"),
+    # The gradient's norm would miss parameters that nothing marks as shared out; stages would wait for each other.
+    *("perform_initialization", "overlap_p2p_comm_warmup_flush"),
+)
+DDP_DEFAULTS = ("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp")
+"""Fields of Megatron's TransformerConfig and DistributedDataParallelConfig that loss, head and weights rely on."""
+
+PLACEMENT = (
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "pipeline_model_parallel_layout"),
+)
+"""Fields of TransformerConfig that would put other layers or tokens on a rank than its layout says."""
+
+ROUTING = dict(moe_router_bias_update_rate=0.0)
+"""A router's bias that follows the load of its experts, as in pretraining, would change the policy without gradient."""
+
+RECOMPUTE = {"none": None, "selective": "selective", "full": "full"}
+
+
+def build_model(
+    settings: Trained,
+    hf_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    temperature: float,
+    context_length: int,
+    frozen: Collection[str] = (),
+) -> list[DistributedDataParallel]:
+    """This rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline stage.
+
+    frozen: parameters that are not trained, by the names of `named_parameters`. DDP must not know them as trained: it
+    waits for a gradient of each parameter that it has.
+    """
+    config = transformer_config(settings, hf_config, dtype)
+    chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
+    for chunk in chunks:
+        replace_output_layer(chunk, hf_config, temperature)
+        chunk.to(device.device())
+    for name, parameter in parameters_of(chunks).items():
+        parameter.requires_grad_(name not in frozen)
+    if settings.recompute != "none" and chunks[0].pre_process:
+        # Recomputed layers are only differentiated if their input is, which that of a frozen embedding is not.
+        chunks[0].embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
+    ddp_config = data_parallel_config(settings)
+    # What later chunks communicate overlaps with the computation of other chunks anyway.
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=stage > 0)
+        for stage, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if settings.overlap_communication:
+        config.no_sync_func = _only_or_all([chunk.no_sync for chunk in wrapped])
+        config.grad_sync_func = _only_or_all([chunk.start_grad_sync for chunk in wrapped])
+    return wrapped
+
+
+def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
+    """Every parameter of this rank, under the name that its holder gives it."""
+    return parameters_of([chunk.module for chunk in chunks])
+
+
+def named_tensors(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
+    """The parameters, and what a checkpoint has beside them: the biases of routers, which no gradient trains."""
+    return tensors_of([chunk.module for chunk in chunks])
+
+
+def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
+    """The same, without their gradients."""
+    return {name: tensor.data for name, tensor in named_tensors(chunks).items()}
+
+
+def parameters_of(models: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    return {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
+
+
+def tensors_of(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    buffers = {f"chunk{i}.{name}": b for i, model in enumerate(models) for name, b in model.named_buffers()}
+    biases = {name: buffer for name, buffer in buffers.items() if name.endswith(".router.expert_bias")}
+    return parameters_of(models) | biases
+
+
+def build_chunk(
+    config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int, fused: bool | None = None
+) -> GPTModel:
+    """This rank's layers of a virtual stage (0 where a pipeline stage has only one), with Megatron's output layer.
+
+    fused: Transformer Engine's layers (None: if it is there).
+    """
+    if config.gradient_accumulation_fusion:
+        kernels.fuse_weight_gradients()
+    shape = ModelShape.of(hf_config)
+    multiple = VOCABULARY_MULTIPLE * config.tensor_model_parallel_size
+    virtual = stage if config.virtual_pipeline_model_parallel_size else None
+    model = GPTModel(
+        config,
+        block_spec(config, shape, virtual, uses_transformer_engine() if fused is None else fused),
+        vocab_size=-(-shape.vocab // multiple) * multiple,
+        max_sequence_length=context_length,
+        pre_process=parallel.is_first_stage(virtual),
+        post_process=parallel.is_last_stage(virtual),
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        vp_stage=virtual,
+    )
+    set_rotary(model, hf_config)
+    if config.use_te_activation_func:
+        replace_activations(model)
+    return model
+
+
+def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
+    """Megatron's schedules take one function per chunk, or where there is a single chunk the function itself."""
+    return functions if len(functions) > 1 else functions[0]
+
+
+def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
+    """Architecture from the Hugging Face config, parallelism from the layout, the rest from megatron_extra."""
+    section = settings.section
+    latent = ModelShape.of(hf_config).latent is not None
+    config_class = MLATransformerConfig if latent else TransformerConfig
+    groups = {
+        "the model's config.json": architecture(hf_config),
+        f"{section}.layout": parallelism(settings.layout),
+        f"model.dtype and {section}.fp8": precision(dtype, settings),
+        f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),
+    }
+    ours = dict.fromkeys(MODEL_DEFAULTS) | dict.fromkeys(FORM, "the model's config.json")
+    ours |= dict.fromkeys(PLACEMENT, f"{section}.layout") | dict.fromkeys(("fp8", "fp8_recipe"), f"{section}.fp8")
+    ours |= {name: home for home, fields in groups.items() for name in fields}
+    key = f"{section}.megatron_extra.model"
+    extra = checked(key, settings.megatron_extra.model, config_class, ours)
+    fields = {name: value for group in groups.values() for name, value in group.items()}
+    defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING
+    return build(described(section, key, extra), config_class, {**fields, **defaults, **extra})
+
+
+def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
+    """Gradients are accumulated and reduced in float32, also those of bfloat16 parameters."""
+    section, overlap = settings.section, settings.overlap_communication
+    overlapped = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    fixed = dict(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    homes = dict.fromkeys((*DDP_DEFAULTS, *fixed)) | dict.fromkeys(overlapped, f"{section}.overlap_communication")
+    key = f"{section}.megatron_extra.ddp"
+    extra = checked(key, settings.megatron_extra.ddp, DistributedDataParallelConfig, homes)
+    return build(described(section, key, extra), DistributedDataParallelConfig, fixed | overlapped | extra)
+
+
+def parallelism(layout: Layout) -> dict[str, Any]:
+    first = layout.first_stage_layers
+    return dict(
+        **parallel.sizes(layout),
+        sequence_parallel=layout.sequence_parallel,
+        num_layers_in_first_pipeline_stage=first,
+        # Of two stages the second follows from the first; Megatron divides by the stages between two given ones.
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers if first is None or layout.pp > 2 else None,
+        # Packs differ in length; megatron-core asks for this dispatcher then, of dense models too.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # The interleaved schedule releases outputs before their sends are complete: the next stage would get garbage.
+        deallocate_pipeline_outputs=layout.vpp == 1,
+        # Batched point-to-point communication is silently wrong with virtual stages on a pipeline of two.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+    )
+
+
+def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
+    """full: each layer by itself, of which its input is kept. selective: the MLPs, which keep most; attention keeps
+    little, as no kernel stores its scores. megatron_extra may choose other units."""
+    if settings.recompute == "full":
+        return dict(recompute_method="uniform", recompute_num_layers=1)
+    return dict(recompute_modules=["mlp"] if shape.experts is None else ["mlp", "moe"])
+
+
+def _kernels(latent: bool) -> dict[str, Any]:
+    """Most fused kernels come with Transformer Engine. Weights are loaded right after, so initialising them is free."""
+    fused = uses_transformer_engine()
+    return dict(
+        gradient_accumulation_fusion=kernels.fuses_weight_gradients(),
+        bias_activation_fusion=fused,
+        use_te_activation_func=not fused,  # of this kind: see replace_activations
+        bias_dropout_fusion=fused,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=fused and not latent,  # that for latent attention knows YaRN only
+        moe_grouped_gemm=fused,
+        moe_permute_fusion=fused,
+        use_cpu_initialization=not device.on_cuda(),
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+    )

@@ -1,0 +1,74 @@
+"""What this rank's part of the model reads of one microbatch, prepared once for all of its layers and chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megarl.core.types import TokenBatch
+from megarl.megatron.context_parallel import ContextShares, context_shares, sum_over_ranks
+from megarl.megatron.model.head import HeadRequest
+from megarl.megatron.model.layer_spec import PackedDocuments, uses_transformer_engine
+from megarl.ops.packed_attention import documents_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """tokens, positions   int64 [1, T/cp]: of this context-parallel rank
+    attention           which tokens attend to each other
+    head                the rows to score among this rank's tokens
+    rows                the batch with the fields of these rows only, N' of its N: what the loss reads
+    row_numbers         int64 [N']: their numbers in the batch
+    num_rows            N
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    attention: PackedSeqParams
+    head: HeadRequest
+    rows: TokenBatch
+    row_numbers: torch.Tensor
+    num_rows: int
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> ModelInput:
+        shares = context_shares(batch)
+        numbers, places = shares.rows(batch)
+        rows = batch.take_rows(numbers)
+        return cls(
+            tokens=batch.tokens[shares.own][None],
+            positions=batch.positions[shares.own][None],
+            attention=_attention(batch, shares),
+            head=HeadRequest(places, rows.targets, rows.kept),
+            rows=rows,
+            row_numbers=numbers,
+            num_rows=len(batch.rows),
+        )
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """[N', …] of every context-parallel rank's rows -> [N, …] in the order of the batch, on all of them."""
+        everybody = values.new_zeros(self.num_rows, *values.shape[1:])
+        everybody[self.row_numbers] = values
+        return sum_over_ranks(everybody)
+
+
+def _attention(batch: TokenBatch, shares: ContextShares) -> PackedSeqParams:
+    """Transformer Engine attends within boundaries; our own attention has what `documents` says, and to the
+    rotary embedding, which has the positions, the pack is one sequence."""
+    if uses_transformer_engine():
+        longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
+        return PackedSeqParams("thd", batch.boundaries, batch.boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
+    num_tokens = len(batch.tokens)
+    whole = torch.tensor([0, num_tokens], dtype=torch.int32)
+    parts = (shares.own, shares.all) if len(shares.places) > 1 else ()
+    return PackedDocuments(
+        "thd",
+        whole,
+        whole,
+        max_seqlen_q=num_tokens,
+        max_seqlen_kv=num_tokens,
+        documents=documents_of(batch.document_tokens, batch.boundaries, *parts),
+        positions=batch.positions[shares.sequence],
+    )

@@ -1,0 +1,199 @@
+"""Layer specifications: Transformer Engine's where it is installed, plain torch layers elsewhere.
+
+The torch layers fill two gaps of megatron-core's own local layers: an RMSNorm that works under sequence parallelism,
+and a core attention that takes packed documents.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
+
+from megarl.core import device
+from megarl.ops.packed_attention import Documents, packed_attention
+from megarl.ops.swiglu import swiglu
+from megarl.resharding.families.canonical import parts_of_layer
+from megarl.resharding.families.shape import ModelShape
+
+
+@dataclass
+class PackedDocuments(PackedSeqParams):
+    """Megatron's description of a pack; the index tensors of our attention, made once for all layers; and for the
+    rotary embedding the positions (int64 [T]), in the order in which Megatron shares out the pack over context-parallel
+    ranks."""
+
+    documents: Documents | None = None
+    positions: torch.Tensor | None = None
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm; marks its weight, whose gradient Megatron then sums over the sequence-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """A linear layer that every tensor-parallel rank has whole, as Transformer Engine's, for latent attention: cut, as
+    in megatron-core's own specification, it would drop part of the gradient of the keys' rotary channels."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method, bias: bool, **_):
+        super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
+        init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(hidden), None
+
+
+if importlib.util.find_spec("transformer_engine") is None:
+    # Names that megatron-core only has with Transformer Engine, and reads without: the router's gradient takes this for
+    # a kernel, and latent attention takes it to be installed and this to be a replicated layer.
+    moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False
+    multi_latent_attention.Linear = ReplicatedLinear
+
+
+class DocumentAttention(torch.nn.Module):
+    """Causal attention within each document of a pack ("thd": query [T, heads, d] or with a batch axis of one).
+
+    Under context parallelism a rank has the queries of its own tokens and fetches all keys and values.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
+        super().__init__()
+        self.context_group = parallel_state.get_context_parallel_group()
+        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout
+
+    def forward(self, query, key, value, *_, packed_seq_params: PackedDocuments, **__):
+        num_tokens = query.shape[0]
+        query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))
+        if self.context_group.size() > 1:
+            key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
+        dropout = self.dropout if self.training else 0.0
+        out = packed_attention(query, key, value, packed_seq_params.documents, self.scale, dropout)
+        return out.reshape(num_tokens, -1)  # as Transformer Engine's
+
+
+class LatentAttention(multi_latent_attention.MLASelfAttention):
+    """Its norms and projections are those of the specification. From 0.19 on, megatron-core's own wants norms of both
+    queries and latents of keys and values, or none: queries without a latent have no norm, but keys and values have."""
+
+    def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+def uses_transformer_engine() -> bool:
+    """Its attention takes documents as they follow each other in the pack; ours also those that share a prompt."""
+    return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def block_spec(
+    config: TransformerConfig, shape: ModelShape, virtual: int | None, fused: bool
+) -> TransformerBlockSubmodules:
+    """The decoder's layers on this pipeline stage, and on this virtual stage of it if there are any.
+
+    fused: Transformer Engine's.
+    """
+    first = get_transformer_layer_offset(config, vp_stage=virtual)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
+    specs = {mixed: layer_spec(shape, mixed, fused) for mixed in {shape.has_experts(number) for number in numbers}}
+    layers = [specs[shape.has_experts(number)] for number in numbers]
+    return TransformerBlockSubmodules(layers, layer_norm=_fused_norm() if fused else RMSNorm)
+
+
+def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
+    num_experts = shape.experts.count if has_experts else None
+    attention = dict(multi_latent_attention=shape.latent is not None, qk_layernorm=bool(shape.latent or shape.qk_norm))
+    if fused:
+        layer = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=has_experts, **attention)
+    else:
+        layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", **attention)
+        _use_our_layers(layer.submodules, shape)
+        layer.submodules.sharded_state_dict_keys_map = fused_names(shape, has_experts)
+    if shape.latent:
+        layer.submodules.self_attention.module = LatentAttention
+    if shape.attention_out_bias or shape.mlp_bias:
+        _drop_biases(layer.submodules, shape)
+    return layer
+
+
+def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
+    """Parameter of our layers -> its name in Transformer Engine's: that which checkpoints have, so that either loads
+    those of the other."""
+    parts = [part for part in parts_of_layer(shape, has_experts) if part.transformer_engine and not part.per_expert]
+    return {ours: fused for part in parts for ours, fused in zip(part.megatron, part.transformer_engine, strict=True)}
+
+
+def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
+    """Where TransformerConfig, which gives them to all linear layers or to none, asks for more than the model has."""
+    attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
+    if not shape.qkv_bias:
+        attention.linear_qkv = without_bias(attention.linear_qkv)
+    if not shape.attention_out_bias:
+        attention.linear_proj = without_bias(attention.linear_proj)
+    if not shape.mlp_bias:
+        mlp.linear_fc1, mlp.linear_fc2 = without_bias(mlp.linear_fc1), without_bias(mlp.linear_fc2)
+
+
+def _submodules(spec: ModuleSpec | partial) -> object:
+    """A specification's; since megatron-core 0.17 that of an MLP is a call that builds it."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+
+
+def without_bias(linear: type) -> type:
+    """The same layer, which never has a bias."""
+
+    class WithoutBias(linear):
+        def __init__(self, *args, bias: bool, **kwargs):
+            super().__init__(*args, bias=False, **kwargs)
+
+    return WithoutBias
+
+
+def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
+    attention = layer.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = DocumentAttention
+    if shape.latent:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
+        attention.kv_layernorm = RMSNorm
+        attention.q_layernorm = RMSNorm if shape.latent.query_rank else IdentityOp
+    elif shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+
+def replace_activations(model: torch.nn.Module) -> None:
+    """Gives the MLPs, experts among them, our activation, which takes gate and up at once as Transformer Engine's do.
+    Under TransformerConfig.use_te_activation_func they call it so."""
+    for module in model.modules():
+        if isinstance(module, MLP):
+            module.activation_func = swiglu
+
+
+def _fused_norm() -> type:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm

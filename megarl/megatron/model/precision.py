@@ -1,0 +1,53 @@
+"""Number formats: of parameters and activations, and of the matrix products inside Transformer Engine's layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megarl.config.schema import Trained
+from megarl.core import device
+from megarl.megatron.model.layer_spec import uses_transformer_engine
+
+FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+"""Recipe -> format. hybrid: e4m3 forward, e5m2 for gradients, whose range one scale for a whole tensor needs."""
+
+CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Recipe -> the first CUDA compute capability whose tensor cores have it: Ada, Hopper, Blackwell."""
+
+
+def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
+    """The fields of TransformerConfig. Raises ValueError where this machine has no such fp8."""
+    fields: dict[str, Any] = dict(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        attention_softmax_in_fp32=True,
+    )
+    if settings.fp8 is not None:
+        check_fp8(f"{settings.section}.fp8", settings.fp8)
+        fields |= dict(fp8=FORMATS[settings.fp8], fp8_recipe=settings.fp8)
+    return fields
+
+
+def check_fp8(key: str, recipe: str) -> None:
+    if not uses_transformer_engine():
+        raise ValueError(
+            f"{key}={recipe}: fp8 is Transformer Engine's, which needs a CUDA device and the package "
+            f"transformer-engine, and this trainer has not both; install it or set {key}=null"
+        )
+    needed, found = CAPABILITIES[recipe], device.capability()
+    if found < needed:
+        choices = [name for name, least in CAPABILITIES.items() if found >= least] or ["null"]
+        raise ValueError(
+            f"{key}={recipe}: it needs compute capability {needed[0]}.{needed[1]}, and this device has "
+            f"{found[0]}.{found[1]}; choose from {', '.join(choices)}"
+        )
+
+
+def token_multiple(fp8: str | None) -> int:
+    """What the tokens of a pack on one tensor-parallel rank must divide by: the block of an fp8 matrix product."""
+    if fp8 is None:
+        return 1
+    return 32 if fp8 == "mxfp8" else 16

@@ -1,0 +1,85 @@
+"""Rotary position embeddings, as a model's config.json asks for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megarl.config.huggingface import completed, rope_parameters
+from megarl.megatron.model.layer_spec import uses_transformer_engine
+from megarl.resharding.families.shape import ModelShape
+
+
+class PositionRotary(RotaryEmbedding):
+    """Rotary angles of the positions that a pack's tokens have in their documents, which its order does not tell.
+
+    The positions are those of PackedDocuments, set right before each call of the module that reads the angles: a layer
+    that is computed again in the backward pass needs those of its own microbatch.
+    """
+
+    positions: torch.Tensor
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> torch.Tensor:
+        return self.get_emb(int(self.positions.max()) + 1)[self.positions]
+
+
+class PositionYarn(YarnRotaryEmbedding):
+    """The same, with YaRN's scaling (arXiv 2309.00071), whose factor for the cosines and sines comes beside them."""
+
+    positions: torch.Tensor
+
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
+    ) -> tuple[torch.Tensor, float]:
+        angles, factor = self.get_emb(int(self.positions.max()) + 1)
+        return angles[self.positions], factor
+
+
+def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
+    """Gives the model, and with latent attention all of its layers, the one embedding that config.json describes."""
+    shape, rope = ModelShape.of(hf_config), rope_parameters(completed(hf_config))
+    readers: list[torch.nn.Module] = [model]
+    if shape.latent:
+        readers = [layer.self_attention for layer in model.decoder.layers]
+        model.rotary_pos_emb = readers[0].rotary_pos_emb
+        for attention in readers:
+            attention.rotary_pos_emb = model.rotary_pos_emb
+    if rope["rope_type"] != "yarn":
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
+    if not uses_transformer_engine():
+        model.rotary_pos_emb.__class__ = PositionYarn if rope["rope_type"] == "yarn" else PositionRotary
+        for reader in readers:
+            reader.register_forward_pre_hook(_set_positions, with_kwargs=True)
+
+
+def _set_positions(reader: torch.nn.Module, _: tuple, keywords: dict[str, Any]) -> None:
+    reader.rotary_pos_emb.positions = keywords["packed_seq_params"].positions
+
+
+def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:
+    """Radians per position of each pair of channels, float32 [dim / 2]. rope: rope_parameters of config.huggingface."""
+    base = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    match rope["rope_type"]:
+        case "default":
+            return base
+        case "linear":
+            return base / rope["factor"]
+        case "llama3":
+            return _llama3(base, rope)
+    raise AssertionError(rope["rope_type"])
+
+
+def _llama3(base: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
+    """Long waves are stretched by the factor, short ones are not, those between in proportion to how often they turn
+    within the original context (Llama 3.1)."""
+    # In the order of operations of transformers and vLLM, so that rounding is theirs too.
+    turns = rope["original_max_position_embeddings"] / (2 * math.pi / base)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - unscaled) * base / rope["factor"] + unscaled * base

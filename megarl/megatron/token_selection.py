@@ -1,0 +1,81 @@
+"""Which tokens of an update Clip-Cov and KL-Cov treat apart: chosen over all of its microbatches and ranks, before the
+first of them is trained on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megarl.algorithms.covariance_loss import clip_cov_order, covariance
+from megarl.config.objectives import Option, options
+from megarl.config.schema import Algorithm
+from megarl.core.types import TokenBatch, TrainingSample
+
+
+def with_selection(
+    algorithm: Algorithm, batches: Sequence[TokenBatch], members: Sequence[Sequence[TrainingSample]]
+) -> list[TokenBatch]:
+    """The microbatches of this rank with `selected`: of all tokens of the update that have a loss the covariance_share
+    that its objective orders highest, at least one, and those equal to the last of them.
+
+    Collectives over the data-parallel ranks: all of them call this. Two tokens whose order differs by less than the
+    rounding between two layouts may be chosen in one and not in the other.
+
+    members: the samples of each microbatch
+    """
+    chosen = options(algorithm.objective)
+    olds = [batch.behaviour if algorithm.correction.old == "rollout" else batch.old for batch in batches]
+    assert all(old is not None for old in olds), "the batches have no old log-probs"
+    count, mean_old, mean_advantage = _means(batches, olds)
+    orders = []
+    for batch, old, samples in zip(batches, olds, members, strict=True):
+        own = covariance(old, batch.advantage, mean_old, mean_advantage)
+        own = _order(algorithm.objective.name, chosen, own, samples)
+        orders.append(torch.where(batch.in_loss, own, -torch.inf))
+    number = max(int(chosen["covariance_share"] * count), 1)
+    least = _kth_largest(torch.cat(orders), number)
+    return [
+        replace(batch, selected=(order >= least) & (order > -torch.inf))
+        for batch, order in zip(batches, orders, strict=True)
+    ]
+
+
+def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple[int, float, float]:
+    """Over the update's tokens that have a loss: their number, mean old log-prob and mean advantage."""
+    sums = torch.zeros(3, dtype=torch.float64, device=batches[0].mask.device)
+    for batch, old in zip(batches, olds, strict=True):
+        sums += torch.stack([x[batch.in_loss].double().sum() for x in (torch.ones_like(old), old, batch.advantage)])
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    count, old, advantage = sums.tolist()
+    return int(count), old / max(count, 1), advantage / max(count, 1)
+
+
+def _order(
+    name: str, chosen: Mapping[str, Option], of_tokens: torch.Tensor, samples: Sequence[TrainingSample]
+) -> torch.Tensor:
+    if name == "kl_cov":
+        return of_tokens
+    draw = torch.cat([torch.empty(0), *(_draw(item) for item in samples)]).to(of_tokens.device)
+    return clip_cov_order(of_tokens, draw, chosen["covariance_low"], chosen["covariance_high"])
+
+
+def _draw(item: TrainingSample) -> torch.Tensor:
+    """float32 [R], random numbers that follow from the sample's name alone: they are the same in every layout."""
+    generator = torch.Generator().manual_seed(zlib.crc32(item.sample.id.encode()))
+    return torch.rand(len(item.sample.response_ids), generator=generator)
+
+
+def _kth_largest(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Of the data-parallel ranks' values together; −∞ if there are fewer."""
+    own = torch.full((k,), -torch.inf, device=values.device)
+    top = values.topk(min(k, len(values))).values
+    own[: len(top)] = top
+    group = parallel_state.get_data_parallel_group()
+    everybody = own.new_empty(dist.get_world_size(group) * k)
+    dist.all_gather_into_tensor(everybody, own, group=group)
+    return everybody.topk(k).values[-1]

@@ -1,0 +1,74 @@
+"""Copies of a model's weights in host memory, exchanged with the live ones for the length of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from megarl.core import device
+
+Weights = dict[str, torch.Tensor]
+
+
+class WeightSets:
+    """Named copies of this rank's weights, such as the reference's."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]):
+        self._weights = weights
+        self._sets: dict[str, Weights] = {}
+        self._means: dict[str, Weights] = {}
+        self._shares: dict[str, float] = {}
+
+    def keep(self, name: str, share: float | None = None) -> None:
+        """Copies the live weights, to be used under this name.
+
+        share: what `renew` takes of the live weights, in (0, 1]; None: the set never changes. Below 1 the set is a
+        mean, which is kept in float32: in bfloat16 it would not move by a small share of a small difference.
+        """
+        kept = {key: device.host_empty_like(live).copy_(live) for key, live in self._live()}
+        self._sets[name] = kept
+        if share is not None:
+            self._shares[name] = share
+            self._means[name] = kept if share == 1 else {key: weight.float() for key, weight in kept.items()}
+
+    def renew(self, name: str) -> None:
+        """Moves the named weights to the live ones: share · live + (1 − share) · named."""
+        for key, live in self._live():
+            mean = self._means[name][key]
+            mean.lerp_(live.to(mean), self._shares[name])
+            self._sets[name][key].copy_(mean)
+
+    def state(self) -> dict[str, Weights]:
+        """The sets that change, as they must be saved: by name, not copied."""
+        return dict(self._means)
+
+    def restore(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Takes the sets of a `state` as they were, bit by bit."""
+        for name, weights in state.items():
+            for key, mean in self._means[name].items():
+                mean.copy_(weights[key])
+                self._sets[name][key].copy_(mean)
+
+    @contextmanager
+    def swapped_in(self, name: str) -> Iterator[None]:
+        """The model has the named weights inside, and its own again, bit by bit, afterwards. The optimizer's float32
+        main weights stay as they are."""
+        self._exchange(name)
+        try:
+            yield
+        finally:
+            self._exchange(name)
+
+    def _exchange(self, name: str) -> None:
+        """One parameter after the other, so that no more than the largest is on the device twice."""
+        kept = self._sets[name]
+        for key, live in self._live():
+            previous = live.clone()
+            live.copy_(kept[key], non_blocking=True)
+            kept[key].copy_(previous, non_blocking=True)
+        device.synchronize()
+
+    def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((key, weight.detach()) for key, weight in self._weights.items())

@@ -1,0 +1,1 @@
+"""One rank of each role: actor, critic, implicit reward model, reward model."""

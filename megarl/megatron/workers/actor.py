@@ -1,0 +1,115 @@
+"""One rank of the actor: the policy that is trained, and its reference, a second set of the same model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.distributed import Store
+
+from megarl.algorithms.kl import adapted
+from megarl.algorithms.kl_reward import kl_reward
+from megarl.config.objectives import selects_tokens
+from megarl.config.schema import Config
+from megarl.config.value_head import with_value_head
+from megarl.core.types import TokenBatch, TrainingSample
+from megarl.data.model_folder import read_config
+from megarl.data.packing import Microbatch
+from megarl.megatron import parallel
+from megarl.megatron.losses import Objective, dpo_objective, policy_objective, sft_objective
+from megarl.megatron.token_selection import with_selection
+from megarl.megatron.workers.trainer import TrainerWorker
+
+Policy = Literal["old", "reference"]
+"""Whose log-probs a forward-only pass computes: the policy's at the start of the step, or the reference's."""
+
+
+class ActorWorker(TrainerWorker):
+    role = "actor"
+    metrics = "policy"
+
+    def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
+        hf_config = read_config(model_folder)
+        if config.actor_has_values:
+            hf_config = with_value_head(hf_config)
+        super().__init__(config, hf_config, model_folder, rank, store, threads)
+        kl = config.algorithm.kl
+        self.kl_coefficient = kl.coefficient
+        """It changes between steps if algorithm.kl.adaptive_target is given."""
+        if config.has_reference:
+            self._weight_sets.keep("reference", None if kl.renew_steps is None else kl.renew_share)
+
+    @property
+    def objective(self) -> Objective:
+        algorithm, kind = self._config.algorithm, self._config.algorithm.objective.kind
+        if kind.of_pairs:
+            return partial(dpo_objective, algorithm, not self._config.on_given_data)
+        return partial(policy_objective, algorithm, self.kl_coefficient) if kind.of_policy else sft_objective
+
+    def keep_log_probs(
+        self, policy: Policy, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> None:
+        """Forward-only pass; the log-probs stay here, for the update of the same samples, and so do the values that
+        come with the policy's."""
+        weights = self._weight_sets.swapped_in("reference") if policy == "reference" else nullcontext()
+        with weights:
+            scored = self._forward(samples, microbatches)
+        self._keep(policy, {name: columns[:, 0] for name, columns in scored.items()})
+        if policy == "old" and self._config.actor_has_values:
+            self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})
+
+    def score_tokens(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> dict[str, torch.Tensor]:
+        """After both passes of these samples: sample id -> reward of each response token for being close to the
+        reference, float32 [R] on the host. One rank of each data-parallel replica returns them."""
+        if not parallel.returns_results():
+            return {}
+        settings, old, reference = self._config.algorithm.kl, self._kept["old"], self._kept["reference"]
+        return {
+            name: kl_reward(
+                old[name].cpu(),
+                reference[name].cpu(),
+                torch.tensor(mask, dtype=torch.bool),
+                self.kl_coefficient,
+                settings.estimator,
+                settings.level,
+            )
+            for name, mask in ((item.sample.id, item.sample.response_mask) for item in samples)
+        }
+
+    def _training_batches(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> list[TokenBatch]:
+        batches, algorithm = super()._training_batches(samples, microbatches), self._config.algorithm
+        if not selects_tokens(algorithm.objective) or not parallel.is_last_stage(None):
+            return batches
+        return with_selection(algorithm, batches, [[samples[i] for i in members] for members in microbatches])
+
+    def adapt_kl(self, divergence: float, num_samples: int) -> None:
+        """After a step with this mean divergence from the reference."""
+        kl = self._config.algorithm.kl
+        self.kl_coefficient = adapted(
+            self.kl_coefficient, divergence, kl.adaptive_target, num_samples, kl.adaptive_horizon
+        )
+
+    def _counters(self) -> dict[str, float]:
+        return super()._counters() | {"kl_coefficient": self.kl_coefficient}
+
+    def _restore_counters(self, counters: Mapping[str, float]) -> None:
+        super()._restore_counters(counters)
+        self.kl_coefficient = counters["kl_coefficient"]
+
+    def renew_reference(self) -> None:
+        """After a step: the reference takes algorithm.kl.renew_share of the policy."""
+        self._weight_sets.renew("reference")
+
+    def _load_weights(self) -> None:
+        super()._load_weights()
+        for chunk in self.chunks:
+            if self._config.actor_has_values and chunk.module.post_process:
+                chunk.module.output_layer.value_head.initialise(self._config.run.seed)

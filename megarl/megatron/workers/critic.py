@@ -1,0 +1,44 @@
+"""One rank of the critic: a trunk of its own with a value head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed import Store
+
+from megarl.config.classifier import as_classifier
+from megarl.config.schema import Config
+from megarl.core.types import TrainingSample
+from megarl.data.model_folder import read_config
+from megarl.data.packing import Microbatch
+from megarl.megatron import parallel
+from megarl.megatron.losses import Objective, value_objective
+from megarl.megatron.workers.trainer import TrainerWorker
+
+
+class CriticWorker(TrainerWorker):
+    role = "critic"
+    metrics = "value"
+
+    def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
+        """model_folder: of a classifier with one label, or of a language model, whose value head then starts at 0."""
+        hf_config = as_classifier(read_config(model_folder))
+        super().__init__(config, hf_config, model_folder, rank, store, threads)
+
+    @property
+    def objective(self) -> Objective:
+        return partial(value_objective, self._config.algorithm.value)
+
+    def score_tokens(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> dict[str, torch.Tensor]:
+        """Forward-only pass: sample id -> value of the state before each response token, float32 [R] on the host.
+
+        They stay here, too, for the update of the same samples. One rank of each data-parallel replica returns them.
+        """
+        values = {name: columns[:, 0] for name, columns in self._forward(samples, microbatches).items()}
+        self._keep("values", values)
+        return {name: value.cpu() for name, value in values.items()} if parallel.returns_results() else {}

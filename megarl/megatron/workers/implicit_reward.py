@@ -1,0 +1,65 @@
+"""One rank of the implicit reward model: a language model that is trained, and its start as its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed import Store
+
+from megarl.algorithms.implicit_reward import token_reward
+from megarl.config.schema import Config
+from megarl.core.types import TokenBatch, TrainingSample
+from megarl.data.model_folder import read_config
+from megarl.data.packing import Microbatch
+from megarl.megatron import parallel
+from megarl.megatron.losses import Objective, implicit_reward_objective
+from megarl.megatron.workers.trainer import TrainerWorker
+
+
+class ImplicitRewardWorker(TrainerWorker):
+    role = "implicit_reward"
+    metrics = "implicit_reward"
+    temperature = 1.0
+    truncates = False
+
+    def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
+        super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)
+        self._weight_sets.keep("reference")
+
+    @property
+    def objective(self) -> Objective:
+        return partial(implicit_reward_objective, self._config.implicit_reward)
+
+    def score_tokens(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> dict[str, torch.Tensor]:
+        """Two forward-only passes: sample id -> what each response token adds to the reward, float32 [R] on the host.
+
+        The reference's log-probs stay here, for the update of the same samples. One rank of each data-parallel replica
+        returns the rewards.
+        """
+        with self._weight_sets.swapped_in("reference"):
+            reference = self._log_probs(samples, microbatches)
+        self._keep("reference", reference)
+        log_probs = self._log_probs(samples, microbatches)
+        if not parallel.returns_results():
+            return {}
+        config = self._config.implicit_reward
+        return {
+            name: config.coefficient * token_reward(log_prob, reference[name], config.beta).cpu()
+            for name, log_prob in log_probs.items()
+        }
+
+    def _log_probs(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> dict[str, torch.Tensor]:
+        return {name: columns[:, 0] for name, columns in self._forward(samples, microbatches).items()}
+
+    def _training_batches(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> list[TokenBatch]:
+        """It learns from the samples' rewards, not from advantages."""
+        return self._collate(samples, microbatches, self._kept)

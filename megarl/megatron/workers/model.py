@@ -1,0 +1,133 @@
+"""One rank of a model in Megatron: its shard, with the weights of a Hugging Face folder, and forward-only passes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from megarl.config.classifier import BIAS, WEIGHT
+from megarl.config.schema import Config, MegatronRole
+from megarl.config.value_head import value_head_shapes
+from megarl.core import device
+from megarl.core.types import TokenBatch, TrainingSample
+from megarl.data.collate import Reads, collate
+from megarl.data.model_folder import read_config
+from megarl.data.packing import Microbatch
+from megarl.megatron import parallel, step
+from megarl.megatron.model.build import build_model, kernels, named_weights
+from megarl.megatron.model.layer_spec import uses_transformer_engine
+from megarl.megatron.packing import packing_of
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.piece import Holder
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.safetensors import SafetensorsFolder
+
+
+class ModelWorker:
+    """Samples come and go as `Sample`s; tensors made from them stay here. Each role derives a class of its own."""
+
+    role: MegatronRole
+    reads: Reads = "states"
+    """Which row of the pack its head reads for a response token."""
+    truncates: bool = True
+    """Whether the distribution of a token is that over the tokens which the engine kept when it sampled."""
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        model_folder: Path,
+        rank: int,
+        store: Store,
+        threads: int,
+    ):
+        """hf_config: of the role's model, which may differ from that of the folder by its head."""
+        self._config, self._settings, self._hf_config = config, config.placed(self.role), hf_config
+        self._folder, self._rank = model_folder, rank
+        settings = self._settings
+        self.packing = packing_of(settings, hf_config)
+        device.claim(threads)
+        parallel.initialize(settings.layout, store, rank, config.run.seed, timeout_s=config.cluster.step_timeout_s)
+        self.chunks = build_model(
+            settings,
+            hf_config,
+            self.dtype,
+            self.temperature,
+            config.context_of(settings)[1],
+            frozen=self._frozen(),
+        )
+        self._load_weights()
+        self.kernels = kernels.describe()
+        print(f"{settings.section}: {self.kernels}", flush=True)
+
+    @property
+    def temperature(self) -> float:
+        """What a language model's logits are divided by: of an actor, the temperature that is sampled at."""
+        return self._config.rollout.temperature
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self._config.model.dtype)
+
+    @property
+    def holder(self) -> Holder:
+        return megatron_holder(
+            self._hf_config,
+            self._settings.layout,
+            self._rank,
+            dtype=self._config.model.dtype,
+            transformer_engine=uses_transformer_engine(),
+        )
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return parallel.data_parallel_rank()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return named_weights(self.chunks)
+
+    def close(self) -> None:
+        parallel.destroy()
+
+    def _frozen(self) -> Collection[str]:
+        """Names of this rank's parameters that are not trained."""
+        return self.holder.shapes
+
+    def _load_weights(self) -> None:
+        """From the folder. A score or value head that the folder's model does not have starts at zero."""
+        with SafetensorsFolder(self._folder) as transport:
+            source = transport.described(huggingface_holder(read_config(self._folder)))
+            missing = {WEIGHT, BIAS, *value_head_shapes(self._hf_config)}.difference(source.shapes)
+            plan = make_plan([source], [self.holder.zeroed(missing)])
+            execute(plan.into(self.holder.name), self.parameters(), transport)
+
+    def _forward(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> dict[str, torch.Tensor]:
+        """Forward-only pass: sample id -> what the head gives for its response tokens, float32 [R, columns]; empty
+        before the last stage."""
+        scored = step.score(self.chunks, self._collate(samples, microbatches, {}))
+        results = {}
+        for microbatch, columns in zip(microbatches, scored, strict=False):
+            members = [samples[i].sample for i in microbatch]
+            parts = columns.split([len(sample.response_ids) for sample in members])
+            results |= {sample.id: part for sample, part in zip(members, parts, strict=True)}
+        return results
+
+    def _collate(
+        self,
+        samples: Sequence[TrainingSample],
+        microbatches: Sequence[Microbatch],
+        scores: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> list[TokenBatch]:
+        return [
+            collate(
+                [samples[i] for i in members], self.packing, **scores, reads=self.reads, truncates=self.truncates
+            ).to(device.device())
+            for members in microbatches
+        ]

@@ -1,0 +1,58 @@
+"""One rank of a reward model: a classifier of whole samples or of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.distributed import Store
+
+from megarl.config.classifier import score_head_of
+from megarl.config.schema import Config
+from megarl.core import device
+from megarl.core.types import TrainingSample
+from megarl.data.model_folder import read_config
+from megarl.data.packing import Microbatch
+from megarl.megatron import parallel
+from megarl.megatron.offload import Offload
+from megarl.megatron.workers.model import ModelWorker
+
+
+class RewardModelWorker(ModelWorker):
+    role = "reward_model"
+    reads = "tokens"
+
+    def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
+        super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)
+        self._kind = score_head_of(self._hf_config).kind
+        self._offload = Offload(self.chunks)
+        if freed := self._move_out():
+            print(f"reward_model: {freed / 1e9:.3f} GB freed on the device while it does not score", flush=True)
+
+    def score_tokens(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> dict[str, torch.Tensor]:
+        """Forward-only pass: sample id -> score of each response token, float32 [R] on the host; of a sequence
+        classifier that of the last one, [1]. One rank of each data-parallel replica returns them."""
+        with self._present():
+            scores = {name: columns[:, 0] for name, columns in self._forward(samples, microbatches).items()}
+        if not parallel.returns_results():
+            return {}
+        first = -1 if self._kind == "sequence" else 0
+        return {name: score[first:].cpu() for name, score in scores.items()}
+
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        """What the key `offload` names is on the device inside."""
+        for part in set(self._settings.offload):
+            self._offload.move_in(part)
+        yield
+        self._move_out()
+        if self._config.is_colocated:
+            device.release_cache()  # an engine may wake up next
+
+    def _move_out(self) -> int:
+        """Returns the bytes that this frees on the device."""
+        return sum(self._offload.move_out(part) for part in set(self._settings.offload))

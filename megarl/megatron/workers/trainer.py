@@ -1,0 +1,206 @@
+"""One rank of a model that the run trains: its shard and its optimizer. Each role derives a class of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from megarl.config.learning_rate import learning_rate
+from megarl.config.schema import Config, Role
+from megarl.config.value_head import without_value_head
+from megarl.core import device
+from megarl.core.checkpoint import Checkpoint, FileRecord
+from megarl.core.metrics import Metric, merge
+from megarl.core.types import TokenBatch, TrainingSample
+from megarl.data.packing import Microbatch
+from megarl.megatron import parallel, random_state, step
+from megarl.megatron.advantages import with_advantages
+from megarl.megatron.checkpoint import sharded
+from megarl.megatron.losses import Objective
+from megarl.megatron.metric_sums import read
+from megarl.megatron.model.build import named_parameters, named_weights
+from megarl.megatron.offload import Offload
+from megarl.megatron.optimizer import build_optimizer, set_rates
+from megarl.megatron.weight_snapshots import WeightSets
+from megarl.megatron.workers.model import ModelWorker
+from megarl.resharding.families import huggingface_holder
+from megarl.resharding.folder import write_folder
+from megarl.resharding.planning.plan import Plan
+from megarl.resharding.selection import select_tensors, whole_parameters
+from megarl.resharding.transports import cuda_memory, shared_memory
+from megarl.resharding.transports.p2p import Meeting, Sent
+from megarl.resharding.transports.published import Published
+from megarl.resharding.transports.transport import Transport
+from megarl.resharding.verification import Checksum, Region, own_checksums
+
+
+class TrainerWorker(ModelWorker, ABC):
+    """A role says which model it is, what it computes of samples in a forward-only pass, and what it is trained on."""
+
+    role: Role
+    metrics: str
+    """The first part of its metrics' names."""
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        model_folder: Path,
+        rank: int,
+        store: Store,
+        threads: int,
+    ):
+        """hf_config: of the role's model, which may differ from that of the folder by its head."""
+        super().__init__(config, hf_config, model_folder, rank, store, threads)
+        settings = self._settings
+        self._kept: dict[str, dict[str, torch.Tensor]] = {}
+        """What passes gave for the samples of this step: name as in TokenBatch -> sample id -> float32 [R]."""
+        undecayed = self._chosen("optimizer.no_weight_decay", settings.optimizer.no_weight_decay)
+        trained = named_parameters(self.chunks)  # other than a router's bias, which no pattern keeps from decay
+        without_decay = [trained[name] for name in undecayed if name in trained]
+        self.optimizer = build_optimizer(settings, self.chunks, self.dtype, without_decay)
+        self._offload = Offload(self.chunks, self.optimizer)
+        self._weight_sets = WeightSets(named_weights(self.chunks))
+        self.num_updates = 0
+        """Optimizer steps done; the learning rate follows from it."""
+
+    @property
+    @abstractmethod
+    def objective(self) -> Objective:
+        """What the next update is trained on."""
+
+    def publish(self) -> Published:
+        """Moves the live parameters into shared memory, where others on this machine read them from now on; on GPU, a
+        copy of the parameters as they are."""
+        self._published = {name: weight.cpu() for name, weight in self.parameters().items()}
+        return shared_memory.publish(self._published)
+
+    def publish_on_gpu(self, readers: Mapping[str, Collection[str]]) -> dict[str, Published]:
+        """Lets others on this machine read the live parameters where they are. readers: name -> the parameters that it
+        will read."""
+        own = self.parameters()
+        return {
+            reader: cuda_memory.publish({name: own[name].detach() for name in names})
+            for reader, names in readers.items()
+        }
+
+    def connect(self, plan: Plan, meeting: Meeting) -> None:
+        """From now on `send` is this rank's part of this plan, which others at the meeting receive."""
+        self._transport = meeting.open(self.holder.name, self.parameters(), plan)
+
+    def send(self) -> Sent:
+        """This rank's part of a refit."""
+        return self._transport.send()
+
+    def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
+        """This rank's part of what engines should have. plan: the export's."""
+        return own_checksums(wanted, plan, self.holder.name, self.parameters())
+
+    def update(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> dict[str, Metric]:
+        """One optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Returns metrics on the ranks that
+        report for their replica, nothing on the others."""
+        batches = self._training_batches(samples, microbatches)
+        optimizer = self._settings.optimizer
+        rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
+        set_rates(self.optimizer, rate, optimizer.weight_decay)
+        sums = step.accumulate_gradients(self.chunks, self.objective, batches)
+        grad_norm = step.apply_gradients(self.optimizer)
+        self.num_updates += 1
+        if not parallel.reports_metrics():
+            return {}
+        own = {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
+        return merge(map(read, sums)) | own
+
+    def offload(self) -> dict[str, Metric]:
+        """Moves what the section's key `offload` names to host memory, until `onload`."""
+        section, parts = self._settings.section, sorted(set(self._settings.offload))
+        num_bytes = {part: self._offload.move_out(part) for part in parts}
+        return {
+            f"memory/{section}_{part}_offloaded_gb": Metric(size / 1e9, reduction="sum")
+            for part, size in num_bytes.items()
+        }
+
+    def onload(self) -> None:
+        for part in set(self._settings.offload):
+            self._offload.move_in(part)
+
+    def end_step(self) -> None:
+        """Its samples do not come back, and whoever reads the parameters now, also from another process, finds them
+        complete."""
+        step.gather_parameters(self.chunks)
+        device.synchronize()
+        self._kept.clear()
+        if self._config.is_colocated:
+            device.release_cache()  # an engine wakes up next
+
+    def export(self, plan: Plan, transport: Transport, out: Path) -> None:
+        """Writes the model, read from all ranks by the transport, as a Hugging Face folder."""
+        write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
+
+    def check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
+        """This rank's share of the role's files. Raises ValueError that names a damaged one."""
+        files = [record for record in checkpoint.files if record.path.startswith(f"{role}/")]
+        checkpoint.verify(files[self._rank :: self._settings.layout.world_size])
+
+    def load_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
+        """Weights, optimizer, counts, random states and the weight sets that change, in place. A reference that does
+        not is the model that the run started from, as its folder has it.
+
+        Random states belong to a place in a layout. Under another one they follow from run.seed and the number of
+        updates. Training draws nothing from them: there is no dropout, and routers have no noise unless megatron_extra
+        asks for it.
+        """
+        same_layout = checkpoint.state["config"][role]["layout"] == self._settings.layout.model_dump()
+        counters = sharded.load(self.chunks, self.optimizer, self._weight_sets, checkpoint.path / role, same_layout)
+        self._restore_counters(counters)
+        if not same_layout:
+            random_state.seed_anew(self._config.run.seed, self.num_updates)
+
+    def save_checkpoint(self, checkpoint: Path, role: Role) -> None:
+        """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on."""
+        self._saving = sharded.save(self.chunks, self.optimizer, self._weight_sets, self._counters(), checkpoint / role)
+
+    def checkpoint_written(self) -> bool:
+        return self._saving.written
+
+    def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
+        """This rank's files, once they are on the disk."""
+        return self._saving.finish(checkpoint)
+
+    def _counters(self) -> dict[str, float]:
+        """What else a run needs to go on, the same on all ranks."""
+        return {"num_updates": self.num_updates}
+
+    def _restore_counters(self, counters: Mapping[str, float]) -> None:
+        self.num_updates = counters["num_updates"]
+
+    def _frozen(self) -> Collection[str]:
+        return self._chosen("frozen", self._settings.frozen)
+
+    def _chosen(self, key: str, patterns: Sequence[str]) -> list[str]:
+        """This rank's parameters that the patterns (of a key of its section) choose among the model's tensors."""
+        key = f"{self._settings.section}.{key}"
+        selected = select_tensors(key, patterns, huggingface_holder(self._hf_config).shapes)
+        return whole_parameters(key, selected, self.holder)
+
+    def _training_batches(
+        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
+    ) -> list[TokenBatch]:
+        """What the update trains on: the samples, what passes and other models gave for them, and their advantages."""
+        names = samples[0].scores if samples else ()
+        handed = {name: {item.sample.id: item.scores[name] for item in samples} for name in names}
+        batches = self._collate(samples, microbatches, self._kept | handed)
+        algorithm = self._config.algorithm
+        # Only the last stage reads them, and a critic's values are on no other.
+        estimated = algorithm.objective.kind.of_policy and parallel.is_last_stage(None)
+        return with_advantages(algorithm, batches) if estimated else batches
+
+    def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
+        """For the update of the same samples, on the last stage, which alone has scores and reads them."""
+        if parallel.is_last_stage(None):
+            self._kept.setdefault(name, {}).update(scores)

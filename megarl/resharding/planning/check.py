@@ -1,0 +1,251 @@
+"""Proves of a plan, whoever made it, that it writes every element of its destinations exactly once, and rightly."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, combinations
+
+from megarl.resharding.piece import (
+    ITEM_BYTES,
+    Holder,
+    Piece,
+    Place,
+    Rectangle,
+    Shard,
+    contains,
+    intersect,
+    num_elements,
+    whole,
+)
+from megarl.resharding.planning.plan import Bucket, Hop, Link, Move, Plan
+
+
+class PlanError(ValueError):
+    """The plan would leave an element unwritten, write one twice, or write the wrong one."""
+
+
+def check_plan(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder]) -> None:
+    """Raises PlanError unless
+
+    - buckets and padding tile every parameter of every destination: each element is written exactly once,
+    - they write nothing else: nothing moves that the destination does not keep,
+    - each move has the same canonical coordinates at both ends of each link; padding has none,
+    - each move names the dtypes that its ends have,
+    - what a destination hands on it has received before,
+    - the order, if the plan has one, is of everything that travels.
+
+    What is said of several holders is proven once, for those that have the same shard and get the same.
+    """
+    _Check(plan, sources, destinations).run()
+
+
+class _Check:
+    def __init__(self, plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder]):
+        holders = (*sources, *destinations)
+        described = tuple((holder.name, holder.node, holder.device) for holder in holders), len(sources)
+        devices = plan.devices or [None] * len(plan.holders)
+        if described != (tuple(zip(plan.holders, plan.nodes, devices, strict=True)), plan.num_sources):
+            raise PlanError("the plan is for other holders, or for the same on other nodes or devices")
+        for names in (plan.holders[: plan.num_sources], plan.destinations):
+            if len(set(names)) < len(names):
+                raise PlanError("two sources, or two destinations, have the same name")
+        self._plan = plan
+        self._shards = [holder.shard for holder in holders]
+        self._parameters = {shard: _Parameters(shard) for shard in self._shards}
+
+    def run(self) -> None:
+        for bucket in self._plan.buckets:
+            self._check_links(bucket)
+            self._check_moves(bucket)
+        for padding in self._plan.padding:
+            for holder in padding.holders:
+                self._check_number(holder)
+            for shard in {self._shards[holder] for holder in padding.holders}:
+                for place in padding.places:
+                    if not self._parameters[shard].is_padding(place):
+                        raise PlanError(f"fills elements that are not padding: {place}")
+        self._check_coverage()
+        self._check_order()
+        self._check_handed_on()
+
+    def _check_number(self, holder: int) -> None:
+        if not self._plan.num_sources <= holder < len(self._shards):
+            raise PlanError(f"{holder} is not the number of a destination")
+
+    def _check_links(self, bucket: Bucket) -> None:
+        entries = {link.destination for link in bucket.links}
+        for link in (*bucket.links, *bucket.onward):
+            self._check_number(link.destination)
+        for link in bucket.links:
+            if not 0 <= link.source < len(self._shards):
+                raise PlanError(f"{link.source} is not the number of a holder")
+        for link in bucket.onward:
+            if link.source not in entries:
+                raise PlanError(f"{self._plan.holders[link.source]} hands on what it has not received: {link}")
+
+    def _check_moves(self, bucket: Bucket) -> None:
+        givers = {self._shards[link.source] for link in bucket.links}
+        takers = {self._shards[link.destination] for link in (*bucket.links, *bucket.onward)}
+        for move in bucket.moves:
+            there = {self._held(shard, move.source, move.source_dtype, move) for shard in givers}
+            here = {self._held(shard, move.destination, move.destination_dtype, move) for shard in takers}
+            if None in there:
+                raise PlanError(f"its source does not hold what is copied: {move}")
+            if None in here:
+                raise PlanError(f"its destination does not keep what is copied: {move}")
+            if len(there | here) != 1:
+                raise PlanError(f"{sorted(there)} at the source, {sorted(here)} at the destination: {move}")
+        size = sum(
+            num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype] for move in bucket.moves
+        )
+        if size != bucket.num_bytes:
+            raise PlanError(f"a bucket says that it has {bucket.num_bytes} bytes, its moves have {size}")
+
+    def _held(self, shard: Shard, place: Place, dtype: str, move: Move) -> tuple[str, Rectangle] | None:
+        canonical = self._parameters[shard].canonical(place)
+        if canonical is not None and shard.dtypes[place.parameter] != dtype:
+            actual = shard.dtypes[place.parameter]
+            raise PlanError(f"{place.parameter} is {actual}, which the move does not say: {move}")
+        return canonical
+
+    def _check_coverage(self) -> None:
+        """Of each kind of destination: those of the same shard that are among the takers of the same things."""
+        written = self._written()
+        received: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for takers in written:
+            for holder in takers:
+                received[holder].append(takers)
+        kinds: dict[tuple[Shard, tuple[tuple[int, ...], ...]], int] = {}
+        for holder in range(self._plan.num_sources, len(self._shards)):
+            kinds.setdefault((self._shards[holder], tuple(received[holder])), holder)
+        for (shard, groups), holder in kinds.items():
+            places = (place for takers in groups for place in written[takers])
+            _check_tiling(self._plan.holders[holder], shard, places)
+
+    def _written(self) -> dict[tuple[int, ...], list[Place]]:
+        """Holders -> the places that are written at each of them. One that gets something twice is in there twice."""
+        written: dict[tuple[int, ...], list[Place]] = defaultdict(list)
+        for bucket in self._plan.buckets:
+            takers = tuple(link.destination for link in (*bucket.links, *bucket.onward))
+            written[takers] += (move.destination for move in bucket.moves)
+        for padding in self._plan.padding:
+            written[padding.holders] += padding.places
+        return written
+
+    def _check_order(self) -> None:
+        if not self._plan.order:
+            return
+        missing = Counter(self._hops())
+        missing.subtract(self._plan.order)
+        for hop, times in missing.items():
+            if times:
+                raise PlanError(f"the order has {hop} {1 - times} times")
+
+    def _hops(self) -> Iterator[Hop]:
+        for number, bucket in enumerate(self._plan.buckets):
+            for link in (*bucket.links, *bucket.onward):
+                yield Hop(number, link)
+
+    def _check_handed_on(self) -> None:
+        """Links that begin at a destination: inside the bucket that it has just received, or later."""
+        received: dict[int, list[Place]] = {
+            link.source: []
+            for bucket in self._plan.buckets
+            for link in bucket.links
+            if link.source >= self._plan.num_sources
+        }
+        arrived: set[tuple[int, int]] = set()
+        for number, link in self._plan.order or self._hops():
+            bucket = self._plan.buckets[number]
+            if link.source in received and link in bucket.links:
+                for move in bucket.moves:
+                    self._check_received(link, move, received[link.source])
+            elif link.source >= self._plan.num_sources and (number, link.source) not in arrived:
+                raise PlanError(f"{self._plan.holders[link.source]} hands on what it has not received: {link}")
+            arrived.add((number, link.destination))
+            if link.destination in received:
+                received[link.destination] += (move.destination for move in bucket.moves)
+
+    def _check_received(self, link: Link, move: Move, received: Iterable[Place]) -> None:
+        parameter, rectangle = move.source
+        common = [intersect(place.rectangle, rectangle) for place in received if place.parameter == parameter]
+        # No element is written twice, so the common parts are disjoint.
+        if sum(num_elements(part) for part in common if part is not None) != num_elements(rectangle):
+            raise PlanError(f"{self._plan.holders[link.source]} hands on what it has not received: {move}")
+
+
+class _Parameters:
+    """What the elements of a shard's parameters are."""
+
+    def __init__(self, shard: Shard):
+        self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in shard.pieces:
+            self._pieces[piece.local].append(piece)
+        for pieces in self._pieces.values():
+            pieces.sort(key=_start)
+
+    def canonical(self, place: Place) -> tuple[str, Rectangle] | None:
+        """The canonical coordinates of a place; None for padding and for what is not held."""
+        piece = self._piece(place)
+        if piece is None or piece.canonical is None:
+            return None
+        return piece.canonical, piece.to_canonical(place.rectangle)
+
+    def is_padding(self, place: Place) -> bool:
+        piece = self._piece(place)
+        return piece is not None and piece.canonical is None
+
+    def _piece(self, place: Place) -> Piece | None:
+        pieces = self._pieces.get(place.parameter, [])
+        start = tuple(low for low, _ in place.rectangle)
+        # Mostly pieces follow each other along one axis: then it is the last that starts no later.
+        near = bisect_right(pieces, start, key=_start)
+        for piece in chain(pieces[max(0, near - 1) : near], pieces):
+            if contains(piece.local_rectangle, place.rectangle):
+                return piece
+        return None
+
+
+def _start(piece: Piece) -> tuple[int, ...]:
+    return tuple(low for low, _ in piece.local_rectangle)
+
+
+def _check_tiling(name: str, shard: Shard, places: Iterable[Place]) -> None:
+    written = defaultdict(list)
+    for parameter, rectangle in places:
+        written[parameter].append(rectangle)
+    for parameter, shape in shard.shapes.items():
+        rectangles = written[parameter]
+        outside = [rectangle for rectangle in rectangles if not contains(whole(shape), rectangle)]
+        if outside:
+            raise PlanError(f"{name} {parameter} {shape}: written outside, at {outside[0]}")
+        overlap = _overlap(rectangles)
+        if overlap:
+            raise PlanError(f"{name} {parameter}: written twice, at {overlap}")
+        missing = num_elements(whole(shape)) - sum(map(num_elements, rectangles))
+        if missing:
+            raise PlanError(f"{name} {parameter} {shape}: {missing} elements are never written")
+
+
+def _overlap(rectangles: Sequence[Rectangle], axis: int = 0) -> Rectangle | None:
+    """A rectangle that two of them share. Axis by axis, only those whose spans touch are compared: no pair by pair."""
+    if len(rectangles) < 2:
+        return None
+    if axis == len(rectangles[0]):
+        return next((common for pair in combinations(rectangles, 2) if (common := intersect(*pair))), None)
+    return next((common for group in _runs(rectangles, axis) if (common := _overlap(group, axis + 1))), None)
+
+
+def _runs(rectangles: Sequence[Rectangle], axis: int) -> list[list[Rectangle]]:
+    """Groups whose spans along the axis do not overlap those of any other group."""
+    runs: list[list[Rectangle]] = []
+    end = 0
+    for rectangle in sorted(rectangles, key=lambda rectangle: rectangle[axis]):
+        start, stop = rectangle[axis]
+        if not runs or start >= end:
+            runs.append([])
+        runs[-1].append(rectangle)
+        end = max(end, stop)
+    return runs

@@ -1,0 +1,154 @@
+"""What a plan costs, in numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from megarl.resharding.piece import ITEM_BYTES, Holder, num_elements
+from megarl.resharding.planning.check import check_plan
+from megarl.resharding.planning.holdings import divide, holdings
+from megarl.resharding.planning.plan import Plan
+from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """bytes_total           that travel, over all links, or are copied on a device
+    bytes_wasted          of them, what its destination does not keep, or what enters a node that has it already
+    bytes_by_link         "inter": between nodes, "intra": inside them, "local": on a device that both sides share
+    written_once          proven: every element of every destination is written exactly once, with what belongs there
+    source_balance        the busiest source: what it gives over the mean of its replicas. Where several sets of
+                          replicas overlap, as those of experts and of other layers do, the mean is summed over them.
+                          What stays on a device does not count
+    predicted_seconds     when everything travels in the order in which it is sent over a network
+    floor_seconds         the busiest rank's bytes in or out, over the bandwidth of that link
+    peak_staging_bytes    of buckets that a rank has in hand: the one on its way from or to another node, and the next
+    ranks_source, ranks_destination    how many processes
+    plan_hash             equal for equal plans
+    """
+
+    bytes_total: int
+    bytes_wasted: int
+    bytes_by_link: dict[str, int]
+    written_once: bool
+    source_balance: float
+    predicted_seconds: float
+    floor_seconds: float
+    peak_staging_bytes: int
+    ranks_source: int
+    ranks_destination: int
+    plan_hash: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder], bandwidth: Bandwidth) -> Figures:
+    """Proves the plan first. Raises PlanError where that fails."""
+    plan = ordered(plan)
+    check_plan(plan, sources, destinations)
+    need = _need(sources, destinations)
+    by_link = _bytes_by_link(plan)
+    simulated = schedule(plan, bandwidth)
+    return Figures(
+        bytes_total=plan.num_bytes,
+        bytes_wasted=plan.num_bytes - need.kept + max(0, by_link["inter"] - need.entering),
+        bytes_by_link=by_link,
+        written_once=True,
+        source_balance=_source_balance(plan, need.fair),
+        predicted_seconds=simulated.seconds,
+        floor_seconds=simulated.floor_seconds,
+        peak_staging_bytes=_peak_staging(plan, simulated),
+        ranks_source=len(sources),
+        ranks_destination=len(destinations),
+        plan_hash=plan.plan_hash,
+    )
+
+
+class Need(NamedTuple):
+    """What follows from the holders alone, whatever the plan.
+
+    kept      bytes that the destinations keep, without padding
+    entering  bytes that enter nodes, each once, where they are not there already
+    fair      bytes that each source gives others if all who have something give equal parts of it
+    """
+
+    kept: int
+    entering: int
+    fair: list[float]
+
+
+def _need(sources: Sequence[Holder], destinations: Sequence[Holder]) -> Need:
+    places = [(holder.node, holder.device) for holder in (*sources, *destinations)]
+    held = holdings(sources)
+    kept = entering = 0
+    fair = [0.0] * len(sources)
+    givers: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, dict[int, float]]] = {}
+    for tensor, rectangles in holdings(destinations, first=len(sources)).items():
+        cuts, owners = tuple(held[tensor]), list(held[tensor].values())
+        for wanted, wanting in rectangles.items():
+            takers = tuple(holder for keep in wanting for holder in keep.holders)
+            for part, numbers in divide(cuts, wanted).parts:
+                num_bytes = num_elements(part) * ITEM_BYTES[wanting[0].dtype]
+                having = tuple(holder for number in numbers for keep in owners[number] for holder in keep.holders)
+                if (having, takers) not in givers:
+                    givers[having, takers] = _shares(having, takers, places)
+                far, shares = givers[having, takers]
+                kept += num_bytes * len(takers)
+                entering += num_bytes * far
+                for holder, share in shares.items():
+                    fair[holder] += num_bytes * share
+    return Need(kept, entering, fair)
+
+
+def _shares(
+    having: tuple[int, ...], takers: tuple[int, ...], places: Sequence[tuple[int, int | None]]
+) -> tuple[int, dict[int, float]]:
+    """How many nodes something must enter, and how many times each of those who have it gives it to others. places:
+    node and device of each."""
+    near: dict[int, list[int]] = defaultdict(list)
+    for holder in having:
+        near[places[holder][0]].append(holder)
+    devices = {places[holder][1] for holder in having} - {None}
+    shares: dict[int, float] = defaultdict(float)
+    far = {places[taker][0] for taker in takers} - near.keys()
+    for holder in having:
+        shares[holder] += len(far) / len(having)
+    for node, device in (places[taker] for taker in takers):
+        for holder in near.get(node, ()) if device not in devices else ():
+            shares[holder] += 1 / len(near[node])
+    return len(far), shares
+
+
+def _bytes_by_link(plan: Plan) -> dict[str, int]:
+    moved = {"inter": 0, "intra": 0, "local": 0}
+    for bucket in plan.buckets:
+        for link in (*bucket.links, *bucket.onward):
+            inside = "local" if plan.is_local(link) else "intra"
+            moved[inside if plan.nodes[link.source] == plan.nodes[link.destination] else "inter"] += bucket.num_bytes
+    return moved
+
+
+def _source_balance(plan: Plan, fair: Sequence[float]) -> float:
+    given = [0] * len(fair)
+    for bucket in plan.buckets:
+        for link in bucket.links:
+            if link.source < plan.num_sources and not plan.is_local(link):
+                given[link.source] += bucket.num_bytes
+    return max((bytes_given / share for bytes_given, share in zip(given, fair, strict=True) if share), default=1.0)
+
+
+def _peak_staging(plan: Plan, simulated: Schedule) -> int:
+    """Inside a node nothing is staged: there a process can read what another one has in its place."""
+    before: dict[tuple[int, bool], int] = defaultdict(int)
+    peak = 0
+    for number, (source, destination), _, _ in simulated.transfers:
+        if plan.nodes[source] != plan.nodes[destination]:
+            size = plan.buckets[number].num_bytes
+            for port in ((source, True), (destination, False)):
+                peak = max(peak, before[port] + size)
+                before[port] = size
+    return peak

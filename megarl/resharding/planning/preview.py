@@ -1,0 +1,88 @@
+"""How a model's weights would move from one layout to another: planned, proven and described, without moving any."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.data.model_folder import default_cache
+from megarl.resharding.planning.collector import without_collector
+from megarl.resharding.planning.figures import Figures, figures
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.results import kept
+from megarl.resharding.planning.schedule import Bandwidth
+from megarl.resharding.planning.side import bytes_per_second, colocate, on_nodes, side_holders
+
+
+def reshard(
+    model: Path, source: str, destination: str, ranks_per_node: int, bandwidth: str, colocated: bool = False
+) -> Figures:
+    """Nodes are filled in the order of ranks. What has been asked before is not computed again.
+
+    model                 a config.json, or the folder that has it
+    source, destination   see side_holders
+    colocated             they share devices: rank i of both is on the same one. Else they are on different nodes
+
+    Raises ValueError for what cannot be read, or does not fit the model.
+    """
+    hf_config = _read(model)
+    speeds = Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")))
+    if ranks_per_node < 1:
+        raise ValueError(f"--nodes-of {ranks_per_node}: expected at least one rank on a node")
+
+    def compute() -> dict[str, Any]:
+        with without_collector():
+            sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
+            wanting = side_holders("--to", destination, hf_config, is_source=False)
+            destinations = on_nodes(wanting, ranks_per_node, first=0 if colocated else sources[-1].node + 1)
+            if colocated:
+                sources, destinations = colocate(source, sources, destination, destinations)
+            return figures(make_plan(sources, destinations), sources, destinations, speeds).as_dict()
+
+    inputs = [hf_config, source, destination, ranks_per_node, asdict(speeds), colocated]
+    return Figures(**kept(default_cache() / "plans", inputs, compute))
+
+
+def table(found: Figures) -> str:
+    """For people."""
+    inter, intra, local = (_size(found.bytes_by_link[link]) for link in ("inter", "intra", "local"))
+    beside = f", {local} on a device" if found.bytes_by_link["local"] else ""
+    rows = {
+        "ranks": f"{found.ranks_source:,} -> {found.ranks_destination:,}",
+        "bytes": f"{_size(found.bytes_total)}: {inter} between nodes, {intra} inside them{beside}",
+        "wasted": _size(found.bytes_wasted),
+        "proof": "every element is written exactly once" if found.written_once else "FAILED",
+        "busiest": f"source gives {found.source_balance:.3f} of the mean of its replicas",
+        "time": _time(found.predicted_seconds, found.floor_seconds),
+        "staging": f"{_size(found.peak_staging_bytes)} per process at most",
+        "plan": found.plan_hash[:16],
+    }
+    return "\n".join(f"{name:<8} {text}" for name, text in rows.items())
+
+
+def _time(predicted: float, floor: float) -> str:
+    if not floor:
+        return "nothing travels"
+    return f"{predicted:.3g} s predicted, {floor:.3g} s at least: {predicted / floor:.3f} of it"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} B"
+
+
+def _read(model: Path) -> Mapping[str, Any]:
+    """A quantised checkpoint counts as what it is quantised from: trainers and engines hold that."""
+    path = model / "config.json" if model.is_dir() else model
+    if not path.is_file():
+        raise ValueError(f"--model {model}: {path} does not exist; give a config.json, or the folder that has it")
+    try:
+        hf_config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--model {model}: not JSON: {error}") from None
+    return {**hf_config, "quantization_config": None}

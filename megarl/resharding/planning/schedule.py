@@ -1,0 +1,242 @@
+"""When each bucket of a plan travels: a simulation of all processes' ports, and the order that follows from it."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from megarl.resharding.planning.collector import without_collector
+from megarl.resharding.planning.plan import Hop, Link, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes per second that one process sends, and at the same time receives: to other nodes, and inside its own."""
+
+    inter: float
+    intra: float
+
+
+class Transfer(NamedTuple):
+    """One bucket, by its number in the plan, over one link; times are in seconds from the start."""
+
+    bucket: int
+    link: Link
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """transfers      in the order of the plan, and each when its ports are free
+    seconds        until the last one has ended
+    floor_seconds  no schedule of this plan is faster: what the busiest port carries, over its bandwidth
+    """
+
+    transfers: tuple[Transfer, ...]
+    seconds: float
+    floor_seconds: float
+
+
+TYPICAL = Bandwidth(inter=1.0, intra=8.0)
+"""What orders are made for. They depend little on it: 8 or 18 times faster inside a node makes the same order good."""
+
+
+@without_collector()
+def ordered(plan: Plan) -> Plan:
+    """The plan with the order of what travels.
+
+    If each process does its own hops in this order, none waits for one that waits for it: before the first hop that is
+    not done, all is done at both of its ends.
+    """
+    return replace(plan, order=tuple(_Simulation(plan, TYPICAL).run()))
+
+
+def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
+    """When each hop of an ordered plan begins and ends.
+
+    Every process has a port for each direction, to other nodes and inside its own; each carries one bucket at a time,
+    in the plan's order. What is handed on starts when its bucket has arrived. Casting, packing, latency and copies on a
+    device take no time here.
+    """
+    assert plan.order or not plan.buckets, "a plan without an order; see ordered"
+    speeds = bandwidth.inter, bandwidth.intra
+    load, free, arrived = (defaultdict(float) for _ in range(3))
+    transfers = []
+    for number, link in plan.order:
+        bucket = plan.buckets[number]
+        out, into, seconds = _ports(plan, number, link, speeds)
+        # What begins at a destination is of the bucket that it has received, or of anything that it has.
+        before = (number, link.source) if link in bucket.onward else link.source
+        if plan.is_local(link):
+            transfers.append(Transfer(number, link, arrived[before], arrived[before]))
+            continue
+        start = max(free["out", out], free["in", into], arrived[before])
+        stop = start + seconds
+        free["out", out] = free["in", into] = arrived[number, link.destination] = stop
+        arrived[link.destination] = max(arrived[link.destination], stop)
+        load["out", out] += seconds
+        load["in", into] += seconds
+        transfers.append(Transfer(number, link, start, stop))
+    return Schedule(tuple(transfers), max(free.values(), default=0.0), max(load.values(), default=0.0))
+
+
+Port = int
+"""Number of the holder, times two, plus 1 for the inside of its node; incoming and outgoing ports are counted apart."""
+
+
+class _Waiting(NamedTuple):
+    """A transfer that has not started."""
+
+    bucket: int
+    link: Link
+    seconds: float
+
+
+class _Side:
+    """The outgoing, or the incoming, ports."""
+
+    def __init__(self) -> None:
+        self.left: dict[Port, float] = defaultdict(float)
+        """Seconds of transfers that have not started."""
+        self.partners: dict[Port, dict[Port, deque[_Waiting]]] = defaultdict(dict)
+        """Port -> with whom it has transfers that could start now."""
+        self._free: tuple[list[tuple[float, Port]], ...] = ([], [])
+        """To other nodes, and inside; those with the most left first."""
+        self._key: dict[Port, tuple[float, Port]] = {}
+
+    def release(self, port: Port) -> None:
+        self._key[port] = -self.left[port], port
+        insort(self._free[port % 2], self._key[port])
+
+    def take(self, port: Port) -> None:
+        self._free[port % 2].remove(self._key.pop(port))
+
+    def is_free(self, port: Port) -> bool:
+        return port in self._key
+
+    def best(self, partners: dict[Port, deque[_Waiting]], inside: int) -> Port | None:
+        """The free one of these ports that has the most left to do."""
+        free = self._free[inside]
+        if len(partners) < len(free):
+            return min((self._key[port] for port in partners if port in self._key), default=(0, None))[1]
+        return next((port for _, port in free if port in partners), None)
+
+
+class _Simulation:
+    """Of the ports that are free, the two with the most left to do come together first."""
+
+    def __init__(self, plan: Plan, bandwidth: Bandwidth):
+        self._plan, self._speeds = plan, (bandwidth.inter, bandwidth.intra)
+        self._out, self._in = _Side(), _Side()
+        self._touched: tuple[set[Port], set[Port]] = (set(), set())
+        self._running: list[tuple[float, int, Port, Port, _Waiting]] = []
+        self._order: list[Hop] = []
+        self._onward: list[dict[int, list[Link]]] = [_by_source(bucket.onward) for bucket in plan.buckets]
+        self._later: dict[int, list[tuple[int, Link]]] = defaultdict(list)
+        """Destination -> links that begin there, other than in the bucket that has just arrived: they wait for all."""
+        self._missing: dict[int, int] = defaultdict(int)
+        """Destination -> transfers that have not arrived; those of `_later` do not count."""
+
+    def run(self) -> list[Hop]:
+        self._load()
+        for side in (self._out, self._in):
+            for port in side.left:
+                side.release(port)
+        now = 0.0
+        self._start(now)
+        while self._running:
+            now = self._running[0][0]
+            while self._running and self._running[0][0] == now:
+                self._end(*heappop(self._running)[2:])
+            self._start(now)
+        assert len(self._order) == sum(len(bucket.links) + len(bucket.onward) for bucket in self._plan.buckets)
+        return self._order
+
+    def _load(self) -> None:
+        for number, bucket in enumerate(self._plan.buckets):
+            for link in (*bucket.links, *bucket.onward):
+                if not self._plan.is_local(link):
+                    out, into, seconds = _ports(self._plan, number, link, self._speeds)
+                    self._out.left[out] += seconds
+                    self._in.left[into] += seconds
+                if link.source < self._plan.num_sources or link in bucket.onward:
+                    self._missing[link.destination] += 1
+            for link in bucket.links:
+                if link.source >= self._plan.num_sources:
+                    self._later[link.source].append((number, link))
+                elif not self._plan.is_local(link):
+                    self._offer(number, link)
+        for number, bucket in enumerate(self._plan.buckets if self._plan.devices else ()):
+            for link in bucket.links:
+                if self._plan.is_local(link):
+                    self._order.append(Hop(number, link))
+                    self._arrived(number, link)
+
+    def _offer(self, bucket: int, link: Link) -> None:
+        """From now on this transfer can start."""
+        out, into, seconds = _ports(self._plan, bucket, link, self._speeds)
+        queue = self._out.partners[out].setdefault(into, deque())
+        self._in.partners[into][out] = queue
+        queue.append(_Waiting(bucket, link, seconds))
+        self._touched[0].add(out)
+        self._touched[1].add(into)
+
+    def _start(self, now: float) -> None:
+        """All that can start. Ports with the most left to do choose first."""
+        outs, ins = self._touched
+        sides = ((self._in, ins), (self._out, outs))
+        waiting = [(-side.left[port], i, port) for i, (side, ports) in enumerate(sides) for port in ports]
+        outs.clear(), ins.clear()
+        for _, is_out, port in sorted(waiting):
+            mine, theirs = (self._out, self._in) if is_out else (self._in, self._out)
+            if mine.is_free(port):
+                partner = theirs.best(mine.partners[port], port % 2)
+                if partner is not None:
+                    self._run(now, *((port, partner) if is_out else (partner, port)))
+
+    def _run(self, now: float, out: Port, into: Port) -> None:
+        queue = self._out.partners[out][into]
+        waiting = queue.popleft()
+        if not queue:
+            del self._out.partners[out][into], self._in.partners[into][out]
+        for side, port in ((self._out, out), (self._in, into)):
+            side.take(port)
+            side.left[port] -= waiting.seconds
+        stop = now + waiting.seconds
+        heappush(self._running, (stop, len(self._order), out, into, waiting))
+        self._order.append(Hop(waiting.bucket, waiting.link))
+
+    def _end(self, out: Port, into: Port, done: _Waiting) -> None:
+        self._out.release(out)
+        self._in.release(into)
+        self._touched[0].add(out)
+        self._touched[1].add(into)
+        self._arrived(done.bucket, done.link)
+
+    def _arrived(self, bucket: int, link: Link) -> None:
+        """What waited for it can start."""
+        here = link.destination
+        for onward in self._onward[bucket].pop(here, ()):
+            self._offer(bucket, onward)
+        self._missing[here] -= 1
+        if self._missing[here] == 0:
+            for later in self._later.pop(here, ()):
+                self._offer(*later)
+
+
+def _ports(plan: Plan, bucket: int, link: Link, speeds: tuple[float, float]) -> tuple[Port, Port, float]:
+    """speeds: to other nodes, and inside."""
+    inside = int(plan.nodes[link.source] == plan.nodes[link.destination])
+    return 2 * link.source + inside, 2 * link.destination + inside, plan.buckets[bucket].num_bytes / speeds[inside]
+
+
+def _by_source(links: Iterable[Link]) -> dict[int, list[Link]]:
+    grouped: dict[int, list[Link]] = defaultdict(list)
+    for link in links:
+        grouped[link.source].append(link)
+    return grouped

@@ -1,0 +1,1 @@
+"""The engine on vLLM, and what runs inside its workers."""

@@ -1,0 +1,57 @@
+"""A classifier on vLLM. The process that holds it has `environment` set before it imports this module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from vllm import LLM
+from vllm.config import PoolerConfig
+
+from megarl.config.classifier import score_head_of
+from megarl.config.schema import Config
+from megarl.core.types import Sample
+from megarl.data.model_folder import read_config
+from megarl.rollout.vllm.engine_arguments import engine_arguments
+
+
+class VllmClassifier:
+    """Scores samples by their token ids, with the weights of its folder."""
+
+    def __init__(self, config: Config, folder: Path):
+        settings, head = config.reward_model, score_head_of(read_config(folder))
+        assert head is not None, "checked before the run starts"
+        self._task = {"sequence": "classify", "token": "token_classify"}[head.kind]
+        arguments = engine_arguments(
+            "reward_model",
+            folder,
+            config.model.dtype,
+            settings.layout.tp,
+            config.context_of(settings)[1],
+            settings.kv_cache_gib,
+            settings.vllm_extra,
+            runner="pooling",
+            # The head's output as it is: vLLM would put it through a sigmoid or a softmax.
+            pooler_config=PoolerConfig(task=self._task, use_activation=False),
+            max_num_batched_tokens=settings.tokens_per_microbatch,
+            seed=config.run.seed,
+        )
+        self._llm = LLM(**arguments)
+
+    def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """Of each sample's response tokens, float32 [R]; of a sequence classifier that of its last token, [1]."""
+        outputs = self._llm.encode(
+            [{"prompt_token_ids": [*sample.prompt.token_ids, *sample.response_ids]} for sample in samples],
+            pooling_task=self._task,
+            use_tqdm=False,
+        )
+        return [
+            _scores(output.outputs.data)[-len(sample.response_ids) :]
+            for sample, output in zip(samples, outputs, strict=True)
+        ]
+
+
+def _scores(pooled: torch.Tensor) -> torch.Tensor:
+    """From the head's one label: [1] of a sample, [tokens, 1] of its tokens. A tensor of its own, for its reader."""
+    return pooled.float().flatten().cpu().clone()

@@ -1,0 +1,213 @@
+"""An engine on vLLM. The process that holds it has `environment` set before it imports this module."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm import LLM, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+
+from megarl.config.schema import Rollout
+from megarl.core import device
+from megarl.core.types import Sample, VersionRun
+from megarl.resharding.piece import Holder
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.transports.transport import Channel
+from megarl.resharding.verification import Checksum, Region
+from megarl.rollout.engine import Refitted, SamplingRequest
+from megarl.rollout.vllm.engine_arguments import engine_arguments
+from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
+
+PAUSE_S = 0.05
+"""How often samples under way look whether a failed refit has been made good."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A request that vLLM works on, under the id that vLLM gave it; in the end, with what came of it."""
+
+    request: SamplingRequest
+    vllm_id: str
+    completion: CompletionOutput | None = None
+
+
+class VllmEngine:
+    """Starts without weights (`version` None) and gets them by `refit`, as after every later update.
+
+    All calls are made in one thread, by one event loop: what comes while `generate` waits for its samples is done
+    between two steps of vLLM, for any number of `generate` at once.
+    """
+
+    def __init__(self, config: Rollout, model_folder: Path, dtype: str, seed: int):
+        self.version: int | None = None
+        self._config = config
+        self._under_way: dict[str, _UnderWay] = {}
+        self._numbers = count()
+        self._num_refits = 0
+        arguments = engine_arguments(
+            "rollout",
+            model_folder,
+            dtype,
+            config.tp,
+            config.context_length,
+            config.kv_cache_gib,
+            config.vllm_extra,
+            load_format="dummy",
+            # Log-probs of the distribution that is sampled from: after the temperature.
+            logprobs_mode="processed_logprobs",
+            max_logprobs=config.top_k or 0,
+            max_num_batched_tokens=max(2048, config.context_length),
+            # Of a mixture of experts' kernels on GPU, the one that leaves the weights as they are, to be written into.
+            moe_backend="triton" if device.on_cuda() else "auto",
+            # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.
+            enable_sleep_mode=config.sleep and device.on_cuda(),
+            seed=seed,
+        )
+        self._llm = LLM(**arguments)
+
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
+        if self.version is None:
+            raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
+        self._wake("weights", "kv_cache")
+        own = {str(next(self._numbers)): request for request in requests}
+        self._under_way |= {name: _UnderWay(request, self._submit(name, request)) for name, request in own.items()}
+        try:
+            while any(self._under_way[name].completion is None for name in own):
+                if self.version is not None:
+                    self._step()
+                await asyncio.sleep(PAUSE_S if self.version is None else 0)
+            return [_sample(request, self._under_way[name].completion) for name, request in own.items()]
+        finally:
+            self._withdraw([name for name in own if self._under_way[name].completion is None])
+            for name in own:
+                del self._under_way[name]
+
+    def sleep(self) -> None:
+        assert not self._under_way, "asleep, it would lose the samples under way"
+        self._llm.sleep(level=1)
+
+    def _wake(self, *tags: Literal["weights", "kv_cache"]) -> None:
+        for tag in tags:
+            if tag in self._llm.llm_engine.model_executor.sleeping_tags:
+                self._llm.wake_up(tags=[tag])
+
+    def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        return self._ask_workers(RefitExtension.parameters)
+
+    def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
+        self._ask_workers(RefitExtension.connect, plan, channel, holders, by_loader)
+
+    def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
+        self.version = None
+        # The KV cache sleeps on: the trainer may not have made room for it yet.
+        self._wake("weights")
+        self._pause()
+        refitted = self._ask_workers(RefitExtension.refit, expected)
+        self._num_refits += 1
+        self._begin_again()
+        self.hold(version)
+        return refitted
+
+    def hold(self, version: int) -> None:
+        """Says that the weights are of this version, and so the tokens from now on."""
+        self._llm.llm_engine.set_weight_version(str(version))
+        self.version = version
+
+    @property
+    def has_lost_a_rank(self) -> bool:
+        """Whether a process of its own has died, after which it can do nothing."""
+        return getattr(self._llm.llm_engine.model_executor, "is_failed", False)
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Per worker: parameter -> SHA-256 of its bytes."""
+        return self._ask_workers(RefitExtension.checksums)
+
+    def _ask_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """method: of RefitExtension, which each worker has under its name. Raises the first worker's error."""
+        answers = self._llm.collective_rpc(method.__name__, args=args)
+        for answer in answers:
+            if isinstance(answer, Failed):
+                raise answer.error
+        return answers
+
+    def _submit(self, name: str, request: SamplingRequest) -> str:
+        """Returns vLLM's own id of the request.
+
+        The salt keeps requests apart in the prefix cache: those of one refit's weights reuse no keys and values of
+        another's, which samples that it interrupted still need and go on adding to.
+        """
+        prompt = tokens_input(list(request.prompt.token_ids), cache_salt=str(self._num_refits))
+        return self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
+
+    def _withdraw(self, names: Sequence[str]) -> None:
+        self._llm.llm_engine.abort_request([self._under_way[name].vllm_id for name in names], internal=True)
+
+    def _step(self) -> None:
+        for output in self._llm.llm_engine.step():
+            self._under_way[output.request_id].completion = output.outputs[0]
+
+    def _pause(self) -> None:
+        """Waits for the steps that vLLM has begun before it has the results of earlier ones, as it does on GPU."""
+        self._llm.sleep(level=0, mode="keep")
+        for _ in range(self._llm.llm_engine.vllm_config.max_concurrent_batches):
+            self._step()
+        self._llm.wake_up(tags=["scheduling"])
+
+    def _begin_again(self) -> None:
+        """With what has no token yet, so that no key or value of a sample of the new weights alone is of older ones."""
+        states = self._llm.llm_engine.output_processor.request_states
+        unfinished = {name: item for name, item in self._under_way.items() if item.completion is None}
+        again = [name for name, item in unfinished.items() if not states[item.vllm_id].detokenizer.num_output_tokens()]
+        self._withdraw(again)
+        for name in again:
+            unfinished[name].vllm_id = self._submit(name, unfinished[name].request)
+
+    def _sampling(self, request: SamplingRequest) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.0 if request.greedy else self._config.temperature,
+            top_p=self._config.top_p,
+            top_k=self._config.top_k or 0,
+            max_tokens=self._config.max_new_tokens,
+            logprobs=self._num_kept(request),
+            flat_logprobs=True,
+            seed=request.seed,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _num_kept(self, request: SamplingRequest) -> int:
+        """How many of the most likely tokens it tells beside the sampled one. Under top_k, it kept no others."""
+        return 0 if request.greedy else self._config.top_k or 0
+
+
+def _sample(request: SamplingRequest, completion: CompletionOutput) -> Sample:
+    ids = tuple(completion.token_ids)
+    assert completion.finish_reason in ("stop", "length"), f"{request.sample_id}: {completion.finish_reason}"
+    told = completion.logprobs  # flat: for each position the sampled token, then the most likely ones
+    return Sample(
+        id=request.sample_id,
+        prompt=request.prompt,
+        response_ids=ids,
+        response_logprobs=tuple(told.logprobs[start] for start in told.start_indices),
+        response_mask=(True,) * len(ids),
+        versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in completion.weight_versions),
+        finish_reason=completion.finish_reason,
+        text=completion.text,
+        kept_ids=_kept_ids(told),
+    )
+
+
+def _kept_ids(told: FlatLogprobs) -> tuple[tuple[int, ...], ...]:
+    """Of the most likely tokens, those with a probability. Where several are as likely as the last of them, the engine
+    keeps more than it tells."""
+    ranges = [range(start + 1, end) for start, end in zip(told.start_indices, told.end_indices, strict=True)]
+    kept = tuple(tuple(told.token_ids[i] for i in of_token if told.logprobs[i] > -math.inf) for of_token in ranges)
+    return kept if any(kept) else ()

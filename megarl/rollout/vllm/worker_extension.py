@@ -1,0 +1,138 @@
+"""What megarl adds to vLLM's workers: a refit that writes their weights in place.
+
+vLLM imports this module in every worker before it loads the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megarl.core import stacks
+from megarl.resharding.execute import Assembly, execute
+from megarl.resharding.piece import Holder
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.transports.transport import Channel, dtype_name
+from megarl.resharding.verification import Checksum, Region, check_weights
+from megarl.rollout.engine import Refitted
+from megarl.rollout.vllm import cpu_support
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+# This may be a process of vLLM's own, of several tensor-parallel ranks.
+stacks.write_on_request()
+cpu_support.install()
+
+DERIVED = ("W_UV", "W_UK_T")
+"""Parameters that latent attention computes from its kv_b_proj."""
+
+
+def _prepare(model: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """What vLLM does with weights after it has loaded them, and must do again with new ones. Returns whether it has
+    rewritten some."""
+    rewritten = False
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            module.process_weights_after_loading(dtype)
+        elif isinstance(module, RoutedExperts):
+            rewritten |= cpu_support.pack_experts(module)
+    return rewritten
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer of a worker that could not do what was asked."""
+
+    error: Exception
+
+
+def _answer(function: Callable[..., Any], *args: Any) -> Any:
+    """What it returns, or Failed: at the first error that a worker raises, vLLM no longer reads the answers of the
+    others, and takes them for answers to its next call."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return Failed(error)
+
+
+class RefitExtension:
+    """A base class that vLLM gives its worker class; VllmEngine has its methods called in every worker."""
+
+    rank: int
+    """The worker's, of the engine's tensor-parallel ranks."""
+    model_runner: GPUModelRunner
+    """The worker's; on CPU, too, it is one."""
+
+    def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
+        """See Engine.connect."""
+        return _answer(self._connect, plan, channel, holders, by_loader)
+
+    def refit(self, expected: Mapping[Region, Checksum] | None) -> Refitted | Failed:
+        """Writes this worker's parameters from the trainer's."""
+        return _answer(self._load if self._by_loader else self._refit, expected)
+
+    def _connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
+        self._by_loader = by_loader
+        self._holder = holders[self.rank]
+        own = plan.part([self._holder.name])
+        self._writes = own.into(self._holder.name)
+        self._transport = channel.open(self._holder.name, self._parameters(), own, in_place=not by_loader)
+
+    def _refit(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
+        num_bytes = execute(self._writes, self._parameters(), self._transport)
+        if expected is not None:
+            check_weights(self._holder, self._parameters(), expected)
+        if _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype):
+            self._transport.forget()
+        return Refitted(num_bytes, self._transport.staging_bytes)
+
+    def _load(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
+        """By vLLM's loader, layer by layer into memory of the loader's own, and from there, processed, into place."""
+        model, config = self.model_runner.get_model(), self.model_runner.model_config
+        assembly = Assembly(self._writes, self._transport, next(model.parameters()).device)
+        initialize_layerwise_reload(model)
+        names = {name for name, _ in model.named_parameters()}
+        try:
+            loaded = model.load_weights(self._checked(assembly, expected))
+        finally:
+            finalize_layerwise_reload(model, config)  # else layers would take the next refit for the rest of this one
+        # What quantisation adds to a layer is not loaded, but made.
+        if config.quantization is None and (left := sorted(names.difference(loaded))):
+            raise RuntimeError(f"vLLM's loader has left {', '.join(left)} as they were")
+        return Refitted(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
+
+    def _checked(
+        self, assembly: Assembly, expected: Mapping[Region, Checksum] | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in assembly.parameters():
+            if expected is not None:
+                check_weights(self._holder, {name: tensor}, expected)
+            yield name, tensor
+
+    def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name -> shape and dtype."""
+        return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each parameter's bytes."""
+        return {
+            name: hashlib.sha256(parameter.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, parameter in self._parameters().items()
+        }
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """Stacks of experts, [experts, rows, columns], as their holder describes them: with two axes."""
+        weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
+        return {
+            name: weight.view(-1, weight.shape[-1]) if weight.dim() == 3 else weight
+            for name, weight in weights.items()
+            if not name.endswith(DERIVED)
+        }

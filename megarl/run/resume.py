@@ -1,0 +1,118 @@
+"""Where a run begins: anew, or at a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.algorithms.baselines import MovingAverage
+from megarl.config.continuation import check_continues
+from megarl.config.schema import Config
+from megarl.core.checkpoint import NAME, Checkpoint
+from megarl.data.cursor import PromptCursor
+from megarl.data.offline import GivenData
+from megarl.data.prompts import PromptSet
+from megarl.run.checkpoints import Checkpoints
+from megarl.run.folder import RunFolder
+
+
+@dataclass
+class RunState:
+    """What the driver needs to go on after `step` steps. The weights of that moment have version `step`."""
+
+    step: int
+    cursor: PromptCursor
+    average: MovingAverage = field(default_factory=MovingAverage)
+    """Of the rewards, where the estimator takes it as its baseline."""
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "step": self.step,
+            "weights_version": self.step,
+            "cursor": self.cursor.state(),
+            "average": asdict(self.average),
+        }
+
+    @classmethod
+    def restore(cls, saved: Mapping[str, Any]) -> RunState:
+        return cls(saved["step"], PromptCursor.restore(saved["cursor"]), MovingAverage(**saved["average"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    folder: RunFolder
+    state: RunState
+    checkpoint: Checkpoint | None
+
+    def describe(self) -> str:
+        if self.checkpoint is None:
+            return "starts at the first step"
+        return f"goes on after step {self.state.step}, from {self.checkpoint.path}"
+
+
+def start(config: Config, data: PromptSet | GivenData, num_bytes: int) -> Start:
+    """Opens the run's folder as the key `resume` says. num_bytes: of a checkpoint. Raises ValueError, with all that the
+    folder holds as it was, for a checkpoint that is missing, damaged, or of another run, and for a disk without room
+    for those to come."""
+    path = _checkpoint_path(config)
+    checkpoint = None if path is None else _open(path, config, data)
+    own = Checkpoints(RunFolder.of(config).checkpoints)
+    goes_on = checkpoint is not None and _is_of_this_run(checkpoint, own)
+    if goes_on:
+        if own.steps()[-1] > checkpoint.step:
+            checkpoint.verify(checkpoint.files)  # those after it are removed, which may be the only good ones
+        own.sweep()
+    if config.checkpoint.every_steps is not None:
+        keep = config.checkpoint.keep
+        # Those that are there already are counted in, and may be more: they give way to the next.
+        own.require_space(num_bytes, keep, number=max(0, keep + 1 - (len(own) if goes_on else 0)))
+    if goes_on:
+        # In this order: killed in between, the run is one that was killed before it went on.
+        own.go_back_to(checkpoint.step)
+        folder = RunFolder.reopen(config, checkpoint.step, data.data_hash)
+    else:
+        folder = RunFolder.create(config, data.data_hash)
+    if checkpoint is None:
+        return Start(folder, RunState(0, PromptCursor(len(data), config.run.seed, config.data.shuffle)), None)
+    return Start(folder, RunState.restore(checkpoint.state["run"]), checkpoint)
+
+
+def _is_of_this_run(checkpoint: Checkpoint, own: Checkpoints) -> bool:
+    """Raises ValueError for one that would be moved aside with the run's folder."""
+    path, name = checkpoint.path.resolve(), NAME.format(checkpoint.step)
+    if path == own.path.resolve() / name:
+        return True
+    if path.is_relative_to(own.path.parent.resolve()):
+        raise ValueError(
+            f"resume={checkpoint.path}: it lies in the folder of this run, where its name is checkpoints/{name}; give "
+            "it that name, or move it elsewhere"
+        )
+    return False
+
+
+def _open(path: Path, config: Config, data: PromptSet | GivenData) -> Checkpoint:
+    checkpoint = Checkpoint.open(path)
+    check_continues(config, checkpoint.state["config"], checkpoint.step, str(path))
+    if (saved := checkpoint.state["data_hash"]) != data.data_hash:
+        raise ValueError(
+            f"data.source={config.data.source}: its {config.data.rows} have changed since {path} was saved (hash "
+            f"{data.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with resume=never"
+        )
+    return checkpoint
+
+
+def _checkpoint_path(config: Config) -> Path | None:
+    if config.resume == "never":
+        return None
+    if config.resume == "auto":
+        return Checkpoints(RunFolder.of(config).checkpoints).latest()
+    # Without links: the run's folder is moved away, unless the checkpoint is found to lie in it.
+    path = Path(config.resume).expanduser().resolve()
+    if not path.is_dir():
+        raise ValueError(
+            f"resume={config.resume}: there is no such folder; give never, auto or the folder of a checkpoint"
+        )
+    return path

@@ -1,0 +1,87 @@
+"""When a checkpoint is due, has been written, and is complete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.config.schema import Config
+from megarl.run.checkpoints import Checkpoints
+
+
+class Saver:
+    """Saves every checkpoint.every_steps steps and after the last one. At most one save is under way."""
+
+    def __init__(self, folder: Path, config: Config, num_bytes: int, data_hash: str):
+        """num_bytes: of one checkpoint."""
+        self._config, self._num_bytes = config, num_bytes
+        self._checkpoints = Checkpoints(folder)
+        self._fixed = {"config": config.model_dump(), "data_hash": data_hash}
+        self._pending: Pending | None = None
+        self._metrics: dict[str, float] = {}
+
+    def save(self, groups: Sequence[TrainerGroup], step: int, run: Mapping[str, Any]) -> dict[str, float]:
+        """After `step`: copies everything to host memory if a checkpoint is due. run: the driver's state, as JSON.
+
+        Returns what came up since the last call: the seconds that training waited and, of a checkpoint that was
+        completed, its bytes and the seconds from its beginning on.
+        """
+        if self._due(step):
+            self.finish()
+            with self._waiting():
+                self._checkpoints.require_space(self._num_bytes, self._config.checkpoint.keep)
+                folder = self._checkpoints.begin(step)
+                self._pending = Pending(groups, step, run, folder, time.perf_counter())
+                for group in groups:
+                    group.save_checkpoint(folder)
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def commit(self) -> None:
+        """Completes the checkpoint if its files are written; without checkpoint.background it waits for that."""
+        if self._pending and (
+            not self._config.checkpoint.background or all(group.checkpoint_written() for group in self._pending.groups)
+        ):
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits until the checkpoint that is under way, if any, is complete, and removes those that are too many."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        with self._waiting():
+            files = [record for group in pending.groups for record in group.finish_checkpoint(pending.folder)]
+            checkpoint = self._checkpoints.commit(pending.step, {**self._fixed, "run": pending.run}, files)
+            self.keep()
+        self._metrics["checkpoint/seconds"] = time.perf_counter() - pending.start
+        self._metrics["checkpoint/bytes"] = checkpoint.num_bytes
+
+    def keep(self) -> None:
+        """Removes those that are too many."""
+        self._checkpoints.keep(self._config.checkpoint.keep)
+
+    def _due(self, step: int) -> bool:
+        every = self._config.checkpoint.every_steps
+        return every is not None and (step % every == 0 or step == self._config.run.steps)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._metrics["time/checkpoint"] = self._metrics.get("time/checkpoint", 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A checkpoint whose files are being written into the folder since start, a reading of perf_counter."""
+
+    groups: Sequence[TrainerGroup]
+    step: int
+    run: Mapping[str, Any]
+    folder: Path
+    start: float

@@ -1,0 +1,72 @@
+"""What each sample of an update is compared with, from what the driver knows of rewards: scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from megarl.algorithms.baselines import Member, MovingAverage, amplification, group_baselines
+from megarl.config.schema import Config
+from megarl.core.metrics import Metric
+from megarl.core.types import NO_BASELINE, NO_TOTALS, Baseline, TokenTotals
+from megarl.step.scoring import ScoredSample
+
+Totals = Mapping[str, TokenTotals]
+"""Sample id -> what a model's rewards of its tokens amount to."""
+
+Groups = Sequence[Sequence[ScoredSample]]
+"""Of one update, by prompt."""
+
+
+def compared(
+    config: Config, groups: Groups, of_tokens: Totals, of_kl: Totals, average: MovingAverage
+) -> list[ScoredSample]:
+    """All samples of an update with their baselines. of_tokens: an implicit reward model's rewards; of_kl: those for
+    being close to the reference."""
+    advantage = config.algorithm.advantage
+    members = [[_member(config, item, of_tokens, of_kl) for item in group] for group in groups]
+    match advantage.kind.baseline:
+        case "moving_average":
+            baselines = [[Baseline(average.value)] * len(group) for group in groups]
+        case "greedy":
+            baselines = [[Baseline(item.greedy) for item in group] for group in groups]
+        case "group":
+            baselines = [group_baselines(advantage, group) for group in members]
+        case _:
+            baselines = [[NO_BASELINE] * len(group) for group in groups]
+    if advantage.estimator == "gpg":
+        alpha = amplification([[_member(config, item, of_tokens, {}) for item in group] for group in groups])
+        baselines = [[_amplified(baseline, alpha) for baseline in group] for group in baselines]
+    return [
+        replace(item, baseline=baseline)
+        for group, own in zip(groups, baselines, strict=True)
+        for item, baseline in zip(group, own, strict=True)
+    ]
+
+
+def take_up(
+    config: Config, groups: Groups, of_tokens: Totals, of_kl: Totals, average: MovingAverage
+) -> dict[str, Metric]:
+    """After the step's updates are compared: the moving average takes up its rewards, if it is what they are compared
+    with. Returns what it was until now."""
+    advantage, before = config.algorithm.advantage, average.value
+    if advantage.kind.baseline != "moving_average":
+        return {}
+    mean = fmean(_member(config, item, of_tokens, of_kl).reward for group in groups for item in group)
+    average.add(mean, advantage.option("baseline_decay"))
+    return {"reward/baseline": Metric(before)}
+
+
+def _amplified(baseline: Baseline, alpha: float) -> Baseline:
+    return replace(baseline, scale=baseline.scale / alpha, token_scale=baseline.token_scale / alpha)
+
+
+def _member(config: Config, item: ScoredSample, of_tokens: Totals, of_kl: Totals) -> Member:
+    """Rewards of single tokens are part of the sample's, unless they are compared by themselves. The KL always is."""
+    name = item.sample.info.id
+    learned, reward = of_tokens.get(name, NO_TOTALS), item.reward + of_kl.get(name, NO_TOTALS).total
+    num_tokens = item.sample.info.num_trained_tokens
+    if config.algorithm.advantage.credits_tokens:
+        return Member(reward - item.of_tokens.total, num_tokens, item.of_tokens + learned)
+    return Member(reward + learned.total, num_tokens)

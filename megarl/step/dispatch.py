@@ -1,0 +1,89 @@
+"""What each data-parallel rank is given of the samples that a step learns from: which, and what each weighs in the
+loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megarl.algorithms.aggregation import imitation_weights, sample_weights
+from megarl.cluster.rank_batch import Assignment, Scores, Share
+from megarl.config.schema import Aggregation, Config, Role
+from megarl.core.types import SampleInfo
+from megarl.data.packing import Lengths, Packing, schedule
+from megarl.step.scoring import ScoredSample
+
+
+def updates_of(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> list[list[Sequence[ScoredSample]]]:
+    """The groups of each update. One whose samples all failed has nothing to learn from."""
+    size = config.batch.prompts_per_update
+    updates = [[group for group in groups[i : i + size] if group] for i in range(0, len(groups), size)]
+    return [update for update in updates if update]
+
+
+def samples_of(update: Sequence[Sequence[ScoredSample]]) -> list[ScoredSample]:
+    return [sample for group in update for sample in group]
+
+
+def hand_out(
+    config: Config,
+    samples: Sequence[ScoredSample],
+    packing: Packing,
+    role: Role = "actor",
+    scores: Mapping[str, Scores] | None = None,
+) -> list[Share]:
+    """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss. Those
+    that an objective compares in pairs stand two by two, the better one first, and stay together.
+    scores: what other models say of its tokens, by the name that it has in TokenBatch. What tokens are rewarded with
+    one by one is not given to the sample again. Whether it is a success does not depend on its length."""
+    infos = [item.sample.info for item in samples]
+    num_tokens = [_counted_tokens(config, role, info) for info in infos]
+    prompts = [info.prompt_id for info in infos]
+    untrained = config.algorithm.objective.untrained_samples if role == "actor" else "counted"
+    longest = config.rollout.max_new_tokens
+    weights = sample_weights(_aggregation(config, role), num_tokens, prompts, longest, untrained)
+    outcomes = [item.outcome for item in samples]
+    imitation = imitation_weights(num_tokens, outcomes, config.algorithm.objective.imitation_above)
+    scores = scores or {}
+    assignments = [
+        Assignment(
+            item.sample.ref,
+            _reward(item, role, process="process_reward" in scores),
+            item.baseline,
+            weight,
+            {name: by_sample[item.sample.info.id] for name, by_sample in scores.items()},
+            imitation_weight,
+        )
+        for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
+    ]
+    microbatches = schedule([Lengths.of(info) for info in infos], packing, _units(config, role, len(samples)))
+    return [Share.of(assignments, own) for own in microbatches]
+
+
+def _reward(item: ScoredSample, role: Role, process: bool) -> float:
+    """What the sample is learned from as a whole. process: whether its tokens' rewards are given one by one."""
+    if role == "implicit_reward":
+        return item.outcome
+    return item.reward - item.of_tokens.total if process else item.reward
+
+
+def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:
+    """Those that a sample has in the loss."""
+    skipped = role == "actor" and config.algorithm.objective.skip_truncated and info.finish_reason == "length"
+    return 0 if skipped else info.num_trained_tokens
+
+
+def _aggregation(config: Config, role: Role) -> Aggregation:
+    """A loss of whole samples, or of pairs of them, is their mean."""
+    of_samples: Aggregation = "sequence_mean_of_token_sums"
+    objective = config.algorithm.objective
+    return {
+        "actor": of_samples if objective.kind.of_pairs else objective.aggregation,
+        "critic": config.algorithm.value.aggregation,
+        "implicit_reward": of_samples,
+    }[role]
+
+
+def _units(config: Config, role: Role, num_samples: int) -> list[tuple[int, int]] | None:
+    if role != "actor" or not config.algorithm.objective.kind.of_pairs:
+        return None
+    return [(index, index + 1) for index in range(0, num_samples, 2)]

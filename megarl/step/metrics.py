@@ -1,0 +1,46 @@
+"""What a step says of itself as a whole, beside what its parts have measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.config.schema import Config
+from megarl.core.timing import Stopwatch
+from megarl.core.types import SampleInfo
+
+
+def step_metrics(
+    config: Config, groups: Sequence[Sequence[RemoteSample]], watch: Stopwatch, version: int
+) -> dict[str, float]:
+    """Of its samples, phases and weights. groups: of all samples, of which the last may be a greedy response, whose
+    length tells nothing of those that are trained on."""
+    infos = [sample.info for group in groups for sample in group]
+    sampled = [sample.info for group in groups for sample in group[: config.batch.samples_per_prompt]]
+    times = watch.metrics()
+    return {
+        **_response_metrics(sampled),
+        **times,
+        "throughput/tokens_per_second": sum(info.num_tokens for info in infos) / times["time/step"],
+        "weights/version": version,
+        **_version_metrics(infos, version - 1),
+    }
+
+
+def _version_metrics(infos: Sequence[SampleInfo], trained: int) -> dict[str, float]:
+    """trained: the version that the step's updates start from. Zero where all tokens are its own."""
+    return {
+        "weights/staleness_max": trained - min(info.version_oldest for info in infos),
+        "weights/mixed_share": fmean(info.version_oldest != info.version_newest for info in infos),
+    }
+
+
+def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
+    lengths = [info.num_response_tokens for info in infos]
+    return {
+        "response/length_mean": fmean(lengths),
+        "response/length_min": min(lengths),
+        "response/length_max": max(lengths),
+        "response/truncated_share": fmean(info.finish_reason == "length" for info in infos),
+    }

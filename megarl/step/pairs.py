@@ -1,0 +1,17 @@
+"""Which sampled responses are compared with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.step.scoring import ScoredSample
+
+
+def best_and_worst(groups: Sequence[Sequence[ScoredSample]]) -> list[ScoredSample]:
+    """Of each group the sample with the highest reward and the one with the lowest, of equal ones the first. A group
+    whose rewards are all equal prefers nothing."""
+    pairs = []
+    for group in groups:
+        best, worst = (choose(group, key=lambda item: item.reward) for choose in (max, min))
+        pairs += [best, worst] if best.reward > worst.reward else []
+    return pairs

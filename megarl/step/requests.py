@@ -1,0 +1,30 @@
+"""What a step asks the engines for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from megarl.config.schema import Config
+from megarl.core.types import Prompt
+from megarl.rollout.engine import SamplingRequest
+
+
+def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int = 0) -> list[list[SamplingRequest]]:
+    """samples_per_prompt requests for each prompt, and one for a greedy response where the estimator asks for it. Seeds
+    follow from run.seed and the sample's place in the run. first: how many prompts the step has had before."""
+    groups = [
+        [
+            SamplingRequest(f"{number}.{i}.{k}", prompt, _sampling_seed(config.run.seed, number, i, k))
+            for k in range(config.batch.samples_per_prompt)
+        ]
+        for i, prompt in enumerate(prompts, start=first)
+    ]
+    if config.samples_greedily:
+        for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True), start=first):
+            group.append(SamplingRequest(f"{number}.{i}.greedy", prompt, 0, greedy=True))
+    return groups
+
+
+def _sampling_seed(*place: int) -> int:
+    return random.Random(repr(place)).getrandbits(31)

@@ -1,0 +1,101 @@
+"""Which samples of a step are learned from: those that the rewards could judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.config.schema import Config
+from megarl.core.metrics import Metric, merge
+from megarl.core.types import NO_BASELINE, NO_TOTALS, Baseline, Score, TokenTotals
+from megarl.rewards.overlong import overlong_penalty
+
+Metrics = dict[str, Metric]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """A sample that the rewards have judged, and what its reward is compared with, once that is known.
+
+    outcome         what they say of it
+    length_reward   what comes to that for its length
+    of_tokens       the part of the outcome that its tokens have one by one
+    greedy          the reward of the greedy response to its prompt, where the estimator asks for one
+    """
+
+    sample: RemoteSample
+    outcome: float
+    length_reward: float = 0.0
+    baseline: Baseline = NO_BASELINE
+    of_tokens: TokenTotals = NO_TOTALS
+    greedy: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        return self.outcome + self.length_reward
+
+
+def tells(group: Sequence[ScoredSample]) -> bool:
+    """Whether its outcomes differ: else no sample is better than another, but for its length."""
+    return len({item.outcome for item in group}) > 1
+
+
+def select(
+    config: Config, groups: Sequence[Sequence[RemoteSample]], scores: Sequence[Score]
+) -> tuple[list[list[ScoredSample]], Metrics]:
+    """Joins samples with their scores, by group, of which the last may be a greedy response: not learned from itself.
+    A sample whose reward failed is left out, and counted, and so are those whose greedy response has none; above
+    rewards.failure_limit the run stops."""
+    failures = [score.failure for score in scores if score.failure is not None]
+    if len(failures) > config.rewards.failure_limit * len(scores):
+        raise ValueError(
+            f"{failures[0]} ({len(failures)} of {len(scores)} samples failed; rewards.failure_limit="
+            f"{config.rewards.failure_limit:g} allows {config.rewards.failure_limit * len(scores):g})"
+        )
+    remaining = iter(scores)
+    judged = [[(sample, next(remaining)) for sample in group] for group in groups]
+    if not config.samples_greedily:
+        scored = [_scored(config, group) for group in judged]
+        return scored, _reward_metrics(scored, scores)
+    of_greedy = [_reward(config, *group[-1]) for group in judged]
+    scored = [
+        [] if own is None else _scored(config, group[:-1], own) for group, own in zip(judged, of_greedy, strict=True)
+    ]
+    greedy = [own for own in of_greedy if own is not None]
+    sampled = [score for group in judged for _, score in group[:-1]]
+    return scored, _reward_metrics(scored, sampled) | {"reward/greedy_mean": Metric(fmean(greedy))}
+
+
+def _reward(config: Config, sample: RemoteSample, score: Score) -> float | None:
+    return None if score.value is None else score.value + _length_reward(config, sample)
+
+
+def _scored(config: Config, members: Sequence[tuple[RemoteSample, Score]], greedy: float = 0.0) -> list[ScoredSample]:
+    return [
+        ScoredSample(sample, score.value, _length_reward(config, sample), of_tokens=score.of_tokens, greedy=greedy)
+        for sample, score in members
+        if score.value is not None
+    ]
+
+
+def _length_reward(config: Config, sample: RemoteSample) -> float:
+    buffer = config.rewards.overlong_buffer
+    if buffer is None:
+        return 0.0
+    return overlong_penalty(sample.info.num_response_tokens, config.rollout.max_new_tokens, buffer)
+
+
+def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], scores: Sequence[Score]) -> Metrics:
+    rewards = [item.reward for group in groups for item in group]
+    if not rewards:
+        raise RunFailure("rewards: no sample of this step could be scored; see the rollouts' failure fields")
+    parts = merge({f"reward/{name}": Metric(value) for name, value in score.parts.items()} for score in scores)
+    return parts | {
+        "reward/mean": Metric(fmean(rewards)),
+        "reward/std": Metric(pstdev(rewards)),
+        "reward/failed_share": Metric(1 - len(rewards) / len(scores)),
+        "reward/zero_std_groups": Metric(fmean(not tells(group) for group in groups)),
+    }

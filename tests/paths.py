@@ -1,0 +1,8 @@
+"""Where things are in the checkout."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+BASE = CONFIGS / "base.yaml"
+QUICKSTART = CONFIGS / "quickstart.yaml"

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.groups import engines
+from megarl.cluster.groups.engines import EngineActor, EngineGroup, RemoteSample
+from megarl.cluster.placement import Process
+from megarl.config.load import load
+from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.planning.planner import make_plan
+from tests.paths import QUICKSTART
+from tests.unit.resharding.cases import config_of, layout_of
+
+
+class FakeActor:
+    """An engine that answers every request with its name; a call is run when it is waited for."""
+
+    seen: dict[str, list[str]]
+    dying: set[str]
+    """Those that die when they are next asked."""
+    misfit = False
+    connected: list[tuple]
+    put: list
+    """Into Ray's object store."""
+    asleep: list[str]
+
+    def __init__(self, name: str):
+        self.generate = self
+        self._name = name
+
+    @property
+    def start(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda: lambda: None)
+
+    @property
+    def parameters(self) -> SimpleNamespace:
+        """As a family has them that calls the norm by another name."""
+        shard = vllm_holders(config_of(), 1, 1, "float32")[0].shard
+        own = {name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()}
+        if FakeActor.misfit:
+            own["model.other.weight"] = own.pop("model.norm.weight")
+        return SimpleNamespace(remote=lambda: lambda: [own])
+
+    @property
+    def sleep(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda: lambda: FakeActor.asleep.append(self._name) or True)
+
+    @property
+    def connect(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *args: lambda: FakeActor.connected.append(args) or True)
+
+    def options(self, num_returns: int) -> FakeActor:
+        self._num_returns = num_returns
+        return self
+
+    def remote(self, requests: list[str]) -> list:
+        """As Ray: so many references, of which that to the first, the infos, is a call that is run when it is waited
+        for."""
+        FakeActor.seen.setdefault(self._name, []).extend(requests)
+        infos = None if self._name in FakeActor.dying else [f"{request} by {self._name}" for request in requests]
+        assert self._num_returns == 1 + len(requests) > 1
+        return [lambda: infos, *(f"ref to {request}" for request in requests)]
+
+
+class FakeSession:
+    logs, scratch = Path("logs"), None
+
+    def __init__(self) -> None:
+        self.watched: list[str] = []
+
+    def watch(self, actors: dict) -> None:
+        self.watched += actors
+
+    def wait(self, calls: dict, phase: str, timeout_s: float | None = None) -> list:
+        return [call() for call in calls.values()]
+
+    def gather(self, calls: dict, phase: str, expendable: list[str], meanwhile: None = None) -> tuple[dict, set[str]]:
+        answers = {name: call() for name, call in calls.items()}
+        lost = {name for name, answer in answers.items() if answer is None}
+        assert lost <= set(expendable)
+        return {name: answer for name, answer in answers.items() if name not in lost}, lost
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """start(replicas, *overrides): an EngineGroup of such engines."""
+    FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.asleep = {}, set(), [], []
+    FakeActor.misfit, FakeActor.put = False, []
+    (tmp_path / "config.json").write_text(json.dumps(config_of()))
+    made = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
+    monkeypatch.setattr(EngineGroup, "actor_class", made)
+    monkeypatch.setattr(engines, "ray", SimpleNamespace(put=lambda it: FakeActor.put.append(it) or it))
+    return lambda replicas, *overrides: EngineGroup(
+        FakeSession(),
+        load(QUICKSTART, ["model.dtype=float32", *overrides]),
+        tmp_path,
+        [Process("engine", index, 1) for index in range(replicas)],
+    )
+
+
+def check_answers(answers: list[list[RemoteSample]], groups: list[list[str]]) -> None:
+    assert [[sample.info.split()[0] for sample in group] for group in answers] == groups
+    assert [[sample.ref for sample in group] for group in answers] == [[f"ref to {r}" for r in g] for g in groups]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_samples_come_in_the_order_of_their_requests(start, replicas: int) -> None:
+    groups = [[f"{i}.{k}" for k in range(length)] for i, length in enumerate((2, 3, 1, 4, 2))]
+    answers = start(replicas).generate(groups)
+    check_answers(answers, groups)
+
+
+def test_a_group_stays_on_one_replica(start) -> None:
+    start(2).generate([["a1", "a2"], ["b1", "b2"], ["c1", "c2"]])
+    assert FakeActor.seen == {"engine-0": ["a1", "a2", "c1", "c2"], "engine-1": ["b1", "b2"]}
+
+
+def test_fewer_groups_than_replicas(start) -> None:
+    answers = start(3).generate([["a"], ["b"]])
+    assert [[sample.info for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
+
+
+def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys) -> None:
+    engines = start(3)
+    FakeActor.dying = {"engine-1"}
+    groups = [[f"{i}.{k}" for k in range(2)] for i in range(5)]
+    answers = engines.generate(groups)
+    check_answers(answers, groups)
+    assert engines.names == ["engine-0", "engine-2"]
+    assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:2.0"]
+    delivered = [request for name in engines.names for request in FakeActor.seen[name]]
+    assert sorted(delivered) == sorted(request for group in groups for request in group)
+    line = "rollout: engine-1 died; the run goes on with 2 of 3 engines; see logs/engine-1.log"
+    assert capsys.readouterr().out.strip() == line
+
+
+def test_the_last_engine_is_watched(start) -> None:
+    engines = start(2)
+    assert engines.expendable == ["engine-0", "engine-1"]
+    assert engines._session.watched == []
+    engines.drop({"engine-0"}, "rollout")
+    assert engines.expendable == []
+    assert engines._session.watched == ["engine-1"]
+    assert start(1)._session.watched == ["engine-0"]
+
+
+def test_a_run_without_engines_ends(start) -> None:
+    with pytest.raises(RunFailure, match=r"^refit: no engine is left; see logs$"):
+        start(2).drop({"engine-0", "engine-1"}, "refit")
+
+
+@pytest.mark.parametrize("misfit", [False, True])
+def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start, capsys, misfit: bool) -> None:
+    engines = start(2)
+    FakeActor.misfit = misfit
+    engines.start()
+    family, checkpoint = vllm_holders(config_of(), 1, 1, "float32")[0], huggingface_holder(config_of(), "float32")
+    expected = checkpoint if misfit else family
+    assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:1.0"]
+    assert {holder.shapes == expected.shapes for holder in engines.holders} == {True}
+    assert len({holder.shard for holder in engines.holders}) == 1, "replicas share it"
+    plan = CompactPlan.of(make_plan(megatron_holders(config_of(), layout_of(), "float32"), engines.holders))
+    assert engines.connect(plan, "channel")
+    assert [by_loader for *_, by_loader in FakeActor.connected] == [misfit, misfit]
+    assert FakeActor.put[-1] == {"engine-0": engines.holders[:1], "engine-1": engines.holders[1:]}
+    assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "for both engines once"
+    lines = [
+        "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because 2 "
+        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) is none of the "
+        "family's; vllm:0.0: model.norm.weight is missing"
+    ]
+    assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_engine_without_one_of_its_ranks_ends(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """So that it counts as lost. Any other error is the caller's to see."""
+    ended: list[object] = []
+    monkeypatch.setattr(engines.processes, "end_descendants", lambda: ended.append("descendants"))
+    monkeypatch.setattr(engines.os, "_exit", ended.append)
+    actor_class = EngineActor.__ray_metadata__.modified_class
+    actor = actor_class.__new__(actor_class)
+    actor._engine = SimpleNamespace(has_lost_a_rank=lost)
+    with pytest.raises(KeyError), actor._whole():
+        raise KeyError("w")
+    assert ended == (["descendants", 1] if lost else [])
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_engines_sleep_from_the_start_if_they_are_to(start, sleep: bool) -> None:
+    engines = start(2, f"rollout.sleep={str(sleep).lower()}")
+    engines.start()
+    assert FakeActor.asleep == (["engine-0", "engine-1"] if sleep else [])
+    engines.sleep()
+    assert FakeActor.asleep == (2 * ["engine-0", "engine-1"] if sleep else [])

@@ -1,0 +1,24 @@
+"""The sampler of a run's memory."""
+
+import threading
+
+from megarl.cluster.supervision import memory
+
+
+def test_it_keeps_the_highest_until_its_end(monkeypatch):
+    readings, taken_up = [(2.0, 1.0), (1.0, 3.0)], threading.Event()
+
+    def memory_gb() -> tuple[float, float]:
+        if readings:
+            return readings.pop(0)
+        taken_up.set()
+        return 0.0, 0.0
+
+    monkeypatch.setattr(memory, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(memory.processes, "memory_gb", memory_gb)
+    with memory.MemorySampler() as sampler:
+        [thread] = [thread for thread in threading.enumerate() if thread.name == "memory"]
+        assert taken_up.wait(60)
+        assert sampler.peak_gb() == (2.0, 3.0)
+    thread.join(60)
+    assert not thread.is_alive()

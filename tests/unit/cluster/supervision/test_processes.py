@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.cluster.supervision import processes
+
+PARENT = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+child = "import os, signal, sys, time; {ignore}; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+for name, ignore in (("polite", "0"), ("stubborn", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")):
+    code = child.format(ignore=ignore)
+    # Through a process that ends at once: the one that counts is an orphan.
+    middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}, {str(folder / name)!r}])"
+    subprocess.run([sys.executable, "-c", middle])
+time.sleep(60)
+"""
+DRIVER = """
+import subprocess, sys, time
+from pathlib import Path
+from megarl.cluster.supervision import processes
+folder = Path(sys.argv[1])
+processes.adopt_orphans()
+subprocess.Popen([sys.executable, "-c", (folder / "parent.py").read_text(), str(folder)])
+while not all((folder / name).exists() and (folder / name).read_text() for name in ("polite", "stubborn")):
+    time.sleep(0.01)
+start = time.monotonic()
+processes.end_descendants(grace_s=1)
+print(time.monotonic() - start)
+"""
+
+
+def test_all_descendants_end(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    done = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path)], capture_output=True, text=True, check=True)
+    pids = [int((tmp_path / name).read_text()) for name in ("polite", "stubborn")]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert 1 <= float(done.stdout) < 5, "the one that ignores SIGTERM takes the grace time"
+
+
+WITH_TRACKER = """
+import multiprocessing, os, signal, sys, time
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+lock = multiprocessing.get_context("spawn").Lock()
+memory = shared_memory.SharedMemory(create=True, size=16)
+tracker = resource_tracker._resource_tracker._pid
+os.kill(tracker, signal.SIGSTOP)
+Path(sys.argv[1]).write_text(f"{tracker} {lock._semlock.name} {memory.name} done")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(60)
+"""
+SLOW_TRACKER_DRIVER = """
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+import psutil
+from megarl.cluster.supervision import processes
+file = Path(sys.argv[1])
+child = subprocess.Popen([sys.executable, "-c", file.with_name("child.py").read_text(), str(file)])
+while not (file.exists() and file.read_text().endswith("done")):
+    time.sleep(0.01)
+tracker = int(file.read_text().split()[0])
+
+def go_on_when_the_others_are_gone():
+    while psutil.pid_exists(child.pid):
+        time.sleep(0.01)
+    time.sleep(0.5)  # in which it would be killed
+    os.kill(tracker, signal.SIGCONT)
+
+threading.Thread(target=go_on_when_the_others_are_gone).start()
+processes.adopt_orphans()
+processes.end_descendants(grace_s=0.1, tracker_s=60)
+print(psutil.pid_exists(tracker))
+"""
+
+
+def test_a_tracker_has_time_to_remove_what_killed_processes_left(tmp_path: Path) -> None:
+    """One that gets no processor time while the others end."""
+    file = tmp_path / "names"
+    (tmp_path / "child.py").write_text(WITH_TRACKER)
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_TRACKER_DRIVER, str(file)], capture_output=True, text=True, check=True
+    )
+    _, semaphore, memory, _ = file.read_text().split()
+    left = [path for path in (f"sem.{semaphore.strip('/')}", memory) if Path("/dev/shm", path).exists()]
+    for path in left:
+        Path("/dev/shm", path).unlink()
+    assert not left
+    assert done.stdout == "False\n"
+
+
+STUCK = """
+import sys, threading, time
+from pathlib import Path
+from megarl.cluster.supervision.logs import log_to
+
+def waits_for_a_peer(entered):
+    entered.set()
+    time.sleep(60)
+
+log_to(Path(sys.argv[1]))
+entered = threading.Event()
+threading.Thread(target=waits_for_a_peer, args=[entered], daemon=True).start()
+entered.wait()
+Path(sys.argv[2]).touch()
+sum(iter(int, 1))  # in one call that never returns to the interpreter
+"""
+
+
+def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> None:
+    log, ready = tmp_path / "trainer-0.log", tmp_path / "ready"
+    stuck = subprocess.Popen([sys.executable, "-c", STUCK, str(log), str(ready)])
+    while not ready.exists():
+        assert stuck.poll() is None
+        time.sleep(0.01)
+    with log.open("a") as errors:
+        bystander = subprocess.Popen(["sleep", "60"], stderr=errors)
+    try:
+        assert processes.ask_for_stacks([tmp_path / "other.log"]) == []
+        assert log.read_text() == ""
+        assert processes.ask_for_stacks([log, tmp_path / "other.log"], patience_s=60) == [log]
+        assert bystander.poll() is None, "it would be ended by the signal"
+    finally:
+        for process in (stuck, bystander):
+            process.kill()
+            process.wait()
+    assert "in waits_for_a_peer" in log.read_text()
+    assert "in <module>" in log.read_text()
+
+
+def test_memory_counts_this_process_and_its_descendants() -> None:
+    code = "import time; block = bytes(range(256)) * 400_000; print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        own = psutil.Process()
+        members = [member.memory_full_info() for member in (own, *own.children(recursive=True))]
+        rss, pss = processes.memory_gb()
+        child.kill()
+    assert max(member.rss for member in members[1:]) > 100e6
+    assert rss == pytest.approx(sum(member.rss for member in members) / 1e9, rel=0.02)
+    assert pss == pytest.approx(sum(member.pss for member in members) / 1e9, rel=0.02)
+
+
+def test_memory_of_a_process_that_has_ended_is_none() -> None:
+    alone, _ = processes.memory_gb()
+    child = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays as a zombie
+    rss, _ = processes.memory_gb()
+    os.waitpid(child, 0)
+    assert rss == pytest.approx(alone, rel=0.02)

@@ -1,0 +1,142 @@
+"""`supervised` in a program of its own: its exit status and stderr, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+PROGRAM = """
+import os, signal, subprocess, sys, time
+from megarl.cluster.supervision import supervisor
+supervisor.DEADLINE_S = 1
+parent = os.getpid()
+with supervisor.supervised() as scratch:
+    (scratch / "file").touch()
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    print(os.getpid(), helper.pid, scratch, flush=True)
+    {body}
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    process: subprocess.Popen
+    child: int
+    helper: int
+    scratch: Path
+
+    def end(self) -> tuple[int, str]:
+        """Exit status and stderr, once nothing is left."""
+        code = self.process.wait(20)
+        deadline = time.monotonic() + 10
+        while _runs(self.child) or _runs(self.helper) or self.scratch.exists():
+            assert time.monotonic() < deadline, "something is left"
+            time.sleep(0.01)
+        return code, self.process.stderr.read()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def signals_are_heard() -> Iterator[None]:
+    """Who starts the tests may ignore some, as nohup does, and processes inherit that."""
+    previous = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@contextmanager
+def program(body: str) -> Iterator[Program]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(body=body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        child, helper, scratch = process.stdout.readline().split()
+        yield Program(process, int(child), int(helper), Path(scratch))
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "last_line"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("raise ValueError('no')", 1, "ValueError: no"),
+    ],
+)
+def test_the_childs_status_is_the_parents(body: str, code: int, last_line: str) -> None:
+    with program(body) as run:
+        status, errors = run.end()
+    assert status == code
+    assert errors.rpartition("\n")[0].endswith(last_line)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_parent_interrupts(number: int) -> None:
+    with program("time.sleep(60)") as run:
+        os.kill(run.process.pid, number)
+        assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
+
+
+def test_an_impatient_ctrl_c_interrupts_once() -> None:
+    waiting = "try: print('waiting', flush=True); time.sleep(60)"
+    clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
+    with program(clean_up) as run:
+        assert run.process.stdout.readline() == "waiting\n"
+        for _ in range(5):
+            os.killpg(run.process.pid, signal.SIGINT)
+            time.sleep(0.05)
+        assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
+        assert run.process.stdout.read() == "clean\n"
+
+
+def test_a_child_that_does_not_end_is_killed() -> None:
+    with program("signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)") as run:
+        run.process.stdout.readline()
+        os.kill(run.process.pid, signal.SIGTERM)
+        code, errors = run.end()
+    assert code == 1
+    assert errors == f"megarl: error: the driver process {run.child} was ended by SIGKILL; the run ends\n"
+
+
+def test_loss_of_the_child() -> None:
+    with program("time.sleep(60)") as run:
+        os.kill(run.child, signal.SIGSEGV)
+        code, errors = run.end()
+    assert code == 1
+    assert errors == f"megarl: error: the driver process {run.child} was ended by SIGSEGV; the run ends\n"
+
+
+def test_loss_of_the_parent() -> None:
+    with program("time.sleep(60)") as run:
+        run.process.kill()
+        assert run.end() == (-signal.SIGKILL, "megarl: error: interrupted; the run ends\n")
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    """As under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with program("time.sleep(1)") as run:
+            os.kill(run.process.pid, signal.SIGHUP)
+            assert run.end() == (0, "")
+    finally:
+        signal.signal(signal.SIGHUP, previous)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import subprocess, sys, time
+from megarl.cluster.supervision.watchdog import Watchdog
+names = ("raylet", "gcs_server")
+ray = {name: subprocess.Popen([f"{sys.argv[1]}/{name}", "60"]) for name in names}
+watchdog = Watchdog()
+watchdog.phase = "update"
+"""
+
+
+def run(body: str, folder: Path) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the body, run beside processes that are called like Ray's."""
+    for name in ("raylet", "gcs_server"):
+        shutil.copy(shutil.which("sleep"), folder / name)
+    output, errors = folder / "output", folder / "errors"
+    command = [sys.executable, "-c", PROGRAM + body, str(folder)]
+    with output.open("w") as stdout, errors.open("w") as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
+    try:
+        code = process.wait(20)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    return code, output.read_text(), errors.read_text()
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("then", ["time.sleep(10)", "ray[NAME].wait(); watchdog.check()"])
+def test_a_loss_ends_the_process_with_its_phase(name: str, then: str, tmp_path: Path) -> None:
+    body = f"ray['{name}'].kill(); {then.replace('NAME', repr(name))}; print('goes on')"
+    assert run(body, tmp_path) == (1, "", f"megarl: error: update: Ray's {name} died; the run ends\n")
+
+
+def test_after_stop_they_may_end(tmp_path: Path) -> None:
+    body = "watchdog.stop(); ray['raylet'].kill(); ray['raylet'].wait(); watchdog.check(); print('goes on')"
+    assert run(body, tmp_path) == (0, "goes on\n", "")

@@ -1,0 +1,37 @@
+"""Which names are numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.files import number_in, numbered
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("step_000020.jsonl", 20),
+        ("step_1000000.jsonl", 1_000_000),
+        ("step_20.jsonl", None),
+        ("step_0000020.jsonl", None),
+        ("step_000020.jsonl.bak", None),
+        ("000020.jsonl", None),
+        ("step_00002x.jsonl", None),
+        ("step_.jsonl", None),
+        ("step_٠٠٠٠٢٠.jsonl", None),  # digits, though not these
+    ],
+)
+def test_a_name_is_a_number_as_it_would_be_written(name: str, number: int | None) -> None:
+    assert number_in(name, "step_{:06d}.jsonl") == number
+
+
+def test_entries_are_by_number(tmp_path: Path) -> None:
+    for name in ("attempt_10", "attempt_9", "attempt_9.old", "attempt_09", "other"):
+        (tmp_path / name).touch()
+    assert list(numbered(tmp_path, "attempt_{}").items()) == [
+        (9, tmp_path / "attempt_9"),
+        (10, tmp_path / "attempt_10"),
+    ]
+    assert numbered(tmp_path / "none", "attempt_{}") == {}

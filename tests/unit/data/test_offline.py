@@ -1,0 +1,202 @@
+"""Conversations and preferences from files: what is trained on, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.data.offline import GivenData, load_given
+from tests.paths import BASE
+from tests.tiny_model import EOS_ID, merging_tokenizer, tiny_tokenizer
+
+PREFERENCE = {"prompt": "1+1?", "chosen": "2", "rejected": "eleven"}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+def config_of(source: Path, rows: str, *overrides: str) -> Config:
+    name = "sft" if rows == "messages" else "dpo"
+    required = [f"data.source={source}", f"data.rows={rows}", f"algorithm.objective.name={name}", "model.path=unused"]
+    return load(BASE, [*required, *overrides])
+
+
+def write(folder: Path, records: list[dict], suffix: str = ".jsonl") -> Path:
+    path = folder / f"rows{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(
+    model_folder: Path, folder: Path, rows: str, records: list[dict], *overrides: str, suffix=".jsonl"
+) -> GivenData:
+    return load_given(config_of(write(folder, records, suffix), rows, *overrides), model_folder)
+
+
+def texts(sample) -> tuple[str, str, str]:
+    """The prompt, the response, and of the latter what is trained on (the rest as dots)."""
+    tokenizer = tiny_tokenizer()
+    pieces = [tokenizer.decode([token]) for token in sample.response_ids]
+    marked = "".join(p if flag else "." * len(p) for p, flag in zip(pieces, sample.response_mask, strict=True))
+    return tokenizer.decode(sample.prompt.token_ids), "".join(pieces), marked
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_the_assistant_is_learned_from_over_several_turns(model_folder, tmp_path, suffix):
+    said = [message("user", "a"), message("assistant", "bc"), message("user", "d"), message("assistant", "e")]
+    [[sample]] = read(model_folder, tmp_path, "messages", [{"messages": said}], suffix=suffix).rows
+    assert texts(sample) == (
+        "<|user|>a<eos><|assistant|>",
+        "bc<eos><|user|>d<eos><|assistant|>e<eos>",
+        "bc<eos>" + "." * len("<|user|>d<eos><|assistant|>") + "e<eos>",
+    )
+
+
+def test_what_comes_after_the_last_answer_is_left_out(model_folder, tmp_path):
+    said = [message("user", "a"), message("assistant", "b"), message("user", "thanks")]
+    [[sample]] = read(model_folder, tmp_path, "messages", [{"messages": said}]).rows
+    assert texts(sample) == ("<|user|>a<eos><|assistant|>", "b<eos>", "b<eos>")
+
+
+def test_what_a_template_writes_after_the_end_of_the_sequence_is_not_learned(tmp_path):
+    """As ChatML does; between turns it stays, for the next one."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    said = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
+    [[sample]] = read(tmp_path / "model", tmp_path, "messages", [{"messages": said}]).rows
+    assert texts(sample)[1:] == (
+        "b<eos>\n<|user|>c<eos>\n<|assistant|>d<eos>",
+        "b<eos>" + "." * len("\n<|user|>c<eos>\n<|assistant|>") + "d<eos>",
+    )
+
+
+def test_a_template_that_writes_earlier_turns_otherwise_is_refused(tmp_path):
+    """As those do that leave earlier thoughts out."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
+        "{{ m['content'] if loop.last else m['content'].split('/')[-1] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    first = [message("user", "a"), message("assistant", "think/b")]
+    rows = [{"messages": first}, {"messages": [*first, message("user", "c"), message("assistant", "d")]}]
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: the chat template's ids of message 4 do not begin with"):
+        read(tmp_path / "model", tmp_path, "messages", rows)
+
+
+def test_both_responses_go_on_after_the_prompt(model_folder, tmp_path):
+    rows = read(model_folder, tmp_path, "preferences", [PREFERENCE]).rows
+    [[chosen, rejected]] = rows
+    assert texts(chosen) == ("<|user|>1+1?<eos><|assistant|>", "2<eos>", "2<eos>")
+    assert texts(rejected) == ("<|user|>1+1?<eos><|assistant|>", "eleven<eos>", "eleven<eos>")
+    assert chosen.prompt == rejected.prompt and chosen.id != rejected.id
+
+
+def test_messages_of_preferences(model_folder, tmp_path):
+    """Answers in the prompt are not learned from; several turns after it are."""
+    prompt = [message("user", "a"), message("assistant", "b"), message("user", "c")]
+    chosen = [message("assistant", "d"), message("user", "e"), message("assistant", "f")]
+    row = {"prompt": prompt, "chosen": chosen, "rejected": [message("assistant", "g")]}
+    [[sample, other]] = read(model_folder, tmp_path, "preferences", [row]).rows
+    assert texts(sample) == (
+        "<|user|>a<eos><|assistant|>b<eos><|user|>c<eos><|assistant|>",
+        "d<eos><|user|>e<eos><|assistant|>f<eos>",
+        "d<eos>" + "." * len("<|user|>e<eos><|assistant|>") + "f<eos>",
+    )
+    assert texts(other)[1] == "g<eos>"
+
+
+def test_a_reward_model_learns_from_the_last_token(model_folder, tmp_path):
+    [[chosen, _]] = read(
+        model_folder, tmp_path, "preferences", [PREFERENCE], "algorithm.objective.name=reward_model"
+    ).rows
+    assert texts(chosen)[1:] == ("2<eos>", ".<eos>")
+
+
+def test_without_the_chat_template_a_response_ends_with_the_sequence(model_folder, tmp_path):
+    [[chosen, _]] = read(model_folder, tmp_path, "preferences", [PREFERENCE], "data.chat_template=false").rows
+    assert texts(chosen) == ("1+1?", "2<eos>", "2<eos>")
+    assert chosen.response_ids[-1] == EOS_ID
+
+
+def test_rows_that_are_too_long_are_refused_or_dropped(model_folder, tmp_path):
+    rows = [PREFERENCE, PREFERENCE | {"rejected": "x" * 40}, PREFERENCE]
+    limit = "rollout.context_length=32"  # the prompt has 7 tokens, and a response its end
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl:2: the row has 48 tokens > rollout.context_length 32; raise .* 48"
+    ):
+        read(model_folder, tmp_path, "preferences", rows, limit)
+    kept = read(model_folder, tmp_path, "preferences", rows, limit, "data.overlong=drop")
+    assert (len(kept), kept.num_dropped) == (2, 1)
+    assert [row[0].prompt.id for row in kept.rows] == ["rows.jsonl:1", "rows.jsonl:3"]
+    with pytest.raises(ValueError, match=r"data.overlong=drop: all 1 rows of .* are too long"):
+        read(model_folder, tmp_path, "preferences", rows[1:2], limit, "data.overlong=drop")
+
+
+def test_the_hash_is_of_ids_and_of_what_is_trained_on(model_folder, tmp_path):
+    hashes = {
+        read(model_folder, tmp_path, "preferences", [row], f"algorithm.objective.name={name}").data_hash
+        for row in (PREFERENCE, PREFERENCE | {"chosen": "3"})
+        for name in ("dpo", "ipo", "reward_model")
+    }
+    assert len(hashes) == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "record", "message_of"),
+    [
+        ("messages", {"text": "a"}, r"rows.jsonl:1: no column 'messages' \(expected: a list of .*data.messages_column"),
+        ("messages", {"messages": "a"}, r"rows.jsonl:1: column 'messages' holds str 'a', expected a list of \{role"),
+        ("messages", {"messages": [message("user", "a")]}, "rows.jsonl:1: the assistant says nothing there"),
+        ("preferences", PREFERENCE | {"chosen": 2}, r"rows.jsonl:1: column 'chosen' holds int 2, expected text or a"),
+        ("preferences", {"prompt": "a", "chosen": "b"}, r"rows.jsonl:1: no column 'rejected' .* data.rejected_column"),
+        (
+            "preferences",
+            PREFERENCE | {"rejected": [message("user", "a")]},
+            "rows.jsonl:1: rejected: begins with the role 'user'; a response is the assistant's",
+        ),
+    ],
+)
+def test_a_wrong_row_is_named(model_folder, tmp_path, rows, record, message_of):
+    with pytest.raises(ValueError, match=message_of):
+        read(model_folder, tmp_path, rows, [record])
+
+
+def test_messages_without_the_chat_template_are_refused(model_folder, tmp_path):
+    row = PREFERENCE | {"chosen": [message("assistant", "a")]}
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: chosen: a list of messages needs data.chat_template: true"):
+        read(model_folder, tmp_path, "preferences", [row], "data.chat_template=false")
+
+
+def test_ids_that_the_tokenizer_joins_are_not_told_apart(tmp_path):
+    """The prompt ends with a colon and a space, which this tokenizer joins with what follows."""
+    tokenizer = merging_tokenizer(": Ġ", ":Ġ a")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: chosen: the chat template's ids of message 2 do not begin"):
+        read(tmp_path / "model", tmp_path, "preferences", [PREFERENCE | {"chosen": "a"}])

@@ -1,0 +1,529 @@
+"""Hugging Face folders to checkpoints in Megatron's format, to other layouts, and back: bit for bit."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from safetensors.torch import load_file, save_file
+
+from megarl.megatron.checkpoint import conversion
+from megarl.megatron.checkpoint.conversion import Options, huggingface_to_megatron, megatron_to_huggingface, reshape
+from megarl.resharding import folder
+from megarl.resharding.execute import execute
+from megarl.resharding.transports.reused_memory import ReusedMemory
+from megarl.run.checkpoints import Checkpoints
+from tests.unit.resharding.cases import LATENT, config_of, layout_of, random_checkpoint
+
+MIXTRAL = dict(model_type="mixtral", num_key_value_heads=2, num_local_experts=4)
+QWEN3_MOE = dict(
+    model_type="qwen3_moe",
+    num_key_value_heads=2,
+    num_experts=4,
+    moe_intermediate_size=6,
+    mlp_only_layers=[1],
+    num_hidden_layers=4,
+)
+DEEPSEEK = dict(
+    **LATENT,
+    model_type="deepseek_v3",
+    num_key_value_heads=6,
+    q_lora_rank=4,
+    moe_intermediate_size=6,
+    num_hidden_layers=4,
+    rms_norm_eps=1e-6,
+)
+TIED = dict(tie_word_embeddings=True)
+GRID = {
+    "Llama: 1 process, TP3": ({}, layout_of(), layout_of(tp=3)),
+    "Llama, tied: TP3, PP2 and uneven PP3": (
+        TIED | dict(num_hidden_layers=4),
+        layout_of(tp=3, pp=2),
+        layout_of(pp=3, first=1, last=2),
+    ),
+    "Llama, all biases: PP2, VPP2 and TP3": (
+        dict(attention_bias=True, mlp_bias=True, num_hidden_layers=4, vocab_size=129),
+        layout_of(pp=2, vpp=2),
+        layout_of(tp=3),
+    ),
+    "Mistral: TP3 and PP2": (dict(model_type="mistral", vocab_size=257), layout_of(tp=3), layout_of(pp=2)),
+    "Phi-3: TP3 and PP2": (dict(model_type="phi3", vocab_size=130), layout_of(tp=3), layout_of(pp=2)),
+    "Qwen2, tied: PP2 and TP3": (TIED | dict(model_type="qwen2"), layout_of(pp=2), layout_of(tp=3)),
+    "Qwen3: TP3, PP2 and 1 process": (dict(model_type="qwen3"), layout_of(tp=3, pp=2), layout_of()),
+    "Mixtral: EP2, ETP2 and EP4, ETP1": (
+        MIXTRAL,
+        layout_of(tp=2, dp=2, ep=2),
+        layout_of(tp=2, dp=2, ep=4, etp=1),
+    ),
+    "Qwen3 with experts, tied: PP2, EP2, ETP1 and 1 process": (
+        QWEN3_MOE | TIED,
+        layout_of(tp=2, pp=2, ep=2, etp=1),
+        layout_of(),
+    ),
+    "DeepSeek-V3: TP2, EP2, ETP1 and PP2, VPP2, EP2": (
+        DEEPSEEK,
+        layout_of(tp=2, ep=2, etp=1),
+        layout_of(pp=2, vpp=2, dp=2, ep=2),
+    ),
+    "DeepSeek-V3, direct queries: EP4 and TP3": (
+        DEEPSEEK | dict(q_lora_rank=None, moe_intermediate_size=9),
+        layout_of(dp=4, ep=4),
+        layout_of(tp=3),
+    ),
+}
+
+
+def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Random weights. The biases of routers have float32, as DeepSeek's."""
+    tensors = random_checkpoint(config)
+    tensors = {name: tensor if "e_score" in name else tensor.to(dtype) for name, tensor in tensors.items()}
+    return write_tensors(folder, config, tensors)
+
+
+def write_tensors(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A folder as from the hub, in several files."""
+    folder.mkdir()
+    names = list(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in shards.items():
+        save_file({name: tensors[name] for name in members}, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, members in shards.items() for name in members}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    return tensors
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [n for n in theirs if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])]
+    assert not different
+
+
+def left_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("case", GRID)
+def test_there_to_another_layout_and_back_is_bit_exact(tmp_path, case):
+    changes, first, second = GRID[case]
+    tensors = write_model(tmp_path / "hf", config_of(**changes))
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "first", first)
+    reshape(tmp_path / "first", tmp_path / "second", second)
+    written = megatron_to_huggingface(tmp_path / "second", tmp_path / "back", shard_bytes=2000)
+    assert_same(weights_of(tmp_path / "back"), tensors)
+    assert written == sum(tensor.nbytes for tensor in tensors.values())
+    assert left_in(tmp_path) == {"hf", "first", "second", "back"}
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config == json.loads((tmp_path / "hf" / "config.json").read_text()) | {"dtype": "bfloat16"}
+
+
+WIDE = dict(
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=24,
+    moe_intermediate_size=8,
+    vocab_size=131,
+)
+FAMILIES = {
+    "Llama, tied": TIED,
+    "Llama, all biases": dict(attention_bias=True, mlp_bias=True),
+    "Mistral": dict(model_type="mistral"),
+    "Phi-3, tied": TIED | dict(model_type="phi3"),
+    "Qwen2": dict(model_type="qwen2"),
+    "Qwen3, tied": TIED | dict(model_type="qwen3"),
+    "Mixtral, tied": TIED | MIXTRAL,
+    "Qwen3 with experts": QWEN3_MOE,
+    "DeepSeek-V3, tied": TIED | DEEPSEEK,
+    "DeepSeek-V3, direct queries": DEEPSEEK | dict(q_lora_rank=None),
+}
+LAYOUTS = (layout_of(tp=2, pp=2), layout_of(pp=2, vpp=2), layout_of(tp=4), layout_of(tp=2, pp=3, first=2))
+EXPERT_LAYOUTS = (
+    layout_of(tp=2, ep=2, etp=1),
+    layout_of(tp=2, dp=2, ep=2),
+    layout_of(tp=4, dp=2, pp=2, vpp=2, ep=4, etp=2),
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_through_all_layouts_is_bit_exact(tmp_path, family):
+    """From each layout to the next, and in all of them Megatron finds the same tensors, but for the padding."""
+    config = config_of(**FAMILIES[family] | WIDE)
+    tensors = write_model(tmp_path / "hf", config)
+    first, *others = LAYOUTS + (EXPERT_LAYOUTS if has_experts(config) else ())
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "0", first)
+    global_tensors = whole_tensors(tmp_path / "0", config["vocab_size"])
+    for i, layout in enumerate(others):
+        reshape(tmp_path / f"{i}", tmp_path / f"{i + 1}", layout, options=Options(verify=False))
+        assert_same(whole_tensors(tmp_path / f"{i + 1}", config["vocab_size"]), global_tensors)
+    megatron_to_huggingface(tmp_path / f"{len(others)}", tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), tensors)
+
+
+def has_experts(config: dict[str, Any]) -> bool:
+    return any(key in config for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
+def whole_tensors(checkpoint: Path, vocabulary: int) -> dict[str, torch.Tensor]:
+    """As torch reads them, without the padding of the vocabulary."""
+    metadata = torch_checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in metadata.items() if hasattr(e, "chunks")}
+    torch_checkpoint.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+    padded = ("word_embeddings.weight", "output_layer.weight")
+    return {k: tensor[:vocabulary] if k.endswith(padded) else tensor for k, tensor in tensors.items()}
+
+
+def test_torch_itself_reads_the_tensors_that_the_model_is_made_of(tmp_path):
+    """Whole tensors, whatever the layout; queries, keys and values by group; padding is zero."""
+    config = config_of(vocab_size=130)
+    tensors = write_model(tmp_path / "hf", config, torch.float32)
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=3, pp=2))
+    metadata = torch_checkpoint.FileSystemReader(tmp_path / "out").read_metadata()
+    entries = {k: e for k, e in metadata.state_dict_metadata.items() if not k.split("/")[0].endswith("_extra_state")}
+    read = {key: torch.full(entry.size, torch.nan) for key, entry in entries.items()}
+    torch_checkpoint.load(read, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert (
+        sum(tensor.numel() for tensor in read.values())
+        == sum(tensor.numel() for tensor in tensors.values()) + 2 * (384 - 130) * config["hidden_size"]
+    )
+    embedding = read["embedding.word_embeddings.weight"]
+    assert embedding.shape == (384, 12) and not embedding[130:].any()
+    assert torch.equal(embedding[:130], tensors["model.embed_tokens.weight"])
+    layer = "model.layers.1."
+    parts = [tensors[f"{layer}self_attn.{x}_proj.weight"].reshape(3, -1, 2, 12) for x in "qkv"]
+    qkv = torch.cat(parts, dim=1).reshape(-1, 12)
+    assert torch.equal(read["decoder.layers.1.self_attention.linear_qkv.weight"], qkv)
+    halves = [tensors[f"{layer}mlp.{x}_proj.weight"] for x in ("gate", "up")]
+    assert torch.equal(read["decoder.layers.1.mlp.linear_fc1.weight"], torch.cat(halves))
+    norm = tensors[f"{layer}post_attention_layernorm.weight"]
+    assert torch.equal(read["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"], norm)
+
+
+def test_each_rank_of_the_layout_has_a_file_with_its_share(tmp_path):
+    write_model(tmp_path / "hf", config_of(vocab_size=128 * 3), torch.float32)
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=3, pp=2))
+    metadata = torch_checkpoint.FileSystemReader(tmp_path / "out").read_metadata()
+    places: dict[str, set[tuple[str, int]]] = {}
+    for index, info in metadata.storage_data.items():
+        if index.fqn.endswith("linear_qkv.weight"):
+            places.setdefault(info.relative_path, set()).add((index.fqn, index.offset[0]))
+    rows = (6 + 3 + 3) * 2 // 3  # of queries, keys and values, on one of three ranks
+    key = "decoder.layers.{}.self_attention.linear_qkv.weight"
+    assert places == {f"__{rank}_0.distcp": {(key.format(rank // 3), rank % 3 * rows)} for rank in range(6)}
+
+
+def test_a_cast_only_where_it_is_asked_for(tmp_path):
+    tensors = write_model(tmp_path / "hf", config_of(), torch.float32)
+    bfloat16 = Options(dtype="bfloat16")
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "cast", layout_of(tp=3), bfloat16)
+    megatron_to_huggingface(tmp_path / "cast", tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "kept", layout_of(tp=3))
+    megatron_to_huggingface(tmp_path / "kept", tmp_path / "cast back", options=bfloat16)
+    assert_same(weights_of(tmp_path / "cast back"), weights_of(tmp_path / "back"))
+    assert json.loads((tmp_path / "cast back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_parameter_of_tensors_with_several_dtypes_needs_a_cast(tmp_path):
+    tensors = write_model(tmp_path / "hf", config_of(), torch.float32)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    for path in (tmp_path / "hf").glob("*.safetensors"):
+        members = load_file(path)
+        save_file({n: t.half() if n == name else t for n, t in members.items()}, path)
+    with pytest.raises(ValueError, match=r"k_proj.weight is float16, and other tensors .* are float32; give --dtype"):
+        huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
+    assert left_in(tmp_path) == {"hf"}
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), Options(dtype="float32"))
+    megatron_to_huggingface(tmp_path / "out", tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), tensors | {name: tensors[name].half().float()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        (TIED, ["lm_head.weight"]),
+        ({}, ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
+        (DEEPSEEK | dict(num_nextn_predict_layers=1), ["model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"]),
+    ],
+    ids=["a copy of the tied head", "constants", "layers that predict more tokens"],
+)
+def test_what_is_no_part_of_the_model_is_left_out(tmp_path, changes, names):
+    config = config_of(**changes)
+    tensors = {name: tensor.bfloat16() for name, tensor in random_checkpoint(config).items()}
+    write_tensors(tmp_path / "hf", config, tensors | dict.fromkeys(names, torch.ones(2)))
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
+    megatron_to_huggingface(tmp_path / "out", tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), tensors)
+    assert not json.loads((tmp_path / "back" / "config.json").read_text()).get("num_nextn_predict_layers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "bias"),
+    [("Sequence", 2, False), ("Sequence", 1, False), ("Token", 1, True)],
+    ids=["two labels", "a critic", "a token classifier"],
+)
+def test_a_classifier_keeps_its_head(tmp_path, kind, labels, bias):
+    config = config_of(
+        architectures=[f"LlamaFor{kind}Classification"], id2label={str(i): f"LABEL_{i}" for i in range(labels)}
+    )
+    tensors = random_checkpoint(config)
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:labels].clone()
+    tensors |= {"score.bias": tensors["model.norm.weight"][:labels].clone()} if bias else {}
+    write_tensors(tmp_path / "hf", config, tensors)
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "first", layout_of(tp=3, pp=2))
+    reshape(tmp_path / "first", tmp_path / "second", layout_of())
+    megatron_to_huggingface(tmp_path / "second", tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), tensors)
+
+
+def change_tensors(folder: Path, change) -> None:
+    tensors = weights_of(folder)
+    for name in ("a.safetensors", "b.safetensors", "model.safetensors.index.json"):
+        (folder / name).unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "the checkpoint has no tensor model.norm.weight"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \(3,\), but config"),
+        (
+            lambda t: t.update({"model.x": torch.zeros(3), "model.y": torch.zeros(3)}),
+            "model.x and 1 more: unexpected",
+        ),
+    ],
+)
+def test_a_folder_that_does_not_fit_its_config(tmp_path, change, message):
+    write_model(tmp_path / "hf", config_of())
+    change_tensors(tmp_path / "hf", change)
+    with pytest.raises(ValueError, match=message):
+        huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=3))
+    assert left_in(tmp_path) == {"hf"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    write_model(tmp_path / "hf", config_of())
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "checkpoint", layout_of(pp=2))
+    return tmp_path / "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_hidden_layers=3), r"decoder.layers.2.\S+ is missing, which a model with this config.json has"),
+        (dict(num_hidden_layers=1), r"decoder.layers.1.\S+ and 5 more: unexpected"),
+        (dict(intermediate_size=24), r"linear_fc2.weight has shape \(12, 18\), but config.json makes it \(12, 24\)"),
+        (dict(vocab_size=129), r"word_embeddings.weight has shape \(128, 12\), but config.json makes it \(256, 12\)"),
+    ],
+)
+def test_a_checkpoint_of_another_model(tmp_path, checkpoint, changes, message):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config_of(**changes)))
+    with pytest.raises(ValueError, match=message):
+        megatron_to_huggingface(checkpoint, tmp_path / "out", other)
+    with pytest.raises(ValueError, match=message):
+        reshape(checkpoint, tmp_path / "out", layout_of(), other)
+    assert left_in(tmp_path) == {"hf", "checkpoint", "other"}
+
+
+def test_an_existing_folder_is_kept(tmp_path, checkpoint):
+    for convert in (
+        lambda out: huggingface_to_megatron(tmp_path / "hf", out, layout_of()),
+        lambda out: megatron_to_huggingface(checkpoint, out),
+        lambda out: reshape(checkpoint, out, layout_of()),
+    ):
+        with pytest.raises(ValueError, match="hf exists already; give a new folder or remove it"):
+            convert(tmp_path / "hf")
+    assert left_in(tmp_path / "hf") >= {"config.json", "a.safetensors", "b.safetensors"}
+
+
+def test_damaged_checkpoints(tmp_path, checkpoint):
+    def error(damage) -> str:
+        copy = shutil.copytree(checkpoint, tmp_path / "copy")
+        damage(copy)
+        with pytest.raises(ValueError) as raised:
+            megatron_to_huggingface(copy, tmp_path / "out")
+        shutil.rmtree(copy)
+        assert left_in(tmp_path) == {"hf", "checkpoint"}
+        return str(raised.value)
+
+    def forget_the_files(copy: Path) -> None:
+        metadata = torch_checkpoint.FileSystemReader(copy).read_metadata()
+        entry = metadata.state_dict_metadata["decoder.layers.0.mlp.linear_fc2.weight"]
+        entry.chunks = []
+        (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    assert "holds no .metadata; give the folder of a checkpoint" in error(lambda copy: (copy / ".metadata").unlink())
+    assert ".metadata is damaged" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
+    assert "__1_0.distcp, which .metadata names, is missing" in error(lambda copy: (copy / "__1_0.distcp").unlink())
+    assert "__0_0.distcp is damaged: it has 100 bytes and had" in error(
+        lambda copy: os.truncate(copy / "__0_0.distcp", 100)
+    )
+    assert "says nothing of its model; give --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
+    assert "model.layers.0.mlp.down_proj.weight: no source holds" in error(forget_the_files)
+
+
+def test_what_the_disk_does_to_a_tensor_is_seen(tmp_path, monkeypatch):
+    """A tensor that reads back differently: the writer's bytes are changed on their way."""
+    write_model(tmp_path / "hf", config_of())
+    save = torch.save
+
+    def faulty(tensor, stream):
+        save(tensor + 1 if isinstance(tensor, torch.Tensor) and tensor.shape == (12, 18) else tensor, stream)
+
+    monkeypatch.setattr(torch, "save", faulty)
+    with pytest.raises(ValueError, match=r"mlp.linear_fc2.weight\[0, 0\] reads back other than it was written"):
+        huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
+    assert left_in(tmp_path) == {"hf"}
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), Options(verify=False))
+
+
+@pytest.mark.parametrize("moment", ["written", "verified"])
+def test_an_interruption_leaves_nothing(tmp_path, checkpoint, moment):
+    def interrupt(done: str, num_bytes: int, total: int) -> None:
+        if done == moment:
+            raise KeyboardInterrupt
+
+    options = Options(progress=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        reshape(checkpoint, tmp_path / "out", layout_of(tp=3), options=options)
+    with pytest.raises(KeyboardInterrupt):
+        megatron_to_huggingface(checkpoint, tmp_path / "out", options=options)
+    with pytest.raises(KeyboardInterrupt):
+        huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), options)
+    assert left_in(tmp_path) == {"hf", "checkpoint"}
+
+
+def test_a_full_disk_is_seen_first(tmp_path, monkeypatch):
+    write_model(tmp_path / "hf", config_of())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(ValueError, match=r"out: its disk has 0.00 GB free, and 0.00 GB are to be written"):
+        huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
+    assert left_in(tmp_path) == {"hf"}
+
+
+def test_no_more_than_a_tensor_is_in_memory(tmp_path, monkeypatch, checkpoint):
+    """All are put together in the same place, and none has been kept in another."""
+    sizes: dict[int, list[int]] = {}
+    asked: list[int] = []
+
+    def recorded(writes, parameters, transport):
+        for tensor in parameters.values():
+            storage = tensor.untyped_storage()
+            sizes.setdefault(storage.data_ptr(), []).append(storage.nbytes())
+            assert storage.nbytes() == tensor.nbytes, "torch would save more than the tensor"
+        return execute(writes, parameters, transport)
+
+    def reused(num_bytes):
+        asked.append(num_bytes)
+        return ReusedMemory(num_bytes)
+
+    for module in (conversion, folder):
+        monkeypatch.setattr(module, "execute", recorded)
+        monkeypatch.setattr(module, "ReusedMemory", reused)
+    for convert, count in (
+        (lambda: reshape(checkpoint, tmp_path / "reshaped", layout_of(tp=3)), 36),
+        (lambda: megatron_to_huggingface(checkpoint, tmp_path / "back"), 21),
+    ):
+        sizes.clear()
+        convert()
+        [of_all] = sizes.values()
+        assert len(of_all) >= count and max(of_all) == asked[-1]
+
+
+def test_a_checkpoint_of_a_newer_megatron(tmp_path, checkpoint):
+    """What is not sharded is an object among the tensors, without a file of its own."""
+    stream = io.BytesIO()
+    torch.save([{"iteration": 7}], stream)
+    (checkpoint / "__9_0.distcp").write_bytes(b"something" + stream.getvalue())
+    key = "common_state/shard_0_1"
+    metadata = torch_checkpoint.FileSystemReader(checkpoint).read_metadata()
+    info = next(iter(metadata.storage_data.values()))
+    metadata.state_dict_metadata[key] = torch_checkpoint.BytesStorageMetadata()
+    metadata.storage_data[torch_checkpoint.metadata.MetadataIndex(key)] = type(info)(
+        "__9_0.distcp", len(b"something"), len(stream.getvalue())
+    )
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    (checkpoint / "common.pt").unlink()
+    reshape(checkpoint, tmp_path / "out", layout_of(tp=3))
+    assert torch.load(tmp_path / "out" / "common.pt") == {"iteration": 7}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_progress_adds_up(tmp_path, verify):
+    tensors = write_model(tmp_path / "hf", config_of(**TIED))
+    done: dict[str, int] = {}
+    totals = set()
+
+    def progress(what: str, num_bytes: int, total: int) -> None:
+        done[what] = done.get(what, 0) + num_bytes
+        totals.add(total)
+
+    written = huggingface_to_megatron(
+        tmp_path / "hf", tmp_path / "out", layout_of(tp=3), Options(verify=verify, progress=progress)
+    )
+    padding = (384 - 37) * 12 * 2
+    assert written == sum(tensor.nbytes for tensor in tensors.values()) + padding
+    assert done == dict.fromkeys(("written", "verified") if verify else ("written",), written)
+    assert totals == {written}
+
+
+def test_layouts_that_the_model_does_not_divide_by(tmp_path):
+    write_model(tmp_path / "hf", config_of())
+    with pytest.raises(ValueError, match="tp=2: num_key_value_heads 3 does not divide by 2"):
+        huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=2))
+    assert left_in(tmp_path) == {"hf"}
+
+
+def test_the_model_may_be_one_of_the_hub(tmp_path, monkeypatch):
+    """Its tokenizer comes along, too."""
+    tensors = write_model(tmp_path / "hf", config_of())
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "checkpoint", layout_of())
+    shutil.rmtree(tmp_path / "checkpoint" / "huggingface")
+    monkeypatch.setattr("megarl.data.model_folder._from_hub", lambda key, name: {"org/tiny": tmp_path / "hf"}[name])
+    megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back", Path("org/tiny"))
+    assert_same(weights_of(tmp_path / "back"), tensors)
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("place", ["runs/a/megatron", "runs/a/actor", "runs/a"])
+def test_a_runs_folder_may_hold_converted_checkpoints(tmp_path, place):
+    """Its manifest.json is not one of a checkpoint."""
+    tensors = write_model(tmp_path / "hf", config_of())
+    out = tmp_path / place
+    huggingface_to_megatron(tmp_path / "hf", out, layout_of())
+    (tmp_path / "runs" / "a" / "manifest.json").write_text(json.dumps({"name": "a", "versions": {}}))
+    megatron_to_huggingface(out, tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), tensors)
+
+
+def test_a_runs_checkpoint_may_have_a_converted_one_beside_its_models(tmp_path):
+    tensors = write_model(tmp_path / "hf", config_of())
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.begin(1)
+    own = checkpoints.commit(1, {}, []).path
+    huggingface_to_megatron(tmp_path / "hf", own / "megatron", layout_of())
+    megatron_to_huggingface(own / "megatron", tmp_path / "back")
+    assert_same(weights_of(tmp_path / "back"), tensors)
+    shutil.rmtree(own / "megatron" / "huggingface")
+    with pytest.raises(ValueError, match="says nothing of its model; give --hf"):
+        megatron_to_huggingface(own / "megatron", tmp_path / "again")

@@ -1,0 +1,36 @@
+"""Which kernels are said to be taken, by what is installed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.core import device
+from megarl.megatron.model import kernels
+
+
+def test_without_transformer_engine_everything_is_torch():
+    assert kernels.describe() == "layers of torch, torch's fused AdamW, weight gradients fused into the products"
+
+
+@pytest.mark.parametrize(
+    ("transformer_engine", "apex", "fuses"), [(True, False, True), (False, True, True), (False, False, False)]
+)
+def test_on_a_gpu_weight_gradients_are_fused_where_a_kernel_is(monkeypatch, transformer_engine, apex, fuses):
+    monkeypatch.setattr(device, "on_cuda", lambda: True)
+    monkeypatch.setattr(kernels, "uses_transformer_engine", lambda: transformer_engine)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: apex or None)
+    assert kernels.fuses_weight_gradients() == fuses
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        ("transformer_engine", "Transformer Engine's FusedAdam"),
+        ("apex", "Apex's FusedAdam"),
+        ("torch", "torch's fused"),
+    ],
+)
+def test_adam_is_named_by_where_megatron_has_it_from(monkeypatch, package, name):
+    fused_adam = type("FusedAdam", (), {"__module__": f"{package}.optimizers"})
+    monkeypatch.setattr(kernels.megatron_optimizer, "Adam", fused_adam)
+    assert kernels.adam().startswith(name)

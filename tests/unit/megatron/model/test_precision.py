@@ -1,0 +1,42 @@
+"""Where fp8 is refused, and with which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.core import device
+from megarl.megatron.model import precision
+from megarl.megatron.model.precision import check_fp8, token_multiple
+
+
+def test_fp8_is_refused_without_transformer_engine():
+    with pytest.raises(ValueError, match=r"actor.fp8=delayed: fp8 is Transformer Engine's, .* set actor.fp8=null"):
+        check_fp8("actor.fp8", "delayed")
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe", "message"),
+    [
+        ((8, 0), "delayed", "8.9, and this device has 8.0; choose from null"),
+        ((8, 9), "blockwise", "9.0, and this device has 8.9; choose from delayed, tensorwise"),
+        ((9, 0), "mxfp8", "10.0, and this device has 9.0; choose from delayed, tensorwise, blockwise"),
+        ((9, 0), "blockwise", None),
+        ((10, 0), "mxfp8", None),
+    ],
+)
+def test_fp8_needs_the_hardware(monkeypatch, capability, recipe, message):
+    monkeypatch.setattr(precision, "uses_transformer_engine", lambda: True)
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    if message is None:
+        check_fp8("actor.fp8", recipe)
+    else:
+        with pytest.raises(ValueError, match=f"actor.fp8={recipe}: it needs compute capability {message}"):
+            check_fp8("actor.fp8", recipe)
+
+
+@pytest.mark.parametrize("recipe", [None, *precision.FORMATS])
+def test_packs_fill_the_blocks_that_megatron_asks_for(recipe):
+    from megatron.core.enums import Fp8Recipe
+    from megatron.core.fp8_utils import get_fp8_align_size
+
+    assert token_multiple(recipe) == (1 if recipe is None else get_fp8_align_size(Fp8Recipe(recipe)))

@@ -1,0 +1,185 @@
+"""Fields for Megatron's dataclasses: which are taken, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.megatron.model.architecture import FORM
+from megarl.megatron.model.build import MODEL_DEFAULTS, PLACEMENT, data_parallel_config, transformer_config
+from megarl.megatron.optimizer import DEFAULTS, optimizer_config
+from megarl.megatron.overrides import build, checked, described
+from megarl.megatron.preflight import refusals
+from tests.paths import BASE
+
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=128,
+    hidden_size=64,
+    num_attention_heads=2,
+    num_hidden_layers=2,
+    intermediate_size=128,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+)
+
+
+def extra(target: type = TransformerConfig, **fields: Any) -> dict[str, Any]:
+    return checked("actor.megatron_extra.x", fields, target, {"num_layers": "the model's config.json", "fp16": None})
+
+
+def test_values_of_the_right_type_pass():
+    fields = dict(moe_aux_loss_coeff=0, moe_z_loss_coeff=None, recompute_modules=["mlp"], moe_router_dtype="fp32")
+    assert extra(**fields) == fields
+    assert extra(DistributedDataParallelConfig, bucket_size=1000) == {"bucket_size": 1000}
+
+
+def test_names_become_dtypes_and_enum_members():
+    assert extra(OptimizerConfig, exp_avg_dtype="bfloat16") == {"exp_avg_dtype": torch.bfloat16}
+    assert extra(attention_backend="flash") == {"attention_backend": AttnBackend.flash}
+
+
+def test_none_is_taken_where_it_is_the_default_of_a_field_that_says_otherwise():
+    assert extra(DistributedDataParallelConfig, suggested_communication_unit_size=None) is not None
+
+
+@pytest.mark.parametrize(
+    ("target", "fields", "message"),
+    [
+        (
+            TransformerConfig,
+            {"moe_aux_loss_coef": 0.1},
+            "actor.megatron_extra.x.moe_aux_loss_coef=0.1: Megatron's TransformerConfig has no such field; did you "
+            "mean moe_aux_loss_coeff?",
+        ),
+        (TransformerConfig, {"zzz": 1}, "x.zzz=1: Megatron's TransformerConfig has no such field; leave it out"),
+        (
+            TransformerConfig,
+            {"num_layers": 3},
+            "actor.megatron_extra.x.num_layers=3: this follows from the model's config.json; set it there",
+        ),
+        (TransformerConfig, {"fp16": True}, "actor.megatron_extra.x.fp16=True: the trainer relies on its own value"),
+        (
+            TransformerConfig,
+            {"qk_layernorm": "yes"},
+            "actor.megatron_extra.x.qk_layernorm='yes': expected bool, found str",
+        ),
+        (
+            TransformerConfig,
+            {"moe_router_topk": 2.0},
+            "actor.megatron_extra.x.moe_router_topk=2.0: expected int, found float",
+        ),
+        (
+            TransformerConfig,
+            {"moe_router_score_function": "tanh"},
+            "moe_router_score_function='tanh': expected Literal['softmax', 'sigmoid'",  # newer versions have more
+        ),
+        (
+            TransformerConfig,
+            {"attention_backend": "fast"},
+            "attention_backend='fast': expected one of flash, fused, unfused, local, auto, found str",
+        ),
+        (OptimizerConfig, {"exp_avg_dtype": "bf16"}, "x.exp_avg_dtype='bf16': expected dtype, found str"),
+        (OptimizerConfig, {"exp_avg_dtype": "nn"}, "x.exp_avg_dtype='nn': expected dtype, found str"),
+        (DistributedDataParallelConfig, {"bucket_size": True}, "x.bucket_size=True: expected Optional[int], found boo"),
+    ],
+)
+def test_refusal_names_the_field(target: type, fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError) as error:
+        extra(target, **fields)
+    assert message in str(error.value)
+
+
+def test_what_megatron_refuses_names_what_was_passed_through():
+    refusal = "Megatron's OptimizerConfig refuses these settings: exp_avg_dtype can only be fp32"
+    config = config_of_llama("critic", "optimizer", exp_avg_dtype="bfloat16", decoupled_weight_decay=False)
+    given = "critic.megatron_extra.optimizer.exp_avg_dtype=torch.bfloat16, .*decoupled_weight_decay=False"
+    with pytest.raises(ValueError, match=f"^{given}: {refusal}"):
+        optimizer_config(config.critic, torch.float32)
+    with pytest.raises(ValueError, match=f"^actor: {refusal}"):
+        build(described("actor", "x", {}), OptimizerConfig, {"exp_avg_dtype": torch.bfloat16})
+
+
+def config_of_llama(role: str, part: str, **fields: Any) -> Config:
+    extra = json.dumps(fields)
+    gae = "algorithm.advantage.estimator=gae"  # without it nothing reads the critic's
+    return load(BASE, ["model.path=m", "data.source=arithmetic", gae, f"{role}.megatron_extra.{part}={extra}"])
+
+
+FROM_LAYOUT = r"follows from critic.layout; set it there"
+FROM_MODEL = r"follows from the model's config.json; set it there"
+RELIED_ON = r"the trainer relies on its own value; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("deallocate_pipeline_outputs", False, FROM_LAYOUT),
+        ("batch_p2p_comm", True, FROM_LAYOUT),
+        ("account_for_loss_in_pipeline_split", True, FROM_LAYOUT),
+        ("num_moe_experts", 4, FROM_MODEL),  # also of a model without experts
+        ("window_size", [4, 0], FROM_MODEL),
+        ("moe_router_force_load_balancing", True, FROM_MODEL),
+        ("fp8", "hybrid", r"follows from critic.fp8; set it there"),  # without a recipe of ours it would go unchecked
+        ("microbatch_group_size_per_vp_stage", 1, RELIED_ON),
+        ("perform_initialization", False, RELIED_ON),
+        ("overlap_p2p_comm_warmup_flush", True, RELIED_ON),
+    ],
+)
+def test_fields_of_our_own_are_refused_of_every_role(field: str, value: Any, why: str):
+    config = config_of_llama("critic", "model", **{field: value})
+    with pytest.raises(ValueError, match=rf"^critic.megatron_extra.model.{field}=.*: .*{why}$"):
+        transformer_config(config.critic, LLAMA, torch.float32)
+
+
+def test_maximal_update_parametrisation_is_refused():
+    """By this megatron-core, which may not know it, and by one that does."""
+    config = config_of_llama("actor", "model", use_mup=True)
+    with pytest.raises(ValueError, match=r"^actor.megatron_extra.model.use_mup"):
+        transformer_config(config.actor, LLAMA, torch.float32)
+    later = dataclasses.make_dataclass("Later", [("use_mup", bool, False)], bases=(TransformerConfig,))
+    with pytest.raises(ValueError, match=rf"use_mup=True: {RELIED_ON}$"):
+        checked("actor.megatron_extra.model", {"use_mup": True}, later, dict.fromkeys(MODEL_DEFAULTS))
+
+
+def test_the_other_dataclasses_have_fields_of_our_own_too():
+    config = config_of_llama("actor", "optimizer", optimizer_cpu_offload=True)
+    with pytest.raises(ValueError, match=rf"^actor.megatron_extra.optimizer.optimizer_cpu_offload=True: {RELIED_ON}$"):
+        optimizer_config(config.actor, torch.float32)
+    config = config_of_llama("actor", "ddp", overlap_grad_reduce=False)
+    with pytest.raises(ValueError, match=r"overlap_grad_reduce=False: this follows from actor.overlap_communication"):
+        data_parallel_config(config.actor)
+
+
+def test_a_field_reaches_megatron_over_our_own_defaults():
+    """recompute_modules and bias_dropout_fusion are given otherwise where nobody asks."""
+    wanted = dict(recompute_modules=["core_attn"], bias_dropout_fusion=True, moe_aux_loss_coeff=0.25)
+    model = transformer_config(config_of_llama("actor", "model", **wanted).actor, LLAMA, torch.float32)
+    assert {name: getattr(model, name) for name in wanted} == wanted
+    optimizer = optimizer_config(config_of_llama("actor", "optimizer", log_num_zeros_in_grad=True).actor, torch.float32)
+    assert optimizer.log_num_zeros_in_grad
+    assert data_parallel_config(config_of_llama("actor", "ddp", bucket_size=1000).actor).bucket_size == 1000
+
+
+def test_preflight_asks_all_dataclasses_of_a_model_and_says_nothing_of_what_they_take():
+    good = config_of_llama("actor", "ddp", bucket_size=1000)
+    assert refusals(good, {"actor": LLAMA}) == []
+    for part in ("model", "optimizer", "ddp"):
+        [line] = refusals(config_of_llama("actor", part, nothing=1), {"actor": LLAMA})
+        assert line.startswith(f"actor.megatron_extra.{part}.nothing=1: ")
+
+
+def test_names_of_our_own_are_fields_of_megatrons():
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    assert {*FORM, *PLACEMENT, *MODEL_DEFAULTS} - fields <= {"use_mup", "moe_single_grouped_weight"}
+    assert set(DEFAULTS) <= {field.name for field in dataclasses.fields(OptimizerConfig)}

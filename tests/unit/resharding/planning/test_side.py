@@ -1,0 +1,184 @@
+"""How the two sides of a reshard are written, and what is said where they are wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.piece import intersect, num_elements
+from megarl.resharding.planning.preview import reshard, table
+from megarl.resharding.planning.side import bytes_per_second, on_nodes, side_holders
+from tests.unit.resharding.cases import config_of, layout_of
+
+MIXED = config_of(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=12, num_hidden_layers=5)
+
+
+def read(text: str, config=MIXED, is_source: bool = True):
+    return side_holders("--from" if is_source else "--to", text, config, is_source)
+
+
+def same(found, expected) -> bool:
+    return [(h.name, h.shapes, h.pieces) for h in found] == [(h.name, h.shapes, h.pieces) for h in expected]
+
+
+def test_a_trainer():
+    layout = layout_of(tp=3, pp=2, dp=2, ep=2, etp=1, last=2)
+    assert same(read("tp=3,pp=2,dp=2,ep=2,etp=1,last_stage_layers=2"), megatron_holders(MIXED, layout))
+    assert same(read("megatron:tp=3"), megatron_holders(MIXED, layout_of(tp=3)))
+
+
+def test_engines_and_folders():
+    assert same(read("vllm:tp=1,replicas=2", is_source=False), vllm_holders(MIXED, 1, 2))
+    spread = dict(num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=3)
+    config = MIXED | spread
+    expected = vllm_holders(config, 2, 1, expert_parallel=True)
+    assert same(read("vllm:tp=2,ep=true", config, is_source=False), expected)
+    assert same(read("hf"), [huggingface_holder(MIXED)])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_source", "message"),
+    [
+        ("tp=2", True, r"--from tp=2: tp=2: num_key_value_heads 3 does not divide by 2; choose a divisor"),
+        ("tp=3,tq=2", True, "--from tp=3,tq=2: tq is unknown; did you mean tp?"),
+        ("x=1", True, "--from x=1: x is unknown; the known ones are tp, pp, vpp, cp, ep, etp, dp, first_stage_layers,"),
+        ("tp=1,tp=1", True, "tp is given twice"),
+        ("tp=0", True, "tp=0: expected a positive integer"),
+        ("tp=1.5", True, "tp=1.5: expected a positive integer"),
+        (
+            "ep=4",
+            True,
+            "ep=4: a pipeline stage has tp x cp x dp = 1 x 1 x 1 = 1 ranks, which do not divide by etp",
+        ),
+        ("pp=2", True, r"5 does not divide by pp 2 \(5 = 2 x 2 \+ 1\); add last_stage_layers=2, which leaves 3 for"),
+        ("pp=4", True, r"5 does not divide by pp 4 \(5 = 4 x 1 \+ 1\); lower pp"),
+        ("vllm:tp=1", True, "vllm is not a source; give"),
+        ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination; give"),
+        ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: num_attention_heads 6 does not divide by 4"),
+        ("vllm:ep=yes", False, "ep=yes: expected true or false"),
+    ],
+)
+def test_sides_that_are_refused(text, is_source, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read(text, is_source=is_source)
+    assert "\n" not in str(error.value)
+
+
+def test_nodes_are_filled_in_order():
+    holders = on_nodes(megatron_holders(config_of(), layout_of(dp=5)), 2, first=3)
+    assert [holder.node for holder in holders] == [3, 3, 4, 4, 5]
+
+
+def test_bandwidths():
+    names = ("inter", "intra")
+    found = bytes_per_second("--bandwidth", "intra=1.5GiB/s,inter=400Gb/s", names)
+    assert found == {"inter": 50e9, "intra": 1.5 * 2**30}
+    for text in ("inter=50,intra=1GB/s", "inter=0GB/s,intra=1GB/s", "inter=50XB/s,intra=1GB/s"):
+        with pytest.raises(ValueError, match=r"--bandwidth inter=.*: expected a positive number and a unit"):
+            bytes_per_second("--bandwidth", text, names)
+    for text in ("inter=50GB/s", "inter=1GB/s,intra=1GB/s,other=1GB/s", ""):
+        with pytest.raises(ValueError, match="give inter and intra, such as inter=50GB/s,intra=400GB/s"):
+            bytes_per_second("--bandwidth", text, names)
+
+
+def test_a_preview_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
+    model = MIXED | {"num_key_value_heads": 6}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"quantization_config": {"quant_method": "fp8"}}))
+    arguments = "tp=3,dp=2", "vllm:tp=2,replicas=3", 3, "inter=50GB/s,intra=400GB/s"
+    found = reshard(tmp_path, *arguments)
+    assert found == reshard(tmp_path / "config.json", *arguments)
+    kept = sum(holder.shard.num_bytes for holder in vllm_holders(model, 2, 3))
+    padding = 3 * 2 * 27 * model["hidden_size"] * 4  # 64 rows for 37 tokens, in embedding and head of three engines
+    assert found.bytes_total == kept - padding
+    assert "6 -> 6" in table(found) and "every element is written exactly once" in table(found)
+
+
+def test_models_that_cannot_be_read(tmp_path: Path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ValueError, match=r"does not exist; give a config.json, or the folder that has it"):
+            reshard(path, "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"--model {tmp_path}: not JSON"):
+        reshard(tmp_path, "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s")
+
+
+SPEEDS = "inter=50GB/s,intra=400GB/s"
+
+
+def test_a_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What the engine's worker keeps of what its trainer rank has stays on their device; all else stays in the node."""
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
+    model = config_of(vocab_size=64, num_key_value_heads=6)
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    same = reshard(tmp_path, "tp=2,dp=2", "tp=2,dp=2", 2, SPEEDS, colocated=True)
+    assert same.bytes_by_link == {"inter": 0, "intra": 0, "local": same.bytes_total}
+    assert (same.predicted_seconds, same.floor_seconds, same.bytes_wasted) == (0, 0, 0)
+    assert "nothing travels" in table(same) and "on a device" in table(same)
+
+    stages = reshard(tmp_path, "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS, colocated=True)
+    apart = reshard(tmp_path, "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS)
+    assert stages.bytes_total == apart.bytes_total and stages.bytes_wasted == apart.bytes_wasted == 0
+    pairs = zip(megatron_holders(model, layout_of(tp=2, pp=2, dp=2)), vllm_holders(model, 2, 4), strict=True)
+    common = [
+        intersect(ours.canonical_rectangle, theirs.canonical_rectangle)
+        for trainer, worker in pairs
+        for ours in trainer.pieces
+        for theirs in worker.pieces
+        if ours.canonical == theirs.canonical
+    ]
+    stay = sum(4 * num_elements(part) for part in common if part is not None)
+    assert 0 < stay < stages.bytes_total
+    assert stages.bytes_by_link == {"inter": 0, "intra": stages.bytes_total - stay, "local": stay}
+    assert apart.bytes_by_link["inter"] > 0 == apart.bytes_by_link["local"]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "message"),
+    [
+        (
+            "tp=3,dp=4",
+            "vllm:tp=2,replicas=5",
+            "--colocated: tp=3,dp=4 has 12 ranks, vllm:tp=2,replicas=5 has 10, and each device has one of both; give "
+            "--to replicas=6, which makes 2 x 6 = 12",
+        ),
+        ("tp=3", "vllm:tp=2", "has 3 ranks, .* has 2, .* give --to a tp that divides 3 \\(3 = 2 x 1.5\\)"),
+        ("tp=3", "tp=1", "tp=3 has 3 ranks, tp=1 has 1, and each device has one of both; change dp of one of them"),
+        ("tp=3", "hf", "--colocated: --to hf is a folder, which is on no device; leave one of them away"),
+        ("hf", "tp=3", "--colocated: --from hf is a folder"),
+    ],
+)
+def test_sides_that_cannot_share_devices(tmp_path: Path, source: str, destination: str, message: str):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(num_key_value_heads=6)))
+    with pytest.raises(ValueError, match=message):
+        reshard(tmp_path, source, destination, 8, SPEEDS, colocated=True)
+
+
+def test_another_process_does_not_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second one has no planner."""
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps(config_of()))
+    arguments = ["reshard", "--model", str(tmp_path), "--from", "tp=3", "--to", "vllm:tp=1,replicas=2", "--json"]
+
+    def run(change: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            f"import sys; from megarl import cli; from megarl.resharding.planning import preview; {change}\n"
+            f"sys.argv = ['megarl', *{arguments}]; cli.main()"
+        )
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    without = "preview.make_plan = None"
+    assert run(without).returncode != 0
+    first = run("")
+    assert json.loads(first.stdout)["written_once"]
+    assert run(without).stdout == first.stdout
+    [entry] = (tmp_path / "cache" / "plans").iterdir()
+    entry.write_text(entry.read_text().replace("true", "false"))
+    mended = run("")
+    assert mended.stdout == first.stdout and mended.stderr == f"{entry} is damaged: its content is computed again\n"
+    assert run(without).stdout == first.stdout

@@ -1,0 +1,50 @@
+"""What engines on vLLM are started with, in a process of its own, as vLLM changes the one that imports it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megarl.config.vllm_arguments import ADJUSTABLE, GIVEN, REFITTABLE
+
+
+def found(folder: Path) -> dict[str, object]:
+    from vllm import EngineArgs
+
+    from megarl.rollout.vllm.engine_arguments import engine_arguments
+
+    given = ("rollout", folder, "float32", 1, 64, 0.5)
+    refusals = []
+    for name in ("no_such_key", "max_num_seq"):
+        try:
+            engine_arguments(*given, {name: 1})
+        except ValueError as error:
+            refusals.append(str(error))
+    return {
+        "of vLLM": {field.name for field in dataclasses.fields(EngineArgs)},
+        "defaults": {name: getattr(EngineArgs("model"), name) for name in REFITTABLE},
+        "changed": engine_arguments(*given, {"enforce_eager": False, "block_size": 32}, load_format="dummy"),
+        "refusals": refusals,
+    }
+
+
+@pytest.mark.slow
+def test_an_extra_is_passed_on_or_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        seen = process.submit(found, tmp_path).result()
+    assert {name for given in GIVEN.values() for name in given} | ADJUSTABLE <= seen["of vLLM"]
+    assert seen["defaults"] == {name: value for name, (value, _) in REFITTABLE.items()}
+    changed = seen["changed"]
+    assert (changed["enforce_eager"], changed["block_size"], changed["load_format"]) == (False, 32, "dummy")
+    assert changed["max_model_len"] == 64
+    unknown, misspelt = seen["refusals"]
+    assert unknown.startswith("rollout.vllm_extra.no_such_key=1: vLLM has no such engine argument; ")
+    assert misspelt.startswith(
+        "rollout.vllm_extra.max_num_seq=1: vLLM has no such engine argument; did you mean max_num_seqs"
+    )

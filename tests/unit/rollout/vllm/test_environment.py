@@ -1,0 +1,49 @@
+"""On which cores the ranks of an engine on CPU run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megarl.rollout.vllm.environment import environment
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch):
+    """cores(numbers): those that this process may run on."""
+    return lambda numbers: monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(numbers))
+
+
+def binding(tp: int, threads: int, index: int) -> str:
+    """As vLLM reads it: ranks apart by |, their cores by commas."""
+    return environment(tp, threads, index)["VLLM_CPU_OMP_THREADS_BIND"]
+
+
+def test_engines_share_the_cores_out(cores) -> None:
+    cores(range(16))
+    assert [binding(2, 2, index) for index in range(4)] == ["0,1|2,3", "4,5|6,7", "8,9|10,11", "12,13|14,15"]
+
+
+def test_ranks_have_the_cores_that_their_threads_ask_for(cores) -> None:
+    cores(range(16))
+    assert binding(2, 4, 0) == "0,1,2,3|4,5,6,7"
+    assert binding(4, 1, 1) == "4|5|6|7"
+
+
+def test_engines_begin_again_where_there_are_no_more_cores(cores) -> None:
+    cores([3, 5])
+    assert [binding(2, 1, index) for index in range(2)] == ["3|5", "3|5"]
+    cores([3, 5, 7])
+    assert binding(2, 2, 0) == "3,5|7,3"
+
+
+def test_a_rank_has_no_core_twice(cores) -> None:
+    cores([3, 5])
+    assert binding(2, 8, 0) == "3,5|3,5"
+
+
+def test_an_engine_of_one_rank_is_left_to_the_system(cores) -> None:
+    cores(range(16))
+    own = environment(1, 4, 3)
+    assert (own["VLLM_CPU_OMP_THREADS_BIND"], own["OMP_NUM_THREADS"]) == ("nobind", "4")

@@ -1,0 +1,263 @@
+"""Checkpoints on disk: whatever happens, the one that is pointed to is whole, or the damage is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.core.checkpoint import Checkpoint, FileRecord, seal
+from megarl.run.checkpoints import Checkpoints
+
+STATE = {"run": {"step": 1}, "config": {"lr": 1e-6, "name": "é"}}
+
+
+def write(checkpoints: Checkpoints, step: int) -> list[FileRecord]:
+    folder = checkpoints.begin(step)
+    (folder / "actor").mkdir()
+    files = [folder / "actor" / name for name in ("__0_0.distcp", "__1_0.distcp", ".metadata")]
+    for file in files:
+        file.write_bytes(f"{step} {file.name}".encode() * 100)
+    return [seal(file, folder) for file in files]
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> Checkpoint:
+    for step in steps:
+        checkpoint = checkpoints.commit(step, STATE, write(checkpoints, step))
+    return checkpoint
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.path.iterdir())
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def test_a_checkpoint_is_read_as_it_was_saved(checkpoints: Checkpoints) -> None:
+    assert checkpoints.latest() is None
+    saved = save(checkpoints, 20)
+    assert checkpoints.latest() == saved.path == checkpoints.path / "step_000020"
+    opened = Checkpoint.open(saved.path)
+    assert opened == saved
+    assert (opened.step, opened.state) == (20, STATE)
+    assert {record.path for record in opened.files} == {
+        "actor/__0_0.distcp",
+        "actor/__1_0.distcp",
+        "actor/.metadata",
+    }
+    assert opened.num_bytes == sum(file.stat().st_size for file in (saved.path / "actor").iterdir())
+    opened.verify(opened.files)
+    assert names(checkpoints) == ["latest", "step_000020"]
+
+
+def test_checksums_are_those_of_sha256sum(checkpoints: Checkpoints) -> None:
+    folder = checkpoints.begin(1)
+    (folder / "file").write_bytes(b"abc")
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
+    assert seal(folder / "file", folder) == FileRecord("file", 3, expected)
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "problem"),
+    [
+        (remove, "actor/__1_0.distcp", "actor/__1_0.distcp is missing"),
+        (truncate, "actor/__0_0.distcp", "actor/__0_0.distcp is damaged: it has 1,499 bytes and had 1,500"),
+        (flip, "actor/.metadata", "actor/.metadata is damaged: its SHA-256 is"),
+        (remove, "manifest.json", "manifest.json is missing"),
+        (truncate, "manifest.json", "manifest.json is damaged"),
+        (flip, "manifest.json", "manifest.json is damaged"),
+    ],
+)
+def test_damage_is_named_with_the_checkpoint_before(checkpoints, damage, name, problem) -> None:
+    latest = save(checkpoints, 10, 20, 30).path
+    damage(latest / name)
+    if problem.startswith("manifest.json is damaged") and damage is truncate:
+        damage(latest / name)  # the first byte that is lost is the newline at the end
+    remedy = f"go on from the one before it: resume={checkpoints.path}/step_000020"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{latest}: {problem}')}.*; {re.escape(remedy)}$"):
+        opened = Checkpoint.open(latest)
+        opened.verify(opened.files)
+    before = Checkpoint.open(checkpoints.path / "step_000020")
+    before.verify(before.files)
+
+
+def test_every_changed_byte_of_the_state_is_noticed(checkpoints: Checkpoints) -> None:
+    manifest = save(checkpoints, 1).path / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["content"]["state"]["run"]["step"] = 2
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"manifest.json is damaged; there is no earlier one; start anew with resume="):
+        Checkpoint.open(manifest.parent)
+
+
+def test_the_newest_are_kept(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 5, 10, 15, 20)
+    assert len(checkpoints) == 4
+    checkpoints.keep(2)
+    assert names(checkpoints) == ["latest", "step_000015", "step_000020"]
+    checkpoints.keep(2)
+    checkpoints.keep(1)
+    assert names(checkpoints) == ["latest", "step_000020"]
+
+
+def test_the_one_that_is_pointed_to_is_never_removed(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 5, 10, 15)
+    checkpoints.point_to(checkpoints.path / "step_000005")
+    checkpoints.keep(1)
+    assert (checkpoints.path / "step_000005").exists()
+
+
+def test_going_back_discards_what_came_after(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 5, 10, 15)
+    checkpoints.go_back_to(10)
+    assert names(checkpoints) == ["latest", "step_000005", "step_000010"]
+    assert checkpoints.latest() == checkpoints.path / "step_000010"
+
+
+def test_other_names_are_somebody_elses(checkpoints: Checkpoints) -> None:
+    before = save(checkpoints, 20, 30).path.with_name("step_000020")
+    shutil.copytree(before, before.with_name("step_000020.keep"))
+    (checkpoints.path / "step_25").mkdir()
+    latest = save(checkpoints, 40)
+    checkpoints.keep(1)
+    assert names(checkpoints) == ["latest", "step_000020.keep", "step_000040", "step_25"]
+    remove(latest.path / "manifest.json")
+    with pytest.raises(ValueError, match="there is no earlier one"):
+        Checkpoint.open(latest.path)
+    kept = before.with_name("step_000020.keep")
+    assert Checkpoint.open(kept).step == 20
+    flip(kept / "actor" / ".metadata")
+    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*; there is no earlier one"):
+        Checkpoint.open(kept).verify(Checkpoint.open(kept).files)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: no `except Exception` of the program may see it."""
+
+
+def operations(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Kills the process, in effect, after `limit` changes of the file system."""
+    left = limit
+
+    def counted(inner):
+        def call(*args, **kwargs):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return inner(*args, **kwargs)
+
+        return call
+
+    for owner, name in ((Path, "mkdir"), (Path, "rename"), (Path, "replace"), (Path, "write_bytes"), (os, "fsync")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+    monkeypatch.setattr(os, "unlink", counted(os.unlink))  # one for each file that rmtree removes
+    monkeypatch.setattr(os, "rmdir", counted(os.rmdir))
+
+
+def test_killed_after_any_change_of_the_disk_the_last_or_the_new_one_is_whole(tmp_path: Path) -> None:
+    original = Checkpoints(tmp_path / "original")
+    save(original, 10, 20)
+    for limit in range(200):
+        checkpoints = Checkpoints(tmp_path / "copy")
+        shutil.copytree(original.path, checkpoints.path)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            operations(checkpoints, monkeypatch, limit)
+            try:
+                save(checkpoints, 30)
+                checkpoints.keep(2)
+                finished = True
+            except Killed:
+                finished = False
+        opened = Checkpoint.open(checkpoints.latest())
+        opened.verify(opened.files)
+        assert opened.step == 30 if finished else opened.step in (20, 30)
+        checkpoints.sweep()
+        checkpoints.go_back_to(opened.step)
+        assert not [name for name in names(checkpoints) if name.startswith(".")]
+        # The next attempt saves the same step again, whatever was left.
+        if opened.step == 20:
+            assert save(checkpoints, 30).step == 30
+            checkpoints.keep(2)
+        shutil.rmtree(checkpoints.path)
+        if finished:
+            break
+    assert finished and limit > 15
+
+
+def test_everything_is_on_the_disk_before_it_has_a_name_and_is_pointed_to(checkpoints, monkeypatch) -> None:
+    events: list[tuple[str, str]] = []
+
+    def told(kind: str, inner, name):
+        def call(*args):
+            events.append((kind, name(*args)))
+            return inner(*args)
+
+        return call
+
+    def relative(path: str | Path) -> str:
+        return os.path.relpath(path, checkpoints.path)
+
+    monkeypatch.setattr(
+        os, "fsync", told("sync", os.fsync, lambda number: relative(os.readlink(f"/proc/self/fd/{number}")))
+    )
+    monkeypatch.setattr(Path, "rename", told("name", Path.rename, lambda _, new: relative(new)))
+    monkeypatch.setattr(Path, "replace", told("name", Path.replace, lambda _, new: relative(new)))
+    save(checkpoints, 10)
+    hidden = ".step_000010"
+    files = [f"{hidden}/actor/__0_0.distcp", f"{hidden}/actor/__1_0.distcp", f"{hidden}/actor/.metadata"]
+    before = {*files, f"{hidden}/manifest.json", f"{hidden}/actor", hidden}
+    named, pointed = events.index(("name", "step_000010")), events.index(("name", "latest"))
+    assert {path for kind, path in events[:named] if kind == "sync"} == before
+    assert events[named + 1 : pointed] == [("sync", "."), ("sync", ".latest")]
+    assert events[pointed + 1 :] == [("sync", ".")]
+
+
+def test_a_leftover_without_a_name_is_removed_by_the_next(checkpoints: Checkpoints) -> None:
+    write(checkpoints, 10)
+    assert names(checkpoints) == [".step_000010"]
+    save(checkpoints, 20)
+    assert names(checkpoints) == ["latest", "step_000020"]
+
+
+def test_a_file_that_was_not_written_is_no_checkpoint(checkpoints: Checkpoints) -> None:
+    files = write(checkpoints, 10)
+    (checkpoints.path / ".step_000010" / "actor" / ".metadata").unlink()
+    with pytest.raises(ValueError, match=r"\.metadata is missing"):
+        checkpoints.commit(10, STATE, files)
+    assert checkpoints.latest() is None
+
+
+def test_a_full_disk_is_refused_with_the_arithmetic(checkpoints: Checkpoints, monkeypatch) -> None:
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12 - 5 * 10**9, 5 * 10**9)
+    )
+    checkpoints.require_space(2 * 10**9, keep=1, number=2)
+    with pytest.raises(ValueError) as error:
+        checkpoints.require_space(2 * 10**9, keep=2, number=3)
+    assert str(error.value) == (
+        f"checkpoint.keep=2: {checkpoints.path} has 5.00 GB free, and 3 more checkpoints need 3 x 2.00 = 6.00 GB (one "
+        "is written before the oldest is removed); free some there, lower checkpoint.keep, or set "
+        "checkpoint.every_steps=null"
+    )

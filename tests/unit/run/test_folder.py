@@ -1,0 +1,177 @@
+import json
+import os
+import subprocess
+import sys
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+import megarl
+from megarl.config.schema import Config
+from megarl.run.folder import RunFolder, _git_state
+from tests.paths import CONFIGS
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    keys = yaml.safe_load((CONFIGS / "base.yaml").read_text())
+    keys["run"] |= {"folder": str(tmp_path / "runs"), "name": "first", "seed": 7}
+    keys["model"]["path"] = "models/tiny"
+    keys["data"]["source"] = "arithmetic"
+    return Config.model_validate(keys)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    command = ["git", *identity, "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_new_run(config):
+    folder = RunFolder.create(config)
+    root = Path(config.run.folder)
+    assert folder.path == root / "first"
+    assert folder.moved is None
+    assert sorted(entry.name for entry in folder.path.iterdir()) == [
+        "config.resolved.yaml",
+        "logs",
+        "manifest.json",
+        "rollouts",
+    ]
+    assert Config.model_validate(yaml.safe_load(folder.config.read_text())) == config
+    assert os.readlink(root / "latest") == "first"
+    assert sorted(entry.name for entry in root.iterdir()) == ["first", "latest"]
+
+
+def test_earlier_runs_of_the_name_are_kept(config):
+    root = Path(config.run.folder)
+    for number, moved in enumerate([None, root / "first.1", root / "first.2"]):
+        folder = RunFolder.create(config)
+        assert folder.moved == moved
+        folder.metrics.write_text(str(number))
+    assert [(root / name / "metrics.jsonl").read_text() for name in ("first.1", "first.2", "first")] == list("012")
+    assert (root / "latest").resolve() == root / "first"
+
+
+def test_a_run_that_goes_on_keeps_what_it_had_by_then(config):
+    folder = RunFolder.create(config)
+    (folder.logs / "trainer-0.log").write_text("first")
+    lines = [json.dumps({"step": step, "reward/mean": step / 10}) + "\n" for step in (1, 2, 3)]
+    folder.metrics.write_text("".join(lines) + '{"step": 4, "rew')  # killed while it wrote
+    for step in (1, 2, 3, 4):
+        folder.rollouts(step).write_text(str(step))
+    for name in ("step_000003.jsonl.bak", "step_3.jsonl", "notes"):
+        (folder.path / "rollouts" / name).touch()
+    (folder.path / "logs" / "attempt_1.old").mkdir()
+    folder.model.mkdir()
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 500})})
+
+    again = RunFolder.reopen(longer, step=2)
+    assert (again.path, again.attempt, again.moved) == (folder.path, 2, None)
+    assert again.metrics.read_text() == "".join(lines[:2])
+    assert list(again.rollout_files()) == [1, 2]
+    assert again.model.exists()  # until there is another
+    assert len(list((folder.path / "rollouts").iterdir())) == 2 + 3
+    assert yaml.safe_load(again.config.read_text())["run"]["steps"] == 500
+    manifest = json.loads(again.manifest.read_text())
+    assert (manifest["attempt"], manifest["resumed_after_step"]) == (2, 2)
+
+    assert sorted(file.name for file in folder.logs.iterdir()) == [
+        "config.resolved.yaml",
+        "manifest.json",
+        "trainer-0.log",
+    ]
+    assert yaml.safe_load((folder.logs / "config.resolved.yaml").read_text())["run"]["steps"] == config.run.steps
+    assert RunFolder.reopen(longer, step=2).logs == folder.path / "logs" / "attempt_3"
+
+
+def test_a_run_that_goes_on_at_once_has_no_metrics(config):
+    RunFolder.create(config)
+    assert RunFolder.reopen(config, step=0).metrics.read_text() == ""
+
+
+def test_a_new_model_takes_the_place_of_the_one_before_when_it_is_whole(config):
+    folder = RunFolder.create(config)
+    with folder.new_model() as path:
+        path.mkdir()
+        (path / "weights").write_text("first")
+    with pytest.raises(OSError, match="lost"), folder.new_model() as path:
+        path.mkdir()
+        raise OSError("lost")
+    assert (folder.model / "weights").read_text() == "first"
+    (folder.path / ".model" / "new").mkdir(parents=True)  # of a run that was killed
+    with folder.new_model() as path:
+        assert not path.exists() and (folder.model / "weights").read_text() == "first"
+        path.mkdir()
+        (path / "weights").write_text("second")
+    assert (folder.model / "weights").read_text() == "second"
+    assert not (folder.path / ".model").exists()
+
+
+def test_latest_follows_the_newest_run(config):
+    RunFolder.create(config)
+    other = config.model_copy(update={"run": config.run.model_copy(update={"name": "second"})})
+    folder = RunFolder.create(other)
+    assert (Path(config.run.folder) / "latest").resolve() == folder.path
+
+
+def test_the_name_latest_is_refused(config):
+    other = config.model_copy(update={"run": config.run.model_copy(update={"name": "latest"})})
+    with pytest.raises(ValueError, match=r"run.name=latest: .* choose another"):
+        RunFolder.create(other)
+    assert not Path(config.run.folder).exists()
+
+
+def test_paths_are_absolute(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    relative = config.model_copy(update={"run": config.run.model_copy(update={"folder": "here"})})
+    assert RunFolder.create(relative).path == tmp_path / "here" / "first"
+
+
+def test_manifest(config):
+    manifest = json.loads(RunFolder.create(config, data_hash="abc123").manifest.read_text())
+    assert (manifest["name"], manifest["model"]) == ("first", "models/tiny")
+    assert (manifest["seed"], manifest["data_hash"]) == (7, "abc123")
+    assert datetime.fromisoformat(manifest["started"]).tzinfo is not None
+    assert manifest["versions"]["megarl"] == megarl.__version__
+    assert manifest["versions"]["python"] == sys.version.split()[0]
+    assert manifest["versions"]["torch"] == metadata.version("torch")
+    assert manifest["host"]["cores"] == os.cpu_count()
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert manifest["host"]["memory_gb"] == pytest.approx(physical / 1e9, rel=0.01)
+
+
+def test_a_missing_distribution_has_no_version(config, monkeypatch):
+    monkeypatch.setattr("megarl.run.folder.DISTRIBUTIONS", ("no-such-distribution",))
+    manifest = json.loads(RunFolder.create(config).manifest.read_text())
+    assert manifest["versions"]["no-such-distribution"] is None
+
+
+def test_git_state(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    assert _git_state(tmp_path) is None  # no commit yet
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "--quiet", "--message", "one")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert _git_state(tmp_path) == {"commit": commit, "dirty": False}
+    (tmp_path / "file").write_text("two")
+    assert _git_state(tmp_path) == {"commit": commit, "dirty": True}
+    inner = tmp_path / "site-packages"
+    inner.mkdir()
+    assert _git_state(inner) is None  # that checkout is not megarl's
+
+
+def test_rollout_files_are_ordered_by_step(tmp_path):
+    folder = RunFolder(tmp_path)
+    (tmp_path / "rollouts").mkdir()
+    for step in (1_000_000, 2, 10):
+        folder.rollouts(step).touch()
+    assert list(folder.rollout_files().items()) == [
+        (2, tmp_path / "rollouts" / "step_000002.jsonl"),
+        (10, tmp_path / "rollouts" / "step_000010.jsonl"),
+        (1_000_000, tmp_path / "rollouts" / "step_1000000.jsonl"),
+    ]

@@ -1,0 +1,62 @@
+"""A run's folder is one process's, as long as that lives."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.run.lock import run_lock
+
+HOLDER = """
+import sys
+from pathlib import Path
+from megarl.run.lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_is_refused_with_who_has_it_until_that_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        who = re.escape(f"{folder} is in use by process {holder.pid} on {platform.node()}; ")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"^run.name=a: {who}"), run_lock(folder):
+                pass
+        with run_lock(folder.with_name("b")):
+            holder.kill()
+            holder.wait()
+        with (
+            run_lock(folder),
+            pytest.raises(ValueError, match=rf"is in use by process {os.getpid()} on"),
+            run_lock(folder),
+        ):
+            pass
+        with run_lock(folder):
+            pass
+
+
+def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
+    def fail(number: int) -> None:
+        def flock(*_) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    fail(errno.ENOSYS)
+    with run_lock(tmp_path / "a"):
+        assert capsys.readouterr().out.startswith(f"{tmp_path}/.a.lock: this disk has no locks (Function not impl")
+    fail(errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"), run_lock(tmp_path / "a"):
+        pass

@@ -1,0 +1,213 @@
+"""Where a run begins, by the key `resume`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.checkpoint import seal
+from megarl.core.types import Prompt
+from megarl.data.prompts import PromptSet
+from megarl.run.checkpoints import Checkpoints
+from megarl.run.resume import Start
+from megarl.run.resume import start as start_with_space
+from tests.paths import BASE
+
+PROMPTS = PromptSet(tuple(Prompt(str(i), "", (i,)) for i in range(5)), "hash of the prompts")
+
+
+CHECKPOINT_BYTES = 100
+
+
+def start(settings: Config, prompts: PromptSet) -> Start:
+    return start_with_space(settings, prompts, CHECKPOINT_BYTES)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def config(root: Path, *overrides: str) -> Config:
+    return load(BASE, [f"run.folder={root}", "run.name=a", "model.path=m", "data.source=arithmetic", *overrides])
+
+
+def save(begin: Start, settings: Config, step: int) -> Path:
+    """What a run leaves after `step` with three prompts a step: the metrics of one step more, and a checkpoint."""
+    while begin.state.step < step:
+        begin.state.cursor.take(3)
+        begin.state.average.add(1 / (begin.state.step + 3), decay=0.9)
+        begin.state.step += 1
+    begin.folder.metrics.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, step + 2)))
+    checkpoints = Checkpoints(begin.folder.checkpoints)
+    weights = checkpoints.begin(step) / "weights"
+    weights.write_bytes(bytes([step] * 8))
+    state = {"config": settings.model_dump(), "data_hash": PROMPTS.data_hash, "run": begin.state.dump()}
+    return checkpoints.commit(step, state, [seal(weights, weights.parent)]).path
+
+
+def test_never_starts_anew_and_keeps_the_earlier_folder(root: Path) -> None:
+    first = start(config(root), PROMPTS)
+    assert (first.state.step, first.checkpoint) == (0, None)
+    save(first, config(root), 1)
+    second = start(config(root), PROMPTS)
+    assert (second.state.step, second.checkpoint, second.folder.moved) == (0, None, root / "a.1")
+
+
+def test_auto_goes_on_from_the_newest(root: Path) -> None:
+    first = start(config(root, "resume=auto"), PROMPTS)
+    assert first.describe() == "starts at the first step"
+    save(first, config(root), 2)
+    newest = save(first, config(root), 3)
+    expected = first.state.cursor.take(6)
+
+    again = start(config(root, "resume=auto", "run.steps=300"), PROMPTS)
+    assert (again.state.step, again.checkpoint.path) == (3, newest)
+    assert again.describe() == f"goes on after step 3, from {newest}"
+    assert (again.folder.path, again.folder.attempt) == (root / "a", 2)
+    assert [json.loads(line)["step"] for line in again.folder.metrics.read_text().splitlines()] == [1, 2, 3]
+    assert again.state.cursor.take(6) == expected
+    assert again.state.average == first.state.average and again.state.average.weight > 2
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_a_killed_run_was_removing_is_removed(root: Path) -> None:
+    first = start(config(root), PROMPTS)
+    saved = [save(first, config(root), step) for step in (1, 2)]
+    saved[0].rename(saved[0].with_name(".step_000001.removed"))
+    again = start(config(root, "resume=auto"), PROMPTS)
+    assert names(again.folder.checkpoints) == ["latest", "step_000002"]
+
+
+def test_no_checkpoint_is_removed_before_the_newest_is_known_to_be_whole(root: Path) -> None:
+    """Which the ranks find out later, each for its own files."""
+    first = start(config(root), PROMPTS)
+    saved = [save(first, config(root), step) for step in (1, 2, 3)]
+    again = start(config(root, "resume=auto", "checkpoint.keep=1"), PROMPTS)
+    assert again.checkpoint.path == saved[-1] and all(path.exists() for path in saved)
+
+
+def test_one_that_was_killed_before_it_pointed_to_the_newest(root: Path) -> None:
+    """The newest is removed only for one that is whole."""
+    first = start(config(root), PROMPTS)
+    earlier, newest = save(first, config(root), 1), save(first, config(root), 2)
+    (earlier / "weights").write_bytes(bytes(8))
+    Checkpoints(earlier.parent).point_to(earlier)
+    with pytest.raises(ValueError, match=r"step_000001: weights is damaged: its SHA-256"):
+        start(config(root, "resume=auto"), PROMPTS)
+    assert newest.exists()
+
+
+def have_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - free, free))
+
+
+def test_the_disk_must_hold_one_more_than_are_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_space(monkeypatch, 299)
+    start(config(root, "checkpoint.keep=2", "checkpoint.every_steps=null"), PROMPTS)
+    with pytest.raises(ValueError, match=r"^checkpoint.keep=2: .* 3 more checkpoints need 3 x 0.00"):
+        start(config(root, "checkpoint.keep=2"), PROMPTS)
+    have_space(monkeypatch, 300)
+    first = start(config(root, "checkpoint.keep=2"), PROMPTS)
+    for step in (1, 2, 3):
+        save(first, config(root), step)
+    have_space(monkeypatch, 99)
+    with pytest.raises(ValueError, match=r"^checkpoint.keep=3: .* 1 more checkpoint needs 1 x 0.00"):
+        start(config(root, "checkpoint.keep=3", "resume=auto"), PROMPTS)
+    # The oldest of the three gives way, though a killed run did not come to it.
+    start(config(root, "checkpoint.keep=2", "resume=auto"), PROMPTS)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_disk_without_room_costs_nothing_that_is_there(root: Path, monkeypatch, resume: str) -> None:
+    first = start(config(root), PROMPTS)
+    save(first, config(root), 2)
+    first.folder.rollouts(3).touch()
+    first.folder.model.mkdir()
+    before = sorted(root.rglob("*"))
+    have_space(monkeypatch, 99)
+    with pytest.raises(ValueError, match=r"^checkpoint.keep=50: "):
+        start(config(root, f"resume={resume}", "run.steps=300", "checkpoint.keep=50"), PROMPTS)
+    assert sorted(root.rglob("*")) == before
+    assert len(first.folder.metrics.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("copy", ["checkpoints/step_000002.keep", "kept/step_000002"])
+def test_a_copy_in_the_runs_own_folder_is_not_moved_away_with_it(root: Path, copy: str) -> None:
+    path = save(start(config(root), PROMPTS), config(root), 2)
+    shutil.copytree(path, root / "a" / copy)
+    with pytest.raises(ValueError, match=rf"^resume=.*{copy}: .* its name is checkpoints/step_000002; give it that"):
+        start(config(root, f"resume={root}/a/{copy}"), PROMPTS)
+    assert path.exists()
+
+
+def test_a_folder_of_the_same_run_goes_back_to_it(root: Path) -> None:
+    first = start(config(root), PROMPTS)
+    earlier, later = save(first, config(root), 2), save(first, config(root), 4)
+    again = start(config(root, f"resume={earlier}"), PROMPTS)
+    assert again.state.step == 2
+    assert not later.exists()
+    assert Checkpoints(again.folder.checkpoints).latest() == earlier
+    assert len(again.folder.metrics.read_text().splitlines()) == 2
+
+
+def test_a_folder_of_another_run_is_left_as_it_is(root: Path) -> None:
+    first = start(config(root), PROMPTS)
+    earlier, later = save(first, config(root), 2), save(first, config(root), 4)
+    branch = start(config(root, "run.name=b", f"resume={earlier}"), PROMPTS)
+    assert (branch.state.step, branch.folder.path, branch.folder.attempt) == (2, root / "b", 1)
+    assert later.exists()
+    assert not branch.folder.metrics.exists()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "prompts", "problem"),
+    [
+        (lambda path: "resume=nowhere", PROMPTS, r"^resume=nowhere: there is no such folder; give never, auto or"),
+        (lambda path: f"resume={path.parent}", PROMPTS, r"checkpoints: manifest.json is missing"),
+        (lambda path: (path / "manifest.json").unlink() or "resume=auto", PROMPTS, r"manifest.json is missing"),
+        (lambda path: "run.seed=1", PROMPTS, r"^run.seed=1: .*step_000002 is of a run with 0;"),
+        (lambda path: "run.steps=1", PROMPTS, r"^run.steps=1: .*step_000002 has 2 steps done;"),
+        (
+            lambda path: "resume=auto",
+            PromptSet(PROMPTS.prompts, "another"),
+            r"^data.source=arithmetic: its prompts have changed since .*step_000002 was saved \(hash another…, then ",
+        ),
+    ],
+    ids=["no folder", "not a checkpoint", "damaged", "another run", "fewer steps", "other prompts"],
+)
+def test_what_is_refused_leaves_the_folder_untouched(root, prepare, prompts, problem) -> None:
+    path = save(start(config(root), PROMPTS), config(root), 2)
+    override = prepare(path)
+    before = sorted(root.rglob("*"))
+    with pytest.raises(ValueError, match=problem):
+        start(config(root, "resume=auto", override), prompts)
+    assert sorted(root.rglob("*")) == before
+    assert len((root / "a" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_newest_run_is_found_by_its_link(root: Path) -> None:
+    """The link to the newest run, through which its checkpoints have another path."""
+    first = start(config(root), PROMPTS)
+    save(first, config(root), 1)
+    again = start(config(root, f"resume={root}/latest/checkpoints/step_000001"), PROMPTS)
+    assert (again.folder.path, again.folder.moved, again.state.step) == (root / "a", None, 1)
+    assert again.checkpoint.path.exists()
+
+
+def test_a_damaged_earlier_checkpoint_costs_no_later_one(root: Path) -> None:
+    first = start(config(root), PROMPTS)
+    earlier, newest = save(first, config(root), 1), save(first, config(root), 2)
+    (earlier / "weights").write_bytes(bytes(8))
+    with pytest.raises(ValueError, match=r"step_000001: weights is damaged: its SHA-256"):
+        start(config(root, f"resume={earlier}"), PROMPTS)
+    assert newest.exists()
+    assert start(config(root, "resume=auto"), PROMPTS).state.step == 2

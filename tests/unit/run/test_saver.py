@@ -1,0 +1,102 @@
+"""When checkpoints begin, when they are complete, and what is said of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.checkpoint import Checkpoint, FileRecord, seal
+from megarl.run.checkpoints import Checkpoints
+from megarl.run.saver import Saver
+from tests.paths import BASE
+
+
+class Group:
+    """Stands in for a TrainerGroup whose files are written when the test says so."""
+
+    def __init__(self) -> None:
+        self.written = False
+
+    def save_checkpoint(self, checkpoint: Path) -> None:
+        self.written = False
+        (checkpoint / "actor").mkdir()
+
+    def checkpoint_written(self) -> bool:
+        return self.written
+
+    def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
+        (checkpoint / "actor" / "file").write_text("content")
+        return [seal(checkpoint / "actor" / "file", checkpoint)]
+
+
+def config(*overrides: str) -> Config:
+    required = ["model.path=m", "data.source=arithmetic", "run.steps=7", "checkpoint.every_steps=3"]
+    return load(BASE, [*required, *overrides])
+
+
+def saver(folder: Path, *overrides: str) -> Saver:
+    return Saver(folder, config(*overrides), num_bytes=100, data_hash="hash")
+
+
+def latest(folder: Path) -> int | None:
+    path = Checkpoints(folder).latest()
+    return path and Checkpoint.open(path).step
+
+
+def test_a_checkpoint_is_complete_when_its_files_are_written(tmp_path: Path) -> None:
+    group, ours = Group(), saver(tmp_path)
+    assert ours.save([group], 1, {}) == ours.save([group], 2, {}) == {}
+    metrics = ours.save([group], 3, {"step": 3})
+    assert metrics.keys() == {"time/checkpoint"} and metrics["time/checkpoint"] > 0
+    ours.commit()
+    assert latest(tmp_path) is None
+    assert ours.save([group], 4, {}) == {}
+    group.written = True
+    ours.commit()
+    assert latest(tmp_path) == 3
+    metrics = ours.save([group], 5, {})
+    assert metrics.keys() == {"time/checkpoint", "checkpoint/seconds", "checkpoint/bytes"}
+    assert metrics["checkpoint/bytes"] == len("content")
+    assert metrics["checkpoint/seconds"] > metrics["time/checkpoint"] > 0
+    state = Checkpoint.open(Checkpoints(tmp_path).latest()).state
+    assert state == {"config": config().model_dump(), "data_hash": "hash", "run": {"step": 3}}
+
+
+def test_without_background_it_is_complete_after_its_step(tmp_path: Path) -> None:
+    ours = saver(tmp_path, "checkpoint.background=false")
+    ours.save([Group()], 3, {})
+    ours.commit()
+    assert latest(tmp_path) == 3
+
+
+def test_the_next_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path) -> None:
+    group, ours = Group(), saver(tmp_path, "checkpoint.keep=1")
+    for step in range(1, 8):
+        ours.save([group], step, {})
+        ours.commit()
+        assert latest(tmp_path) == {6: 3, 7: 6}.get(step)
+    ours.finish()
+    ours.finish()
+    assert latest(tmp_path) == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000007"]
+
+
+def test_none_is_saved_where_none_is_asked_for(tmp_path: Path) -> None:
+    ours = saver(tmp_path, "checkpoint.every_steps=null")
+    assert ours.save([Group()], 7, {}) == {}
+    ours.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_has_filled_up_is_noticed_before_a_file_is_written(tmp_path: Path, monkeypatch) -> None:
+    group, ours = Group(), saver(tmp_path)
+    ours.save([group], 3, {})
+    ours.finish()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 99, 99))
+    with pytest.raises(ValueError, match=r"^checkpoint.keep=2: .* 1 more checkpoint needs"):
+        ours.save([group], 6, {})
+    assert latest(tmp_path) == 3

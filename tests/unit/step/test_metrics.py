@@ -1,0 +1,35 @@
+"""What a step says of samples whose tokens are of several weight versions."""
+
+import pytest
+
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.config.load import load
+from megarl.core.timing import Stopwatch
+from megarl.core.types import Prompt, Sample, SampleInfo, VersionRun
+from megarl.step.metrics import step_metrics
+from tests.paths import QUICKSTART
+
+
+def remote_sample(*runs: tuple[int, int]) -> RemoteSample:
+    """(version, count) of each run of its tokens."""
+    n = sum(count for _, count in runs)
+    versions = tuple(VersionRun(*run) for run in runs)
+    sample = Sample("s", Prompt("p", "", (1,)), (2,) * n, (-1.0,) * n, (True,) * n, versions, "stop", "")
+    return RemoteSample(SampleInfo.of(sample), ref="ref")
+
+
+@pytest.mark.parametrize(
+    ("groups", "staleness", "mixed"),
+    [
+        ([[remote_sample((6, 3))], [remote_sample((6, 1))]], 0, 0.0),
+        (
+            [[remote_sample((5, 2)), remote_sample((6, 2))], [remote_sample((5, 4), (6, 1)), remote_sample((6, 1))]],
+            1,
+            0.25,
+        ),
+        ([[remote_sample((3, 2), (4, 1), (6, 2)), remote_sample((4, 1), (5, 7))]], 3, 1.0),
+    ],
+)
+def test_versions_older_than_the_one_that_is_trained_show(groups, staleness, mixed):
+    metrics = step_metrics(load(QUICKSTART), groups, Stopwatch(), version=7)
+    assert (metrics["weights/staleness_max"], metrics["weights/mixed_share"]) == (staleness, mixed)

@@ -1,0 +1,75 @@
+"""Which passes a run makes, and that it says why."""
+
+import pytest
+
+from megarl.config.load import load
+from megarl.step import passes
+from tests.paths import BASE
+
+GAE = "algorithm.advantage.estimator=gae"
+BATCH = ("batch.prompts_per_step=8", "batch.prompts_per_update=8")
+
+
+def config(*overrides: str):
+    return load(BASE, ["model.path=m", "data.source=arithmetic", *BATCH, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "needed", "reason"),
+    [
+        (["batch.prompts_per_update=8"], "old log-probs", False, "one update per step"),
+        (["batch.prompts_per_update=4"], "old log-probs", True, "2 updates per step"),
+        (
+            ["batch.prompts_per_update=4", "algorithm.correction.old=rollout"],
+            "old log-probs",
+            False,
+            "the engine's log-probs stand for them, an approximation",
+        ),
+        (["batch.prompts_per_update=8", "algorithm.objective.name=kl_cov"], "old log-probs", True, "kl_cov chooses"),
+        (
+            ["batch.prompts_per_update=4", "algorithm.objective.name=dpo"],
+            "old log-probs",
+            False,
+            "name=dpo: it has no ratio to an old policy",
+        ),
+        (
+            ["algorithm.objective.name=dpo"],
+            "reference log-probs",
+            True,
+            "name=dpo; the reference is the model that the",
+        ),
+        (
+            ["algorithm.objective.name=sft", "data={source: rows.jsonl, rows: messages}"],
+            "reference log-probs",
+            False,
+            "name=sft: no term reads them",
+        ),
+        (["algorithm.objective.name=dpo"], "critic values", False, "name=dpo: it has no advantages"),
+        (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient = 0"),
+        (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),
+        (
+            ["batch.prompts_per_update=8", "algorithm.kl={coefficient: 0.01, renew_steps: 5, renew_share: 0.3}"],
+            "reference log-probs",
+            True,
+            "the reference takes up 0.3 of the policy every 5 steps",
+        ),
+        (["batch.prompts_per_update=8"], "critic values", False, "grpo takes the group's rewards"),
+        (["batch.prompts_per_update=8", GAE], "critic values", True, "gae takes a critic's values"),
+        (["batch.prompts_per_update=8", GAE, "critic.trunk=actor"], "critic values", False, "with the old log-probs"),
+        (["batch.prompts_per_update=8", GAE, "critic.trunk=actor"], "old log-probs", True, "critic's values come with"),
+        (
+            ["batch.prompts_per_update=8", "algorithm.kl={placement: reward, coefficient: 0.1}"],
+            "old log-probs",
+            True,
+            "the rewards hold their KL",
+        ),
+        (["batch.prompts_per_update=8"], "implicit rewards", False, "coefficient = 0"),
+        (["batch.prompts_per_update=8", GAE, "implicit_reward.coefficient=2"], "implicit rewards", True, "= 2"),
+    ],
+)
+def test_passes(overrides, name, needed, reason):
+    made = config(*overrides)
+    assert passes.needed(made, name) == needed
+    [line] = [line for line in passes.describe(made) if f": {name} (" in line]
+    assert line.startswith("pass made" if needed else "pass left out")
+    assert reason in line

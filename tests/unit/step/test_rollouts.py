@@ -1,0 +1,106 @@
+"""Which samples a step gathers, where some prompts tell nothing."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.config.load import load
+from megarl.core.metrics import values
+from megarl.core.timing import Stopwatch
+from megarl.core.types import Prompt, SampleInfo, Score
+from megarl.step.rollouts import gather
+from tests.paths import BASE
+
+
+class Engines:
+    """Stands in for the EngineGroup: answers each request, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def generate(self, groups, meanwhile):
+        self.asked.append([group[0].prompt.id for group in groups])
+        return [[RemoteSample(self.info(request), ref=request.sample_id) for request in group] for group in groups]
+
+    @staticmethod
+    def info(request) -> SampleInfo:
+        n = 4 if request.sample_id.endswith(".1") else 2
+        return SampleInfo(request.sample_id, request.prompt.id, 10, n, n, "stop", 0, 0)
+
+
+def run(telling: str, rounds: int, wanted: int = 3):
+    """telling: of the data's prompts in their order, + whose samples have different rewards, - whose have one and
+    0 whose have none. The second of two samples is cut off."""
+    overrides = ["model.path=m", "data.source=arithmetic", f"batch.sampling_rounds={rounds}"]
+    overrides += ["rewards.failure_limit=1", "rollout.max_new_tokens=4", "rewards.overlong_buffer=1"]
+    batch = [f"batch.prompts_per_step={wanted}", f"batch.prompts_per_update={wanted}", "batch.samples_per_prompt=2"]
+    engines, prompts = Engines(), iter([Prompt(str(i), "", (1,), "") for i in range(len(telling))])
+
+    def score(samples, step, rollouts):
+        ends = [(int(sample.info.prompt_id), sample.info.id.endswith(".1")) for sample in samples]
+        scores = [
+            Score(None, {}, "none") if telling[i] == "0" else Score(float(telling[i] == "+" and second), {})
+            for i, second in ends
+        ]
+        return scores, {sample.info.id: f"of {sample.info.id}" for sample in samples}
+
+    cast = SimpleNamespace(engines=engines, rewards=SimpleNamespace(score=score), offloaded=lambda: nullcontext({}))
+    gathered = gather(
+        load(BASE, overrides + batch),
+        cast,
+        7,
+        lambda n: [next(prompts) for _ in range(n)],
+        Path(),
+        Stopwatch(),
+        lambda: None,
+    )
+    chosen = [group[0].sample.info.prompt_id if group else "none" for group in gathered.chosen]
+    return engines.asked, chosen, gathered
+
+
+@pytest.mark.parametrize("telling", ["+++", "---", "-+-"])
+def test_one_round_takes_what_comes(telling):
+    asked, chosen, _ = run(telling, rounds=1)
+    assert asked == [["0", "1", "2"]] and chosen == ["0", "1", "2"]
+
+
+def test_prompts_that_tell_nothing_are_replaced():
+    asked, chosen, gathered = run("+-++--", rounds=3)
+    assert asked == [["0", "1", "2"], ["3", "4"]]  # two thirds told something: one more prompt takes one and a half
+    assert chosen == ["0", "2", "3"]
+    assert [len(group) for group in gathered.sampled] == [2] * 5
+    metrics = values(gathered.metrics)
+    assert metrics["rollout/rounds"] == 2 and metrics["rollout/prompts"] == 5
+    assert metrics["reward/mean"] == pytest.approx((3 - 5) / 10)  # of all that was sampled, half of it cut off
+    assert metrics["reward/zero_std_groups"] == pytest.approx(2 / 5)
+
+
+def test_samples_of_all_rounds_have_names_and_seeds_of_their_own():
+    _, _, gathered = run("-" * 9, rounds=3)
+    names = [sample.info.id for group in gathered.sampled for sample in group]
+    assert names == [f"7.{i}.{k}" for i in range(9) for k in range(2)]
+    assert gathered.process_rewards == {name: f"of {name}" for name in names}
+
+
+def test_after_the_last_round_the_others_fill_up():
+    asked, chosen, _ = run("---" + "-+-" + "--+", rounds=2)
+    assert asked == [["0", "1", "2"], ["3", "4", "5"]]  # never more than a step's prompts at once
+    assert chosen == ["0", "1", "4"]
+
+
+def test_prompts_without_a_score_fill_up_at_last():
+    _, chosen, _ = run("00-" + "-+0", rounds=2)
+    assert chosen == ["2", "3", "4"]
+    _, chosen, _ = run("00-" + "+00", rounds=2)
+    assert chosen == ["none", "2", "3"]
+
+
+def test_what_is_too_much_is_left_out():
+    asked, chosen, _ = run("-+-" + "+++", rounds=2)
+    assert asked == [["0", "1", "2"], ["3", "4", "5"]]
+    assert chosen == ["1", "3", "4"]
