@@ -71,7 +71,7 @@ def train(file: Recipe, overrides: Overrides = None) -> None:
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:
-        if config.on_given_data:
+        if config.is_offline:
             from megarl.finetune import main
         else:
             from megarl.train import main

@@ -1,4 +1,4 @@
-"""The run on given data: supervised fine-tuning, reward models, DPO. Nothing is sampled."""
+"""The run on offline data: supervised fine-tuning, reward models, DPO. Nothing is sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.config.trained_model import trained_hf_config
 from megarl.core.metrics import values
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Sample
-from megarl.data.offline import load_given
+from megarl.data.offline import load_offline_data
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
@@ -35,7 +35,7 @@ def run(config: Config, scratch: Path) -> None:
     check_machine(config)
     models = find_models(config)
     check_megatron_settings(config, models)
-    with Loop.prepare(config, models, load_given(config, models.actor)) as loop:
+    with Loop.prepare(config, models, load_offline_data(config, models.actor)) as loop:
         with Session(config.cluster, loop.folder.logs, scratch) as session:
             learn(session, config, models, loop)
         print(f"report: {report.write(loop.folder.path)}")
@@ -45,8 +45,8 @@ def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) ->
     """All steps, by trainer ranks that it starts, to the trained model."""
     actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
     actor.start()
-    if loop.begin.checkpoint is not None:
-        actor.load_checkpoint(loop.begin.checkpoint)
+    if loop.resume_point.checkpoint is not None:
+        actor.load_checkpoint(loop.resume_point.checkpoint)
     print(f"kernels: {actor.kernels}", flush=True)
     loop.run([actor], lambda: step(config, actor, loop))
     loop.export(lambda out: export(config, actor, models, out))

@@ -12,20 +12,20 @@ from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.machine import check_gpu_memory, check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import find_models
-from megarl.cluster.rank_batch import Scores, Share
+from megarl.cluster.rank_batch import RankBatch, Scores
 from megarl.cluster.session import Session
-from megarl.cluster.workers import Cast, assemble
+from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config, Role
 from megarl.core.metrics import Metric, merge_updates, values
 from megarl.core.timing import Stopwatch
 from megarl.data.prompts import load_prompts
 from megarl.run.loop import Loop, exit_status
 from megarl.step import passes
-from megarl.step.baselines import Totals, compared, take_up
-from megarl.step.dispatch import hand_out, samples_of, updates_of
+from megarl.step.baselines import Totals, attach_baselines, update_reward_average
+from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.metrics import step_metrics
 from megarl.step.pairs import best_and_worst
-from megarl.step.rollouts import gather
+from megarl.step.rollouts import collect_rollouts
 from megarl.step.scoring import Metrics, ScoredSample
 
 
@@ -40,35 +40,37 @@ def run(config: Config, scratch: Path) -> None:
     check_megatron_settings(config, models)
     with Loop.prepare(config, models, load_prompts(config, models.actor)) as loop:
         with Session(config.cluster, loop.folder.logs, scratch) as session:
-            cast = assemble(session, config, models, loop.placement, loop.begin.checkpoint)
-            learn(config, cast, loop)
+            workers = launch_workers(session, config, models, loop.placement, loop.resume_point.checkpoint)
+            learn(config, workers, loop)
         print(f"report: {report.write(loop.folder.path)}")
 
 
-def learn(config: Config, cast: Cast, loop: Loop) -> None:
+def learn(config: Config, workers: Workers, loop: Loop) -> None:
     """All steps, from the first refit of the engines, which may hold any weights, to the trained model."""
-    cast.refit.run(version=loop.state.step)
-    print(f"kernels: {cast.trainers.kernels}\nrefit: by {cast.refit.transport}", flush=True)
-    loop.run(cast.trained, lambda: step(config, cast, loop))
-    loop.export(cast.export)
-    cast.close()
+    workers.refit.run(version=loop.state.step)
+    print(f"kernels: {workers.trainers.kernels}\nrefit: by {workers.refit.transport}", flush=True)
+    loop.run(workers.trained, lambda: step(config, workers, loop))
+    loop.export(workers.export)
+    workers.close()
 
 
-def step(config: Config, cast: Cast, loop: Loop) -> dict[str, float]:
+def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
     """One step: sample and score, update, refit. Returns its metrics; its number is then the engine's version."""
     watch, number = Stopwatch(), loop.state.step
-    gathered = gather(config, cast, number, loop.take, loop.folder.rollouts(number), watch, loop.saver.commit)
-    metrics = dict(gathered.metrics)
+    rollouts = collect_rollouts(
+        config, workers, number, loop.take, loop.folder.rollouts(number), watch, loop.saver.commit
+    )
+    metrics = dict(rollouts.metrics)
     with watch.phase("train"):
-        metrics |= train(config, cast, gathered.chosen, number, gathered.process_rewards, loop.state.average)
+        metrics |= train(config, workers, rollouts.chosen, number, rollouts.process_rewards, loop.state.average)
     with watch.phase("refit"):
-        metrics |= cast.refit.run(version=number)
-    return values(metrics) | step_metrics(config, gathered.sampled, watch, number)
+        metrics |= workers.refit.run(version=number)
+    return values(metrics) | step_metrics(config, rollouts.sampled, watch, number)
 
 
 def train(
     config: Config,
-    cast: Cast,
+    workers: Workers,
     groups: Sequence[Sequence[ScoredSample]],
     number: int,
     process_rewards: Scores,
@@ -78,32 +80,34 @@ def train(
     tokens for others. process_rewards: where those of single tokens are, if there are any. average: of the rewards of
     earlier steps; it takes up this one's."""
     updates = updates_of(config, groups)
-    if config.algorithm.objective.kind.of_pairs:
-        return train_on_pairs(config, cast.trainers, updates, number)
+    if config.algorithm.objective.spec.is_pairwise:
+        return train_on_pairs(config, workers.trainers, updates, number)
     metrics: Metrics = {}
     scores: dict[str, Scores] = {"process_reward": process_rewards} if process_rewards else {}
-    of_tokens: Totals = {}
-    of_kl: Totals = {}
+    token_reward_totals: Totals = {}
+    kl_reward_totals: Totals = {}
     if passes.needed(config, "implicit rewards"):
         plain = [samples_of(update) for update in updates]
-        metrics, scores["implicit_reward"], of_tokens = score_and_train(
-            config, cast.implicit_reward, "implicit_reward", plain, {}
+        metrics, scores["implicit_reward"], token_reward_totals = score_and_train(
+            config, workers.implicit_reward, "implicit_reward", plain, {}
         )
     if config.kl_in_reward:
-        shares = [hand_out(config, samples_of(update), cast.trainers.packing) for update in updates]
-        make_policy_passes(config, cast.trainers, shares)
-        scores["kl_reward"], of_kl = cast.trainers.score_tokens(shares)
-    learned_from = [compared(config, update, of_tokens, of_kl, average) for update in updates]
-    metrics |= take_up(config, groups, of_tokens, of_kl, average)
+        rank_batches = [dispatch(config, samples_of(update), workers.trainers.packing) for update in updates]
+        make_policy_passes(config, workers.trainers, rank_batches)
+        scores["kl_reward"], kl_reward_totals = workers.trainers.score_tokens(rank_batches)
+    training_samples = [
+        attach_baselines(config, update, token_reward_totals, kl_reward_totals, average) for update in updates
+    ]
+    metrics |= update_reward_average(config, groups, token_reward_totals, kl_reward_totals, average)
     if passes.needed(config, "critic values"):
-        of_critic, scores["values"], _ = score_and_train(config, cast.critic, "critic", learned_from, scores)
+        of_critic, scores["values"], _ = score_and_train(config, workers.critic, "critic", training_samples, scores)
         metrics |= of_critic
         if number <= config.critic.warmup_steps:
             if config.kl_in_reward:
-                cast.trainers.end_step()  # which has scored the samples
+                workers.trainers.end_step()  # which has scored the samples
             return metrics
-    metrics |= train_actor(config, cast.trainers, learned_from, scores)
-    follow_policy(config, cast.trainers, number, metrics, sum(map(len, groups)))
+    metrics |= train_actor(config, workers.trainers, training_samples, scores)
+    follow_policy(config, workers.trainers, number, metrics, sum(map(len, groups)))
     return metrics
 
 
@@ -126,9 +130,9 @@ def score_and_train(
     scores: Mapping[str, Scores],
 ) -> tuple[Metrics, Scores, Totals]:
     """Returns, beside the metrics, where the token scores from before its updates are, and what they amount to."""
-    shares = [hand_out(config, update, group.packing, role, scores) for update in updates]
-    own, totals = group.score_tokens(shares)
-    metrics = merge_updates([group.update(share) for share in shares])
+    rank_batches = [dispatch(config, update, group.packing, role, scores) for update in updates]
+    own, totals = group.score_tokens(rank_batches)
+    metrics = merge_updates([group.update(rank_batch) for rank_batch in rank_batches])
     group.end_step()
     return metrics, own, totals
 
@@ -137,22 +141,22 @@ def train_actor(
     config: Config, actor: TrainerGroup, updates: Sequence[Sequence[ScoredSample]], scores: Mapping[str, Scores]
 ) -> Metrics:
     """The passes that the algorithm needs, unless rewards have needed them before, then the updates."""
-    shares = [hand_out(config, update, actor.packing, "actor", scores) for update in updates]
+    rank_batches = [dispatch(config, update, actor.packing, "actor", scores) for update in updates]
     if not config.kl_in_reward:
-        make_policy_passes(config, actor, shares)
-    metrics = merge_updates([actor.update(share) for share in shares])
+        make_policy_passes(config, actor, rank_batches)
+    metrics = merge_updates([actor.update(rank_batch) for rank_batch in rank_batches])
     actor.end_step()
     return metrics
 
 
-def make_policy_passes(config: Config, actor: TrainerGroup, shares: Sequence[Sequence[Share]]) -> None:
+def make_policy_passes(config: Config, actor: TrainerGroup, rank_batches: Sequence[Sequence[RankBatch]]) -> None:
     """Log-probs of the policy before its updates, and of its reference, which stay with its ranks."""
     if passes.needed(config, "old log-probs"):
-        for share in shares:
-            actor.keep_log_probs("old", share)
+        for rank_batch in rank_batches:
+            actor.keep_log_probs("old", rank_batch)
     if passes.needed(config, "reference log-probs"):
-        for share in shares:
-            actor.keep_log_probs("reference", share)
+        for rank_batch in rank_batches:
+            actor.keep_log_probs("reference", rank_batch)
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:

@@ -24,7 +24,7 @@ class GrpoReference:
 
     def log_probs(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
         logits = self.logits(model, sample)
-        for i, kept in enumerate(sample.kept_ids):
+        for i, kept in enumerate(sample.candidate_ids):
             if kept:
                 others = torch.ones_like(logits, dtype=torch.bool)
                 others[:, [sample.response_ids[i], *kept]] = False

@@ -19,13 +19,13 @@ def check(dtype: torch.dtype, has_scale: bool, has_bias: bool, has_kept: bool, d
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, HIDDEN, generator=generator).to(dtype) / 2 for n in (TOKENS, PADDED))
     leaves = [x.to(device).requires_grad_() for x in (hidden, weight, torch.linspace(-1, 1, PADDED).to(dtype))]
-    kept = torch.randint(-VOCAB, VOCAB, (TOKENS, 9), generator=generator).clamp(min=-1)
-    kept[::3] = -1
+    candidate_ids = torch.randint(-VOCAB, VOCAB, (TOKENS, 9), generator=generator).clamp(min=-1)
+    candidate_ids[::3] = -1
     given = dict(
         targets=torch.randint(VOCAB, (TOKENS,), generator=generator),
         temperature=torch.rand(TOKENS, generator=generator) + 0.5 if has_scale else 1.0,
         vocab_size=VOCAB,
-        kept=kept if has_kept else None,
+        candidate_ids=candidate_ids if has_kept else None,
     )
     gradients = torch.randn(TOKENS, 2, generator=generator)
     wide = [x.detach().float().cpu().requires_grad_() for x in leaves]

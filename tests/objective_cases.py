@@ -114,13 +114,13 @@ class World:
         now = {s.id: scored[s.id].log_prob(torch.tensor(s.response_ids)).detach().float() for s in samples}
         others = {
             name: {i: x + shift + spread * torch.randn(x.shape, generator=generator) for i, x in now.items()}
-            for name, spread, shift in (("old", 0.2, 0.0), ("behaviour", 0.3, 0.0), ("reference", 0.2, -0.1))
+            for name, spread, shift in (("old", 0.2, 0.0), ("rollout_logprobs", 0.3, 0.0), ("reference", 0.2, -0.1))
         }
         for name in ("values", "implicit_reward"):
             others[name] = {i: torch.randn(x.shape, generator=generator) for i, x in now.items()}
         sampled = [
             [
-                (dataclasses.replace(s, response_logprobs=tuple(others["behaviour"][s.id].tolist())), reward)
+                (dataclasses.replace(s, response_logprobs=tuple(others["rollout_logprobs"][s.id].tolist())), reward)
                 for s, reward in group
             ]
             for group in groups
@@ -139,7 +139,7 @@ class World:
 
     def loss(self, case: Case) -> torch.Tensor:
         responses = self.responses(case)
-        factors = [case.factor((r.old - r.behaviour).exp()) for r in responses]
+        factors = [case.factor((r.old - r.rollout_logprobs).exp()) for r in responses]
         losses = [f * case.loss(r) if len(f) else f for f, r in zip(factors, responses, strict=True)]
         loss = plain.aggregate(case.aggregation, losses, responses)
         if case.divergence is not None:
@@ -155,11 +155,11 @@ class World:
     def metrics(self, case: Case) -> dict[str, float]:
         """What an update reports of its trained tokens."""
         responses = [r for r in self.responses(case) if len(r.now)]
-        factor = torch.cat([case.factor((r.old - r.behaviour).exp()) for r in responses])
+        factor = torch.cat([case.factor((r.old - r.rollout_logprobs).exp()) for r in responses])
         found = {
             "policy/entropy": torch.cat([r.entropy for r in responses]).mean(),
-            "mismatch/logprob_abs_mean": torch.cat([(r.now - r.behaviour).abs() for r in responses]).mean(),
-            "mismatch/logprob_abs_max": torch.cat([(r.now - r.behaviour).abs() for r in responses]).max(),
+            "mismatch/logprob_abs_mean": torch.cat([(r.now - r.rollout_logprobs).abs() for r in responses]).mean(),
+            "mismatch/logprob_abs_max": torch.cat([(r.now - r.rollout_logprobs).abs() for r in responses]).max(),
         }
         if "weight" in case.correction and "mask" not in case.correction:
             found["correction/weight_mean"], found["correction/weight_max"] = factor.mean(), factor.max()
@@ -185,8 +185,8 @@ class World:
         for sample, own, mask, chosen in zip(samples, advantage, masks, selected, strict=True):
             scored = self.scored[sample.id]
             now, entropy = scored.log_prob(torch.tensor(sample.response_ids))[mask], scored.entropy()[mask]
-            of = {name: self.others[name][sample.id][mask] for name in ("old", "behaviour", "reference")}
-            policies = ((of | {"now": now.detach()})[case.old], of["behaviour"], of["reference"])
+            of = {name: self.others[name][sample.id][mask] for name in ("old", "rollout_logprobs", "reference")}
+            policies = ((of | {"now": now.detach()})[case.old], of["rollout_logprobs"], of["reference"])
             unequal = differ(own[mask]) or differ(case.factor((policies[0] - policies[1]).exp()))
             responses.append(plain.Response(sample.prompt.id, own[mask], now, entropy, *policies, chosen, unequal, 16))
         return responses

@@ -26,7 +26,7 @@ class Response:
     now: Tensor
     entropy: Tensor
     old: Tensor
-    behaviour: Tensor
+    rollout_logprobs: Tensor
     reference: Tensor
     selected: Tensor
     unequal: bool

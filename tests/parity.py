@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.engines import RemoteSample
-from megarl.cluster.rank_batch import Share
+from megarl.cluster.rank_batch import RankBatch
 from megarl.config.load import load
 from megarl.config.schema import Config, Role
 from megarl.core.metrics import Metric
@@ -29,8 +29,8 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
-from megarl.step.baselines import compared
-from megarl.step.dispatch import hand_out
+from megarl.step.baselines import attach_baselines
+from megarl.step.dispatch import dispatch
 from megarl.step.scoring import ScoredSample
 from tests.closeness import relative_error
 from tests.grpo_reference import GrpoReference
@@ -106,7 +106,7 @@ def random_groups(seed: int) -> list[Group]:
     return groups
 
 
-def shares(
+def rank_batches(
     config: Config,
     packing: Packing,
     groups: list[Group],
@@ -114,11 +114,11 @@ def shares(
     scores: TokenScores | None = None,
     greedy: Mapping[str, float] | None = None,
     average: float = 0.0,
-) -> list[Share]:
-    """References are what they refer to. scores: rewards of tokens are part of what samples are compared by. greedy: by
-    prompt, the reward of its greedy response. average: of the rewards of earlier steps."""
+) -> list[RankBatch]:
+    """References are what they refer to. scores: rewards of tokens are part of what samples are compared
+    by. greedy: by prompt, the reward of its greedy response. average: of the rewards of earlier steps."""
     totals = {name: amounts(groups, own) for name, own in (scores or {}).items()}
-    of_tokens, of_kl = (totals.get(name, {}) for name in ("implicit_reward", "kl_reward"))
+    token_reward_totals, kl_reward_totals = (totals.get(name, {}) for name in ("implicit_reward", "kl_reward"))
     scored = [
         [
             ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, greedy=(greedy or {}).get(s.prompt.id, 0.0))
@@ -126,8 +126,8 @@ def shares(
         ]
         for group in groups
     ]
-    samples = compared(config, scored, of_tokens, of_kl, MovingAverage(average, 1.0))
-    return hand_out(config, samples, packing, role, scores)
+    samples = attach_baselines(config, scored, token_reward_totals, kl_reward_totals, MovingAverage(average, 1.0))
+    return dispatch(config, samples, packing, role, scores)
 
 
 def amounts(groups: list[Group], scores: Mapping[str, torch.Tensor]) -> dict[str, TokenTotals]:
@@ -167,7 +167,7 @@ def train(
 
 
 def own_share(config: Config, worker: ActorWorker, groups: list[Group], scores: TokenScores | None):
-    share = shares(config, worker.packing, groups, scores=scores)[worker.data_parallel_rank]
+    share = rank_batches(config, worker.packing, groups, scores=scores)[worker.data_parallel_rank]
     return share, [item.training_sample(item.sample, item.scores) for item in share.samples]
 
 

@@ -87,9 +87,9 @@ class PpoReference:
     def estimate(self, sample: Sample, reward: float, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Advantages and returns of the trained tokens, from the last to the first; the reward comes with the last."""
         settings, mask = self.settings, torch.tensor(sample.response_mask)
-        of_policy, of_critic = settings.gae_lambda, settings.critic_lambda or settings.gae_lambda
+        is_policy_objective, of_critic = settings.gae_lambda, settings.critic_lambda or settings.gae_lambda
         if settings.length_alpha is not None:
-            of_policy = max(0.0, 1 - 1 / (settings.length_alpha * max(sum(sample.response_mask), 1)))
+            is_policy_objective = max(0.0, 1 - 1 / (settings.length_alpha * max(sum(sample.response_mask), 1)))
         values = values[mask].tolist()
         of_tokens = [0.0] * len(values) if self.of_tokens is None else self.of_tokens[sample.id][mask].tolist()
         of_tokens[-1:] = [reward + last for last in of_tokens[-1:]]
@@ -97,7 +97,7 @@ class PpoReference:
             given + settings.gamma * following - value
             for given, following, value in zip(of_tokens, [*values[1:], 0.0], values, strict=bool(values))
         ]
-        advantages, targets = (discounted(deltas, settings.gamma * own) for own in (of_policy, of_critic))
+        advantages, targets = (discounted(deltas, settings.gamma * own) for own in (is_policy_objective, of_critic))
         return torch.tensor(advantages), torch.tensor(targets) + torch.tensor(values)
 
     def advantages(self, by_sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -61,23 +61,23 @@ def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], abov
 
 
 def sample_weights(
-    mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int, untrained: str = "counted"
+    mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int, empty_samples: str = "include"
 ) -> list[float]:
     """Returns the weight of one token of each sample of an update.
 
     num_tokens   of each sample, its trained tokens
     prompts      of each sample, its prompt
     max_tokens   that a response can have
-    untrained    whether means are over samples without a trained token, and prompts with no others, too: "counted", as
-                 in the papers, with a loss of 0, or "left_out"
+    empty_samples   whether means are over samples without a trained token, and prompts with no others, too: "include",
+                    as in the papers, with a loss of 0, or "exclude"
     """
-    counted = [i for i, n in enumerate(num_tokens) if n or untrained == "counted"]
-    of_counted = _of_counted(mode, [num_tokens[i] for i in counted], [prompts[i] for i in counted], max_tokens)
-    weights = dict(zip(counted, of_counted, strict=True))
+    counted = [i for i, n in enumerate(num_tokens) if n or empty_samples == "include"]
+    counted_weights = _weights(mode, [num_tokens[i] for i in counted], [prompts[i] for i in counted], max_tokens)
+    weights = dict(zip(counted, counted_weights, strict=True))
     return [weights.get(i, 0.0) for i in range(len(num_tokens))]
 
 
-def _of_counted(mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int) -> list[float]:
+def _weights(mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int) -> list[float]:
     if mode == "sequence_mean_over_max_tokens":
         return sequence_mean_over_max_tokens(num_tokens, max_tokens)
     if mode == "prompt_mean_of_token_means":

@@ -19,12 +19,16 @@ NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """reward: of the sample as a whole. num_tokens: trained ones. of_tokens: rewards of single tokens, where each of
-    these is compared by itself."""
+    """A sample of a group, as its baseline sees it.
+
+    reward                of the sample as a whole
+    num_tokens            trained ones
+    token_reward_totals   rewards of single tokens, where each of these is compared by itself
+    """
 
     reward: float
     num_tokens: int
-    of_tokens: TokenTotals = NO_TOTALS
+    token_reward_totals: TokenTotals = NO_TOTALS
 
 
 def group_baselines(config: Advantage, group: Sequence[Member]) -> list[Baseline]:
@@ -38,8 +42,12 @@ def group_baselines(config: Advantage, group: Sequence[Member]) -> list[Baseline
     baselines = _of_rewards(config, group)
     if config.option("credit") == "whole":
         return baselines
-    of_tokens = [member.of_tokens for member in group]
-    compared = _leave_one_out_of_tokens(of_tokens) if config.estimator == "rloo" else _of_all_tokens(config, of_tokens)
+    token_reward_totals = [member.token_reward_totals for member in group]
+    compared = (
+        _leave_one_out_of_tokens(token_reward_totals)
+        if config.estimator == "rloo"
+        else _of_all_tokens(config, token_reward_totals)
+    )
     return [
         replace(baseline, token_value=value, token_scale=scale)
         for baseline, (value, scale) in zip(baselines, compared, strict=True)
@@ -98,9 +106,12 @@ def amplification(groups: Sequence[Sequence[Member]]) -> float:
 
 def _differ(group: Sequence[Member]) -> bool:
     """Whether rewards of samples differ, or those of single tokens: n·Σx² = (Σx)², to rounding, where all are equal."""
-    of_tokens = sum((member.of_tokens for member in group), NO_TOTALS)
-    of_equal = of_tokens.total**2 * (1 + 1e-12)
-    return len({member.reward for member in group}) > 1 or of_tokens.count * of_tokens.squares > of_equal
+    token_reward_totals = sum((member.token_reward_totals for member in group), NO_TOTALS)
+    of_equal = token_reward_totals.total**2 * (1 + 1e-12)
+    return (
+        len({member.reward for member in group}) > 1
+        or token_reward_totals.count * token_reward_totals.squares > of_equal
+    )
 
 
 def scale_of(deviation: float, std_epsilon: float) -> float:

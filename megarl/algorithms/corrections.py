@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.shapes import require_one_shape
-from megarl.algorithms.whole_samples import WholeSamples
 
 
 class Factors(NamedTuple):
@@ -28,7 +28,7 @@ class Factors(NamedTuple):
 
 def factors(
     log_ratio: torch.Tensor,
-    samples: WholeSamples,
+    samples: SampleSegments,
     weight: str | None,
     weight_limit: float | None,
     mask: str | None,
@@ -59,5 +59,5 @@ def factors(
     return Factors(factor, used, limited, masked)
 
 
-def _ratio(level: str, log_ratio: torch.Tensor, samples: WholeSamples) -> torch.Tensor:
+def _ratio(level: str, log_ratio: torch.Tensor, samples: SampleSegments) -> torch.Tensor:
     return ratio_of(samples.at_level(level, log_ratio.detach()))

@@ -8,7 +8,7 @@ import torch
 
 from megarl.algorithms import covariance_loss, policy_loss, sequence_loss
 from megarl.algorithms.policy_loss import PolicyLoss
-from megarl.algorithms.whole_samples import WholeSamples
+from megarl.algorithms.sample_segments import SampleSegments
 from megarl.config.objectives import Option
 
 OF_TOKENS = {
@@ -32,7 +32,7 @@ def loss_of_policy(
     log_prob: torch.Tensor,
     old: torch.Tensor,
     advantage: torch.Tensor,
-    samples: WholeSamples,
+    samples: SampleSegments,
     selected: torch.Tensor | None,
 ) -> PolicyLoss:
     """options: of megarl.config.objectives. The others are as in policy_loss, sequence_loss and covariance_loss."""

@@ -13,15 +13,15 @@ import torch
 
 from megarl.algorithms.policy_loss import PolicyLoss, clipped_surrogate
 from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.shapes import require_one_shape
-from megarl.algorithms.whole_samples import WholeSamples
 
 
 def gspo(
     log_prob: torch.Tensor,
     old: torch.Tensor,
     advantage: torch.Tensor,
-    samples: WholeSamples,
+    samples: SampleSegments,
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
@@ -37,7 +37,7 @@ def gmpo(
     log_prob: torch.Tensor,
     old: torch.Tensor,
     advantage: torch.Tensor,
-    samples: WholeSamples,
+    samples: SampleSegments,
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
@@ -59,7 +59,7 @@ def dro(
     log_prob: torch.Tensor,
     old: torch.Tensor,
     advantage: torch.Tensor,
-    samples: WholeSamples,
+    samples: SampleSegments,
     tau: float,
     level: str,
 ) -> PolicyLoss:

@@ -22,7 +22,7 @@ def check_machine(config: Config) -> None:
 
 def check_gpu_memory(config: Config, models: ModelFolders) -> None:
     """Raises ValueError for GPUs that are shared and have no room for all who are on them at once."""
-    if not device.on_cuda() or not config.is_colocated or config.on_given_data:
+    if not device.on_cuda() or not config.is_colocated or config.is_offline:
         return
     trained = models.trained(config)
     reward = None if models.reward_model is None else read_config(models.reward_model)
@@ -103,7 +103,7 @@ def parameters_can_move(config: Config) -> str | None:
 
 
 def ranks_of_an_engine_have_cores(config: Config) -> str | None:
-    tp = {} if config.on_given_data else {"rollout.tp": config.rollout.tp}
+    tp = {} if config.is_offline else {"rollout.tp": config.rollout.tp}
     if config.has_reward_model and config.reward_model.engine == "vllm":
         tp["reward_model.layout.tp"] = config.reward_model.layout.tp
     cores = len(os.sched_getaffinity(0))
@@ -117,7 +117,7 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
 
 
 def _shares_gpus(config: Config) -> bool:
-    return config.is_colocated and not config.on_given_data
+    return config.is_colocated and not config.is_offline
 
 
 _GPU_RULES: tuple[Callable[[Config], str | None], ...] = (

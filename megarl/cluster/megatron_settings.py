@@ -34,12 +34,12 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
             timeout=config.cluster.start_timeout_s,
         )
     except subprocess.TimeoutExpired as error:
-        raise RunFailure(f"megatron_extra and fp8: no answer from {PROGRAM} in {error.timeout:g} s") from None
+        raise RunFailure(f"megatron_overrides and fp8: no answer from {PROGRAM} in {error.timeout:g} s") from None
     if child.returncode:
         [said] = child.stderr.splitlines()[-1:] or ["nothing"]
-        raise RunFailure(f"megatron_extra and fp8: {PROGRAM} ended with status {child.returncode} and said {said}")
+        raise RunFailure(f"megatron_overrides and fp8: {PROGRAM} ended with status {child.returncode} and said {said}")
     raise_all(json.loads(child.stdout.splitlines()[-1]))
 
 
 def goes_beyond(trained: Trained) -> bool:
-    return trained.fp8 is not None or any(trained.megatron_extra.model_dump().values())
+    return trained.fp8 is not None or any(trained.megatron_overrides.model_dump().values())

@@ -80,8 +80,8 @@ def place(config: Config, cores: int | None = None, on_gpus: bool = False) -> Pl
         critics=_ranks(config.critic, cores, spans) if config.has_critic else (),
         reward_models=_ranks(config.reward_model, cores, spans) if config.has_reward_model else (),
         implicit_rewards=_ranks(config.implicit_reward, cores, spans) if config.has_implicit_reward else (),
-        engines=() if config.on_given_data else _engines(config.rollout, cores, spans),
-        rewards=None if config.on_given_data else Process("rewards", 0, 1),
+        engines=() if config.is_offline else _engines(config.rollout, cores, spans),
+        rewards=None if config.is_offline else Process("rewards", 0, 1),
     )
 
 
@@ -89,7 +89,7 @@ def gpu_spans(config: Config) -> dict[str, range]:
     """The GPUs of each role, by the name of its processes; a rank of it is on each. Colocated, they all begin with the
     first; else each begins where the one before ends."""
     ranks = {NAMES[placed.section]: placed.layout.world_size for placed in config.all_placed}
-    if not config.on_given_data:
+    if not config.is_offline:
         ranks[ENGINE] = config.rollout.replicas * config.rollout.tp
     spans, first = {}, 0
     for role, count in ranks.items():

@@ -24,7 +24,7 @@ def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class SampleRef:
     """One sample of an update, as the driver hands it out: where its tokens are, and other models' scores of them (by
     their name in TokenBatch), and the scalars beside them."""
 
@@ -36,7 +36,7 @@ class Assignment:
     imitation_weight: float = 0.0
 
     @classmethod
-    def unscored(cls, sample: ray.ObjectRef) -> Assignment:
+    def unscored(cls, sample: ray.ObjectRef) -> SampleRef:
         """For a forward-only pass that comes before the sample has a reward."""
         return cls(sample, 0.0, NO_BASELINE, 0.0)
 
@@ -48,19 +48,19 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankBatch:
     """What one data-parallel rank does of an update or a pass; microbatches index into its samples."""
 
-    samples: tuple[Assignment, ...]
+    samples: tuple[SampleRef, ...]
     microbatches: tuple[Microbatch, ...]
 
     @classmethod
-    def of(cls, assignments: Sequence[Assignment], microbatches: Sequence[Microbatch]) -> Share:
+    def of(cls, sample_refs: Sequence[SampleRef], microbatches: Sequence[Microbatch]) -> RankBatch:
         """microbatches index into the whole update; the share keeps only the samples that they name."""
         own = sorted(index for microbatch in microbatches for index in microbatch)
         position = {index: i for i, index in enumerate(own)}
         return cls(
-            samples=tuple(assignments[index] for index in own),
+            samples=tuple(sample_refs[index] for index in own),
             microbatches=tuple(tuple(position[index] for index in members) for members in microbatches),
         )
 

@@ -20,8 +20,8 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.cuda_memory import CudaMemory
-from megarl.resharding.transports.delta_p2p import DeltaMeeting
-from megarl.resharding.transports.p2p import Meeting, Sent
+from megarl.resharding.transports.delta_p2p import DeltaRendezvous
+from megarl.resharding.transports.p2p import Rendezvous, Sent
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region, regions
@@ -97,7 +97,7 @@ class Refit:
         sent = CompactPlan.of(self._plan)
         channel: Channel
         if self.transport == "p2p":
-            channel = self._meeting()
+            channel = self._rendezvous()
             self._trainers.connect(sent, channel)
         elif self.transport == "cuda_ipc":
             channel = CudaMemory(self._trainers.publish_on_gpu(self._plan), self._parameters_move)
@@ -111,14 +111,14 @@ class Refit:
         plan = make_plan(self._trainers.holders, self._engines.holders, bucket_bytes)
         return ordered(plan) if self.transport == "p2p" else plan
 
-    def _meeting(self) -> Meeting:
+    def _rendezvous(self) -> Rendezvous:
         """A new one each time: one that somebody left cannot go on."""
         self._connections += 1
-        host, port = self._trainers.rendezvous
+        host, port = self._trainers.store_address
         sends_deltas = self._config.rollout.refit_delta and not self._engines.by_loader
         if self._config.rollout.refit_delta and not sends_deltas:
             print(
                 "refit: all is sent each time, since vLLM's own loader does not keep weights as they come", flush=True
             )
-        meeting = DeltaMeeting if sends_deltas else Meeting
-        return meeting(host, port, f"refit.{self._connections}", self._config.rollout.refit_timeout_s)
+        rendezvous = DeltaRendezvous if sends_deltas else Rendezvous
+        return rendezvous(host, port, f"refit.{self._connections}", self._config.rollout.refit_timeout_s)

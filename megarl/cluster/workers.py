@@ -26,7 +26,7 @@ from megarl.resharding.transports.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Workers:
     trainers: TrainerGroup
     critic: TrainerGroup | None
     implicit_reward: TrainerGroup | None
@@ -61,14 +61,14 @@ class Cast:
             self.reward_model.close()
 
 
-def assemble(
+def launch_workers(
     session: Session,
     config: Config,
     models: ModelFolders,
     placement: Placement,
     checkpoint: Checkpoint | None,
     engines: EngineGroup | None = None,
-) -> Cast:
+) -> Workers:
     """Starts all processes, then plans how weights flow between them. Each model starts from its folder, before
     what it has in the checkpoint, if there is one, is loaded. engines: running ones that were asked for the same (None:
     they are started)."""
@@ -93,7 +93,7 @@ def assemble(
             if checkpoint is not None:
                 group.load_checkpoint(checkpoint)
     export_plan = make_plan(trainers.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
-    return Cast(
+    return Workers(
         trainers=trainers,
         critic=critic,
         implicit_reward=implicit_reward,

@@ -60,7 +60,7 @@ def _objectives() -> Iterator[str]:
         yield f"    data.rows={' | '.join(objective.rows)}; {_given(objective.options)}"
     yield "algorithm.objective, beside any that learns from advantages"
     yield "    entropy_coefficient, skip_truncated (DAPO), imitation_coefficient and imitation_above (VAPO)"
-    yield f"    {_choices(Objective, 'untrained_samples')} (sft, too)"
+    yield f"    {_choices(Objective, 'empty_samples')} (sft, too)"
     yield "algorithm.objective.aggregation: the weight of a token in the loss of an update"
     yield from (f"  {name}: {weight}" for name, weight in AGGREGATIONS.items())
 

@@ -25,7 +25,7 @@ FREE = (
     "rollout.replicas",
     "rollout.tp",
     "*.kv_cache_gib",
-    "*.vllm_extra*",
+    "*.vllm_overrides*",
     "rollout.sleep",
     "rollout.transport",
     "rollout.refit_*",

@@ -9,8 +9,8 @@ from megarl.config.schema import Config
 def explain(config: Config) -> str:
     """Samples and updates of a step, each rank's share, token counts and processes."""
     batch, rollout, layout = config.batch, config.rollout, config.actor.layout
-    unit, trained = "rows" if config.on_given_data else "prompts", config.trained_per_prompt
-    per_prompt = trained if config.on_given_data else batch.samples_per_prompt
+    unit, trained = "rows" if config.is_offline else "prompts", config.trained_per_prompt
+    per_prompt = trained if config.is_offline else batch.samples_per_prompt
     samples = batch.prompts_per_step * per_prompt
     updates = batch.prompts_per_step // batch.prompts_per_update
     per_update = batch.prompts_per_update * trained
@@ -29,7 +29,7 @@ def explain(config: Config) -> str:
             f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} = world size {layout.world_size}"
         ),
     }
-    if not config.on_given_data:
+    if not config.is_offline:
         rows["rollout"] = f"replicas {rollout.replicas} x tp {rollout.tp} = world size {rollout.replicas * rollout.tp}"
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
 
@@ -37,7 +37,7 @@ def explain(config: Config) -> str:
 def _tokens(config: Config, samples: int) -> str:
     rollout = config.rollout
     most = f"at most {samples:,} samples x {rollout.context_length:,} = {samples * rollout.context_length:,} per step"
-    if config.on_given_data:
+    if config.is_offline:
         return most
     sampled = f"{samples:,} x {rollout.max_new_tokens:,} = {samples * rollout.max_new_tokens:,} sampled"
     return f"{most}, of which {sampled}"

@@ -21,7 +21,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     model = _completed(config, config.actor, hf_config)
     of_actor = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
     head = score_head_of(model)
-    if config.on_given_data:
+    if config.is_offline:
         labels = has_one_label(config, config.actor, head.num_labels) if config.trains_reward_model and head else None
         raise_all([*of_actor, labels])
         return

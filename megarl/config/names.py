@@ -48,7 +48,7 @@ VERL = {
     "min_lr_ratio": "actor.optimizer.schedule.min_lr (absolute)",
     "norm_adv_by_std_in_grpo": "algorithm.advantage.std",
     "optimizer_offload": "actor.offload",
-    "override_transformer_config": "actor.megatron_extra.model",
+    "override_transformer_config": "actor.megatron_overrides.model",
     "pipeline_model_parallel_size": "actor.layout.pp",
     "ppo_max_token_len_per_gpu": "actor.tokens_per_microbatch",
     "ppo_micro_batch_size": "actor.tokens_per_microbatch (tokens, not samples)",
@@ -76,6 +76,14 @@ VERL = {
 """verl's name, with the section above it where that decides, and ours."""
 
 
+EARLIER = {
+    "megatron_extra": "megatron_overrides",
+    "untrained_samples": "empty_samples (counted: include, left_out: exclude)",
+    "vllm_extra": "vllm_overrides",
+}
+"""What a key was called before, and its name now."""
+
+
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """The dotted names of all keys, sections before their own keys, in the order of the schema."""
     for name, field in section.model_fields.items():
@@ -88,6 +96,8 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
 def suggest(key: str) -> str:
     """What to write instead of an unknown key, as the end of a sentence."""
     for name in _suffixes(key):
+        if name in EARLIER:
+            return f"{name} is now {EARLIER[name]}"
         if name in VERL:
             return f"verl's {name} is {VERL[name]} here"
     known = [name for name in keys() if not key.startswith(name)]

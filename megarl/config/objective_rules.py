@@ -42,7 +42,7 @@ OF_ROLLOUTS: Mapping[str, Any] = {
 
 def objective_reads_its_options(config: Config) -> str | None:
     objective = config.algorithm.objective
-    reads = objective.kind.options
+    reads = objective.spec.options
     unread = [name for name in OPTIONS if name not in reads and getattr(objective, name) is not None]
     if not unread:
         return None
@@ -56,23 +56,23 @@ def objective_reads_its_options(config: Config) -> str | None:
 
 def objective_learns_from_the_rows(config: Config) -> str | None:
     rows, objective = config.data.rows, config.algorithm.objective
-    if rows in objective.kind.rows:
+    if rows in objective.spec.rows:
         return None
     return (
-        f"data.rows={rows}: algorithm.objective.name={objective.name} learns from {' or '.join(objective.kind.rows)}; "
+        f"data.rows={rows}: algorithm.objective.name={objective.name} learns from {' or '.join(objective.spec.rows)}; "
         f"set data.rows to that, or take one of {', '.join(learners(rows))}"
     )
 
 
 def keys_of_advantages_have_a_reader(config: Config) -> str | None:
     objective = config.algorithm.objective
-    if objective.kind.of_policy:
+    if objective.spec.is_policy_objective:
         return None
     return _unread(config, OF_ADVANTAGES, f"algorithm.objective.name={objective.name} has no advantages")
 
 
 def keys_of_rollouts_have_a_reader(config: Config) -> str | None:
-    if not config.on_given_data:
+    if not config.is_offline:
         return None
     return _unread(config, OF_ROLLOUTS, f"with data.rows={config.data.rows} nothing is sampled")
 
@@ -80,17 +80,17 @@ def keys_of_rollouts_have_a_reader(config: Config) -> str | None:
 def aggregation_has_a_reader(config: Config) -> str | None:
     objective = config.algorithm.objective
     given, default = objective.aggregation, "sequence_mean_of_token_means"
-    if objective.kind.of_pairs and given != default:
+    if objective.spec.is_pairwise and given != default:
         return (
             f"algorithm.objective.aggregation={given}: algorithm.objective.name={objective.name} has a loss for each "
             f"pair, whose mean is taken; set aggregation={default}, which is not read"
         )
-    if objective.kind.of_pairs and objective.untrained_samples != "counted":
+    if objective.spec.is_pairwise and objective.empty_samples != "include":
         return (
-            f"algorithm.objective.untrained_samples=left_out: algorithm.objective.name={objective.name} has a loss for "
-            "each pair, whatever is trained of it; set untrained_samples=counted, which is not read"
+            f"algorithm.objective.empty_samples=exclude: algorithm.objective.name={objective.name} has a loss for "
+            "each pair, whatever is trained of it; set empty_samples=include, which is not read"
         )
-    if config.on_given_data and given == "sequence_mean_over_max_tokens":
+    if config.is_offline and given == "sequence_mean_over_max_tokens":
         return (
             f"algorithm.objective.aggregation={given}: it divides by rollout.max_new_tokens, and with data.rows="
             f"{config.data.rows} nothing is sampled; set aggregation=token_mean"
@@ -109,7 +109,7 @@ def messages_have_a_chat_template(config: Config) -> str | None:
 
 def pairs_are_sampled(config: Config) -> str | None:
     samples = config.batch.samples_per_prompt
-    if config.on_given_data or not config.algorithm.objective.kind.of_pairs or samples > 1:
+    if config.is_offline or not config.algorithm.objective.spec.is_pairwise or samples > 1:
         return None
     return (
         f"batch.samples_per_prompt=1: algorithm.objective.name={config.algorithm.objective.name} compares the best and "

@@ -13,7 +13,7 @@ Option = float | str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
+class ObjectiveSpec:
     """paper             where the objective comes from
     options           keys of algorithm.objective that it reads -> the value that null stands for (None: nothing is
                       bounded)
@@ -27,45 +27,47 @@ class Reads:
     reads_reference: bool = False
 
     @property
-    def of_policy(self) -> bool:
+    def is_policy_objective(self) -> bool:
         """Whether it learns from advantages of sampled tokens."""
         return self.rows == ("prompts",)
 
     @property
-    def of_pairs(self) -> bool:
+    def is_pairwise(self) -> bool:
         """Whether it learns from pairs of responses to one prompt, the better one and the worse one."""
         return "preferences" in self.rows
 
 
-OBJECTIVES: Mapping[str, Reads] = {
-    "clip": Reads("PPO, arXiv 1707.06347", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
-    "unclipped": Reads("the surrogate of TRPO, arXiv 1502.05477, without its bound", {}),
-    "kl_penalty": Reads("TRPO's penalty form, arXiv 1502.05477; PPO, arXiv 1707.06347, eq. 8", {"penalty": 1.0}),
-    "gspo": Reads("GSPO, arXiv 2507.18071", {"clip_low": 3e-4, "clip_high": 4e-4}),
-    "gmpo": Reads("GMPO, arXiv 2507.20673", {"clip_low": 0.4, "clip_high": 0.4}),
-    "cispo": Reads("CISPO of MiniMax-M1, arXiv 2506.13585", {"clip_low": None, "clip_high": 4.0}),
-    "sapo": Reads("SAPO, arXiv 2511.20347", {"tau_positive": 1.0, "tau_negative": 1.05}),
-    "dppo_tv": Reads("DPPO, arXiv 2602.04879", {"divergence_limit": 0.15}),
-    "dppo_kl": Reads("DPPO, arXiv 2602.04879", {"divergence_limit": 0.05}),
-    "clip_cov": Reads(
+OBJECTIVES: Mapping[str, ObjectiveSpec] = {
+    "clip": ObjectiveSpec("PPO, arXiv 1707.06347", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
+    "unclipped": ObjectiveSpec("the surrogate of TRPO, arXiv 1502.05477, without its bound", {}),
+    "kl_penalty": ObjectiveSpec(
+        "TRPO's penalty form, arXiv 1502.05477; PPO, arXiv 1707.06347, eq. 8", {"penalty": 1.0}
+    ),
+    "gspo": ObjectiveSpec("GSPO, arXiv 2507.18071", {"clip_low": 3e-4, "clip_high": 4e-4}),
+    "gmpo": ObjectiveSpec("GMPO, arXiv 2507.20673", {"clip_low": 0.4, "clip_high": 0.4}),
+    "cispo": ObjectiveSpec("CISPO of MiniMax-M1, arXiv 2506.13585", {"clip_low": None, "clip_high": 4.0}),
+    "sapo": ObjectiveSpec("SAPO, arXiv 2511.20347", {"tau_positive": 1.0, "tau_negative": 1.05}),
+    "dppo_tv": ObjectiveSpec("DPPO, arXiv 2602.04879", {"divergence_limit": 0.15}),
+    "dppo_kl": ObjectiveSpec("DPPO, arXiv 2602.04879", {"divergence_limit": 0.05}),
+    "clip_cov": ObjectiveSpec(
         "Clip-Cov, arXiv 2505.22617",
         {"clip_low": 0.2, "clip_high": 0.2, "covariance_low": 1.0, "covariance_high": 5.0, "covariance_share": 2e-4},
     ),
-    "kl_cov": Reads("KL-Cov, arXiv 2505.22617", {"penalty": 1.0, "covariance_share": 2e-3}),
-    "dro": Reads("DRO, arXiv 2405.19107", {"tau": 1.0, "level": "sequence"}),
-    "sft": Reads("supervised fine-tuning: −log-prob of the assistant's tokens", {}, ("messages",)),
-    "reward_model": Reads(
+    "kl_cov": ObjectiveSpec("KL-Cov, arXiv 2505.22617", {"penalty": 1.0, "covariance_share": 2e-3}),
+    "dro": ObjectiveSpec("DRO, arXiv 2405.19107", {"tau": 1.0, "level": "sequence"}),
+    "sft": ObjectiveSpec("supervised fine-tuning: −log-prob of the assistant's tokens", {}, ("messages",)),
+    "reward_model": ObjectiveSpec(
         "a reward model of Bradley and Terry's; InstructGPT, arXiv 2203.02155, eq. 1",
         {"label_smoothing": 0.0},
         ("preferences",),
     ),
-    "dpo": Reads(
+    "dpo": ObjectiveSpec(
         "DPO, arXiv 2305.18290; from sampled responses: online DPO, arXiv 2402.04792",
         {"beta": 0.1, "label_smoothing": 0.0, "length_normalised": False},
         ("preferences", "prompts"),
         reads_reference=True,
     ),
-    "ipo": Reads(
+    "ipo": ObjectiveSpec(
         "IPO, arXiv 2310.12036",
         {"beta": 0.1, "length_normalised": False},
         ("preferences", "prompts"),

@@ -16,7 +16,7 @@ from megarl.config.learning_rate import num_updates
 from megarl.config.objective_rules import OBJECTIVE_RULES
 from megarl.config.objectives import options
 from megarl.config.schema import Config, Placed, Trained
-from megarl.config.unread import unread
+from megarl.config.unused_keys import unused_keys
 from megarl.config.violations import raise_all
 from megarl.config.vllm_arguments import GIVEN, REFITTABLE
 
@@ -30,7 +30,7 @@ def check(config: Config, defaults: Mapping[str, Any]) -> None:
     ]
     of_trained = [rule(config, trained) for trained in config.all_trained for rule in _TRAINED_RULES]
     of_config = [rule(config) for rule in (*_RULES, *OBJECTIVE_RULES)]
-    raise_all(of_config + of_layouts + of_placed + of_trained + unread(config, defaults))
+    raise_all(of_config + of_layouts + of_placed + of_trained + unused_keys(config, defaults))
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
@@ -41,19 +41,19 @@ def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
 def estimator_reads_its_options(config: Config) -> str | None:
     advantage = config.algorithm.advantage
     options = {name: value for name, value in advantage.model_dump().items() if name != "estimator"}
-    unread = [name for name, value in options.items() if value is not None and name not in advantage.kind.options]
-    if not unread:
+    unused_keys = [name for name, value in options.items() if value is not None and name not in advantage.spec.options]
+    if not unused_keys:
         return None
-    given = ", ".join(f"algorithm.advantage.{name}={show(options[name])}" for name in unread)
+    given = ", ".join(f"algorithm.advantage.{name}={show(options[name])}" for name in unused_keys)
     return (
         f"{given}: not read by algorithm.advantage.estimator={advantage.estimator}, which has the options "
-        f"{', '.join(advantage.kind.options)}; set {'it' if len(unread) == 1 else 'them'} to null"
+        f"{', '.join(advantage.spec.options)}; set {'it' if len(unused_keys) == 1 else 'them'} to null"
     )
 
 
 def compared_samples_are_of_one_prompt(config: Config) -> str | None:
     samples, advantage = config.batch.samples_per_prompt, config.algorithm.advantage
-    if not config.algorithm.objective.kind.of_policy or not advantage.kind.compares_samples or samples >= 2:
+    if not config.algorithm.objective.spec.is_policy_objective or not advantage.spec.compares_samples or samples >= 2:
         return None
     if advantage.option("group_of_one") == "reward":
         return None
@@ -127,7 +127,7 @@ def kept_tokens_can_be_handed_over(config: Config) -> str | None:
 
 def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
     new, context = config.rollout.max_new_tokens, config.rollout.context_length
-    if config.on_given_data or new < context:
+    if config.is_offline or new < context:
         return None
     return (
         f"rollout.max_new_tokens={new}: {context - new} of rollout.context_length={context} tokens are left for the "
@@ -140,7 +140,7 @@ def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str |
     of equal size for each. The two samples of a pair are in one microbatch."""
     role = placed.section
     budget, cp, (key, context) = placed.tokens_per_microbatch, placed.layout.cp, config.context_of(placed)
-    together = 2 if placed is config.actor and config.algorithm.objective.kind.of_pairs else 1
+    together = 2 if placed is config.actor and config.algorithm.objective.spec.is_pairwise else 1
     needed = together * (-(-context // (2 * cp)) * 2 if cp > 1 else context)
     if budget >= needed:
         return None
@@ -156,9 +156,9 @@ def every_data_parallel_rank_has_a_sample(config: Config, placed: Placed) -> str
     role = placed.section
     dp, prompts, per_prompt = placed.layout.dp, config.batch.prompts_per_update, config.batch.samples_per_prompt
     units, what = prompts * per_prompt, f"samples ({prompts} prompts x {per_prompt} samples)"
-    if placed is config.actor and config.algorithm.objective.kind.of_pairs:
+    if placed is config.actor and config.algorithm.objective.spec.is_pairwise:
         units, what = prompts, "pairs, which are never split"
-    elif config.on_given_data:
+    elif config.is_offline:
         units, what = prompts, "rows"
     if dp <= units:
         return None
@@ -216,28 +216,28 @@ def reward_engines_keep_their_parameters(config: Config) -> str | None:
 
 
 def arguments_of_vllm_are_given_once(config: Config) -> str | None:
-    extras = {"rollout": config.rollout.vllm_extra, "reward_model": config.reward_model.vllm_extra}
+    extras = {"rollout": config.rollout.vllm_overrides, "reward_model": config.reward_model.vllm_overrides}
     lines = []
     for section, given in GIVEN.items():
         for name in given.keys() & extras[section].keys():
             home = given[name]
             why = f"this follows from {home}; set it there" if home else "megarl relies on its own value; leave it out"
-            lines.append(f"{section}.vllm_extra.{name}={show(extras[section][name])}: {why}")
+            lines.append(f"{section}.vllm_overrides.{name}={show(extras[section][name])}: {why}")
     return "\n".join(sorted(lines)) or None
 
 
 def weights_stay_where_refits_write_them(config: Config) -> str | None:
     lines = []
     for name, (value, why) in REFITTABLE.items():
-        given = config.rollout.vllm_extra.get(name, value)
+        given = config.rollout.vllm_overrides.get(name, value)
         if given != value:
-            lines.append(f"rollout.vllm_extra.{name}={show(given)}: {why}; leave it out")
+            lines.append(f"rollout.vllm_overrides.{name}={show(given)}: {why}; leave it out")
     return "\n".join(lines) or None
 
 
 def something_gives_rewards(config: Config) -> str | None:
     rewards = config.rewards
-    if config.on_given_data or rewards.functions or rewards.judge is not None or config.has_reward_model:
+    if config.is_offline or rewards.functions or rewards.judge is not None or config.has_reward_model:
         return None
     return (
         "rewards.functions=[]: nothing would reward the samples; list a function such as exact_match, or set "
@@ -258,7 +258,7 @@ def turns_are_rewarded_by_functions_of_ones_own(config: Config) -> str | None:
 
 def judge_has_samples_to_compare(config: Config) -> str | None:
     samples, judge = config.batch.samples_per_prompt, config.rewards.judge
-    if judge is None or config.on_given_data or samples > 1:
+    if judge is None or config.is_offline or samples > 1:
         return None
     return (
         f"rewards.judge={judge}: it compares the samples of a prompt with each other, and batch.samples_per_prompt=1; "

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megarl.config.estimators import ESTIMATORS, Estimator
-from megarl.config.objectives import OBJECTIVES, Reads
+from megarl.config.objectives import OBJECTIVES, ObjectiveSpec
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -98,7 +98,7 @@ class Optimizer(Section):
     clip_grad_norm: NonNegativeFloat
 
 
-class MegatronExtra(Section):
+class MegatronOverrides(Section):
     model: dict[str, Any]
     optimizer: dict[str, Any]
     ddp: dict[str, Any]
@@ -119,7 +119,7 @@ class Trained(Section):
     frozen: list[Annotated[str, Field(min_length=1)]]
     offload: list[Literal["parameters", "gradients", "optimizer"]]
     threads: PositiveInt | None
-    megatron_extra: MegatronExtra
+    megatron_overrides: MegatronOverrides
 
 
 class Actor(Trained):
@@ -150,7 +150,7 @@ class RewardModel(Section):
     overlap_communication: ClassVar[bool] = False
     recompute: ClassVar[str] = "none"
     fp8: ClassVar[None] = None
-    megatron_extra: ClassVar[MegatronExtra] = MegatronExtra(model={}, optimizer={}, ddp={})
+    megatron_overrides: ClassVar[MegatronOverrides] = MegatronOverrides(model={}, optimizer={}, ddp={})
 
     engine: Literal["megatron", "vllm"]
     path: Annotated[str, Field(min_length=1)] | None
@@ -164,7 +164,7 @@ class RewardModel(Section):
     offload: list[Literal["parameters"]]
     threads: PositiveInt | None
     kv_cache_gib: PositiveFloat
-    vllm_extra: dict[str, Any]
+    vllm_overrides: dict[str, Any]
 
 
 Placed = Trained | RewardModel
@@ -187,7 +187,7 @@ class Rollout(Section):
     refit_delta: bool
     verify_refit: Literal["off", "first", "always"]
     threads: PositiveInt | None
-    vllm_extra: dict[str, Any]
+    vllm_overrides: dict[str, Any]
 
 
 class Advantage(Section):
@@ -220,18 +220,18 @@ class Advantage(Section):
     pass_at_k_baseline: Literal["all", "without"] | None
 
     @property
-    def kind(self) -> Estimator:
+    def spec(self) -> Estimator:
         return ESTIMATORS[self.estimator]
 
     @property
     def credits_tokens(self) -> bool:
         """Whether rewards of single tokens count for the tokens up to theirs, instead of for the whole sample."""
-        return self.kind.by_token or self.option("credit") == "to_go"
+        return self.spec.by_token or self.option("credit") == "to_go"
 
     def option(self, name: str) -> Any:
         """The value of one of the options that the estimator reads."""
         value = getattr(self, name)
-        return self.kind.options[name] if value is None else value
+        return self.spec.options[name] if value is None else value
 
 
 class Objective(Section):
@@ -272,13 +272,13 @@ class Objective(Section):
     length_normalised: bool | None
     aggregation: Aggregation
     skip_truncated: bool
-    untrained_samples: Literal["counted", "left_out"]
+    empty_samples: Literal["include", "exclude"]
     entropy_coefficient: FiniteFloat
     imitation_coefficient: NonNegativeFloat
     imitation_above: FiniteFloat
 
     @property
-    def kind(self) -> Reads:
+    def spec(self) -> ObjectiveSpec:
         return OBJECTIVES[self.name]
 
 
@@ -384,16 +384,16 @@ class Config(Section):
     cluster: Cluster
 
     @property
-    def on_given_data(self) -> bool:
+    def is_offline(self) -> bool:
         """Whether the responses are in the data, so that nothing is sampled."""
         return self.data.rows != "prompts"
 
     @property
     def trained_per_prompt(self) -> int:
-        """Samples of each prompt, or of each row of given data, that the actor is trained on."""
-        if self.algorithm.objective.kind.of_pairs:
+        """Samples of each prompt, or of each row of offline data, that the actor is trained on."""
+        if self.algorithm.objective.spec.is_pairwise:
             return 2
-        return 1 if self.on_given_data else self.batch.samples_per_prompt
+        return 1 if self.is_offline else self.batch.samples_per_prompt
 
     @property
     def trains_reward_model(self) -> bool:
@@ -402,16 +402,16 @@ class Config(Section):
 
     @property
     def has_reference(self) -> bool:
-        return self.algorithm.kl.coefficient > 0 or self.algorithm.objective.kind.reads_reference
+        return self.algorithm.kl.coefficient > 0 or self.algorithm.objective.spec.reads_reference
 
     @property
     def has_critic(self) -> bool:
         """A model of its own; the other critic is a head on the actor."""
-        return self.algorithm.advantage.kind.baseline == "values" and self.critic.trunk == "own"
+        return self.algorithm.advantage.spec.baseline == "values" and self.critic.trunk == "own"
 
     @property
     def actor_has_values(self) -> bool:
-        return self.algorithm.advantage.kind.baseline == "values" and self.critic.trunk == "actor"
+        return self.algorithm.advantage.spec.baseline == "values" and self.critic.trunk == "actor"
 
     @property
     def kl_in_reward(self) -> bool:
@@ -420,7 +420,7 @@ class Config(Section):
     @property
     def samples_greedily(self) -> bool:
         """Whether each prompt has a greedy response beside its samples, which is scored and not trained on."""
-        return self.algorithm.advantage.kind.baseline == "greedy"
+        return self.algorithm.advantage.spec.baseline == "greedy"
 
     @property
     def has_implicit_reward(self) -> bool:

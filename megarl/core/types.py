@@ -47,11 +47,11 @@ class Sample:
     """One completion of one prompt. R = number of response tokens, end-of-sequence included if it was sampled.
 
     response_ids        R ids, as sampled; text is never tokenised again
-    response_logprobs   R log-probabilities under the behaviour policy, at the sampling temperature
+    response_logprobs   R log-probabilities under the rollout_logprobs policy, at the sampling temperature
     response_mask       R flags: True for a token that the policy produced and that is trained on
     versions            runs of weight versions, whose counts sum to R
     text                the decoded response, special tokens left out: what rewards read
-    kept_ids            for each of the R tokens those that the engine kept when it truncated the distribution that it
+    candidate_ids       for each of the R tokens those that the engine kept when it truncated the distribution that it
                         sampled from, empty for a token of which it kept all; () if that is so of every token
     """
 
@@ -63,12 +63,12 @@ class Sample:
     versions: tuple[VersionRun, ...]
     finish_reason: FinishReason
     text: str
-    kept_ids: tuple[tuple[int, ...], ...] = ()
+    candidate_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_logprobs), len(self.response_mask)}
         lengths.add(sum(run.count for run in self.versions))
-        lengths.add(len(self.kept_ids or self.response_ids))
+        lengths.add(len(self.candidate_ids or self.response_ids))
         assert len(lengths) == 1, (
             f"sample {self.id}: ids, log-probs, mask, versions or kept ids differ in length: {lengths}"
         )
@@ -137,13 +137,13 @@ class Score:
     value      the weighted sum of the parts; None if any part failed
     parts      reward function name -> its own value
     failure    None, or one line that names the reward function and the error
-    of_tokens  the part of the value that its tokens are rewarded with one by one
+    token_reward_totals  the part of the value that its tokens are rewarded with one by one
     """
 
     value: float | None
     parts: dict[str, float]
     failure: str | None = None
-    of_tokens: TokenTotals = NO_TOTALS
+    token_reward_totals: TokenTotals = NO_TOTALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,19 @@ class TrainingSample:
 
 
 ROW_FIELDS = (
-    *("rows", "targets", "row_sample", "behaviour", "mask", "weight", "imitation_weight", "old", "reference", "values"),
-    *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "kept"),
+    *(
+        "rows",
+        "targets",
+        "row_sample",
+        "rollout_logprobs",
+        "mask",
+        "weight",
+        "imitation_weight",
+        "old",
+        "reference",
+        "values",
+    ),
+    *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "candidate_ids"),
 )
 """Fields of a TokenBatch with one element per row, or K."""
 
@@ -201,7 +212,7 @@ class TokenBatch:
     rows              int64 [N]      positions in the pack whose hidden state goes through the head
     targets           int64 [N]      the sampled token of each row
     row_sample        int64 [N]      index of the row's sample within the microbatch
-    behaviour         float32 [N]    log-prob under the behaviour policy
+    rollout_logprobs         float32 [N]    log-prob under the rollout_logprobs policy
     mask              bool [N]       False for response tokens that are not trained on
     weight            float32 [N]    share of the update's loss, 0 where the mask is False
     reward            float64 [S]    per sample
@@ -222,7 +233,7 @@ class TokenBatch:
     returns           float32 [N]    what the critic learns; None: not estimated yet, or there is no critic
     selected          bool [N]       tokens that the objective treats apart; None: it does not
     imitation_weight  float32 [N]    share of the update's loss of positive examples; None: nobody reads it
-    kept              int64 [N, K]   the tokens that the engine sampled from, −1 for none; a row of nothing else: all of
+    candidate_ids     int64 [N, K]   the tokens that the engine sampled from, −1 for none; a row of nothing else: all of
                                      them; None: every row is such
     """
 
@@ -233,7 +244,7 @@ class TokenBatch:
     rows: torch.Tensor
     targets: torch.Tensor
     row_sample: torch.Tensor
-    behaviour: torch.Tensor
+    rollout_logprobs: torch.Tensor
     mask: torch.Tensor
     weight: torch.Tensor
     reward: torch.Tensor
@@ -251,7 +262,7 @@ class TokenBatch:
     returns: torch.Tensor | None = None
     selected: torch.Tensor | None = None
     imitation_weight: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
+    candidate_ids: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -271,7 +282,7 @@ class TokenBatch:
         num_tokens, num_rows, num_samples = len(self.tokens), len(self.rows), len(self.reward)
         for name in ROW_FIELDS:
             values = getattr(self, name)
-            shape = (num_rows,) if name != "kept" or values is None else (num_rows, values.shape[-1])
+            shape = (num_rows,) if name != "candidate_ids" or values is None else (num_rows, values.shape[-1])
             assert values is None or tuple(values.shape) == shape, f"{name} has shape {tuple(values.shape)}"
         for name in ("baseline", "scale", "token_baseline", "token_scale"):
             shape = tuple(getattr(self, name).shape)

@@ -14,7 +14,7 @@ PADDING = 0
 """Any token: nothing that is trained on attends to it."""
 
 NO_TOKEN = -1
-"""Fills up a row of `TokenBatch.kept`."""
+"""Fills up a row of `TokenBatch.candidate_ids`."""
 
 Reads = Literal["states", "tokens"]
 """Which row of the pack a head reads for a response token: that of the state in which it was sampled (the token before
@@ -49,7 +49,7 @@ def collate(
         rows=_long(pack.rows),
         targets=_long([token for item in samples for token in item.sample.response_ids]),
         row_sample=row_sample,
-        behaviour=_float([value for item in samples for value in item.sample.response_logprobs]),
+        rollout_logprobs=_float([value for item in samples for value in item.sample.response_logprobs]),
         mask=mask,
         weight=torch.where(mask, weight, 0.0),
         imitation_weight=torch.where(mask, _float([item.imitation_weight for item in samples])[row_sample], 0.0),
@@ -58,7 +58,7 @@ def collate(
         scale=_double([item.baseline.scale for item in samples]),
         token_baseline=_float([item.baseline.token_value for item in samples]),
         token_scale=_float([item.baseline.token_scale for item in samples]),
-        kept=_kept(samples) if truncates else None,
+        candidate_ids=_candidate_ids(samples) if truncates else None,
         **{name: _by_row(samples, by_sample) for name, by_sample in scores.items()},
     )
     batch.validate()
@@ -105,9 +105,9 @@ def _by_row(samples: Sequence[TrainingSample], by_sample: Mapping[str, torch.Ten
     return torch.cat([torch.empty(0), *(by_sample[item.sample.id].cpu() for item in samples)])
 
 
-def _kept(samples: Sequence[TrainingSample]) -> torch.Tensor | None:
+def _candidate_ids(samples: Sequence[TrainingSample]) -> torch.Tensor | None:
     """See TokenBatch."""
-    rows = [ids for item in samples for ids in item.sample.kept_ids or ((),) * len(item.sample.response_ids)]
+    rows = [ids for item in samples for ids in item.sample.candidate_ids or ((),) * len(item.sample.response_ids)]
     width = max(map(len, rows), default=0)
     return _long([[*ids, *(NO_TOKEN,) * (width - len(ids))] for ids in rows]) if width else None
 

@@ -27,7 +27,7 @@ Tokens = tuple[list[int], list[bool]]
 
 
 @dataclass(frozen=True, slots=True)
-class GivenData:
+class OfflineData:
     """rows: the samples of each row: one of a conversation; of a preference two, the chosen one first
     data_hash: SHA-256 over the token ids of all rows, in order, and which of them are trained on
     num_dropped: rows that were too long
@@ -44,7 +44,7 @@ class GivenData:
         return self.rows[index]
 
 
-def load_given(config: Config, model_folder: Path) -> GivenData:
+def load_offline_data(config: Config, model_folder: Path) -> OfflineData:
     """Reads and tokenises every row.
 
     Raises ValueError, with source and row, for one that cannot be read or tokenised or, unless data.overlong=drop,
@@ -55,7 +55,7 @@ def load_given(config: Config, model_folder: Path) -> GivenData:
     read = list(_samples(config, tokenizer))
     rows = tuple(row for row in read if row is not None)
     require_size(len(read), len(rows), config.data)
-    return GivenData(rows, _hash(rows), len(read) - len(rows))
+    return OfflineData(rows, _hash(rows), len(read) - len(rows))
 
 
 def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Sample, ...] | None]:

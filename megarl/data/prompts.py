@@ -100,7 +100,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
 def too_long(length: int, what: str, config: Config, place: str) -> bool:
     """Whether a row of so many tokens is to be dropped: it, and the response that is to be sampled, have no room in
     rollout.context_length. Raises ValueError if it is not to be."""
-    new, context = 0 if config.on_given_data else config.rollout.max_new_tokens, config.rollout.context_length
+    new, context = 0 if config.is_offline else config.rollout.max_new_tokens, config.rollout.context_length
     needed = length + new
     if needed <= context:
         return False

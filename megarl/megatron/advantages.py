@@ -33,7 +33,7 @@ def _of_samples(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
     by themselves and count for what led to them. The KL, too, is one or the other."""
     config = algorithm.advantage
     reward, rows = batch.reward, batch.row_sample
-    extra = torch.zeros_like(batch.behaviour)
+    extra = torch.zeros_like(batch.rollout_logprobs)
     for of_tokens in (batch.implicit_reward, batch.process_reward):
         if of_tokens is None:
             continue
@@ -61,10 +61,10 @@ def _of_values(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
     assert batch.values is not None or not len(reward), "gae needs the critic's values"
     values = reward if batch.values is None else batch.values
     alpha, gae_lambda, critic_lambda = (config.option(name) for name in ("length_alpha", "gae_lambda", "critic_lambda"))
-    of_policy = gae_lambda if alpha is None else length_adaptive_lambda(mask, rows, alpha)
+    is_policy_objective = gae_lambda if alpha is None else length_adaptive_lambda(mask, rows, alpha)
     if critic_lambda is None and alpha is not None:
         critic_lambda = gae_lambda
-    advantage, returns = gae(reward, values, mask, rows, config.option("gamma"), of_policy, critic_lambda)
+    advantage, returns = gae(reward, values, mask, rows, config.option("gamma"), is_policy_objective, critic_lambda)
     return replace(batch, advantage=advantage, returns=returns)
 
 

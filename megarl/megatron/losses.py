@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megarl.algorithms import corrections, implicit_reward, kl, preference_loss, value_loss
 from megarl.algorithms.objectives import loss_of_policy
 from megarl.algorithms.policy_loss import PolicyLoss
-from megarl.algorithms.whole_samples import WholeSamples
+from megarl.algorithms.sample_segments import SampleSegments
 from megarl.config.objectives import options
 from megarl.config.schema import KL, Algorithm, Correction, ImplicitReward, Value
 from megarl.core.types import TokenBatch
@@ -29,7 +29,7 @@ def policy_objective(
     assert batch.advantage is not None, "the batch has no advantages"
     log_prob, entropy = scored[:, 0], scored[:, 1]
     old = _old(algorithm.correction, batch, log_prob)
-    samples = _whole_samples(batch)
+    samples = _sample_segments(batch)
     objective = algorithm.objective
     policy = loss_of_policy(objective.name, options(objective), log_prob, old, batch.advantage, samples, batch.selected)
     sums = _policy_metrics(batch, policy, log_prob, entropy)
@@ -57,7 +57,7 @@ def policy_objective(
     return loss, sums
 
 
-def _kl(config: KL, batch: TokenBatch, log_prob: torch.Tensor, samples: WholeSamples) -> torch.Tensor:
+def _kl(config: KL, batch: TokenBatch, log_prob: torch.Tensor, samples: SampleSegments) -> torch.Tensor:
     """Per token, or per sample at each of its tokens. In a reward it is that of the policy at the start of the step,
     however far the updates have moved it since."""
     if config.placement == "reward":
@@ -70,13 +70,15 @@ def _kl(config: KL, batch: TokenBatch, log_prob: torch.Tensor, samples: WholeSam
 def _old(config: Correction, batch: TokenBatch, log_prob: torch.Tensor) -> torch.Tensor:
     """Without a pass for it, because there is one update a step, the old policy is the current one: the ratio is 1, and
     its gradient that of log_prob."""
-    old = batch.behaviour if config.old == "rollout" else batch.old
+    old = batch.rollout_logprobs if config.old == "rollout" else batch.old
     return log_prob.detach() if old is None else _at_trained(batch, old, log_prob)
 
 
-def _correction(config: Correction, batch: TokenBatch, old: torch.Tensor, samples: WholeSamples) -> corrections.Factors:
+def _correction(
+    config: Correction, batch: TokenBatch, old: torch.Tensor, samples: SampleSegments
+) -> corrections.Factors:
     return corrections.factors(
-        old - _at_trained(batch, batch.behaviour, old),
+        old - _at_trained(batch, batch.rollout_logprobs, old),
         samples,
         config.weight,
         config.weight_limit,
@@ -112,7 +114,7 @@ def implicit_reward_objective(
 ) -> tuple[torch.Tensor, Sums]:
     """The implicit reward model's, on whole samples: mean over the update's samples. scored: log-prob and entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
-    samples = _whole_samples(batch)
+    samples = _sample_segments(batch)
     reward = samples.of_each(implicit_reward.token_reward(scored[:, 0], batch.reference, config.beta))
     success = (batch.reward > config.success_above).float()
     losses = implicit_reward.outcome_cross_entropy(reward, success)
@@ -138,7 +140,7 @@ def sft_objective(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor
 
 def reward_model_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
     """Of pairs of samples, in each of which one token is trained on: its score is the sample's. scored: [N, 1]."""
-    samples = _whole_samples(batch)
+    samples = _sample_segments(batch)
     scores = samples.of_each(scored[:, 0])
     smoothing = options(algorithm.objective)["label_smoothing"]
     return _pairs_objective(
@@ -151,7 +153,7 @@ def dpo_objective(
 ) -> tuple[torch.Tensor, Sums]:
     """DPO's or IPO's, of pairs of samples. sampled: whether engines have sampled them. scored: log-prob and entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
-    samples, given = _whole_samples(batch), options(algorithm.objective)
+    samples, given = _sample_segments(batch), options(algorithm.objective)
     log_prob, entropy = scored[:, 0], scored[:, 1]
     log_ratio = samples.of_each(log_prob - _at_trained(batch, batch.reference, log_prob))
     if given["length_normalised"]:
@@ -170,7 +172,7 @@ def dpo_objective(
 
 def _pairs_objective(
     batch: TokenBatch,
-    samples: WholeSamples,
+    samples: SampleSegments,
     rewards: torch.Tensor,
     loss_of: Callable[[torch.Tensor], torch.Tensor],
     name: str,
@@ -193,11 +195,11 @@ def _pairs_objective(
     }
 
 
-def _whole_samples(batch: TokenBatch) -> WholeSamples:
-    return WholeSamples(batch.mask, batch.row_sample, len(batch.reward), sum_over_ranks)
+def _sample_segments(batch: TokenBatch) -> SampleSegments:
+    return SampleSegments(batch.mask, batch.row_sample, len(batch.reward), sum_over_ranks)
 
 
-def _sample_weight(batch: TokenBatch, samples: WholeSamples) -> torch.Tensor:
+def _sample_weight(batch: TokenBatch, samples: SampleSegments) -> torch.Tensor:
     """float32 [S]: that of each of its trained tokens, which is the same."""
     return samples.total(batch.weight) / samples.count.clamp(min=1)
 
@@ -223,13 +225,13 @@ def _correction_metrics(batch: TokenBatch, correction: corrections.Factors) -> S
 def _truncation_metrics(batch: TokenBatch) -> Sums:
     """How many tokens the engine sampled from, where it told, and how often it took one that it did not list: one as
     likely as the last of them."""
-    if batch.kept is None:
+    if batch.candidate_ids is None:
         return {}
-    listed = (batch.kept >= 0).sum(1)
-    outside = (batch.kept != batch.targets[:, None]).all(1)
+    listed = (batch.candidate_ids >= 0).sum(1)
+    outside = (batch.candidate_ids != batch.targets[:, None]).all(1)
     return {
-        "policy/kept_mean": mean(listed.float(), batch.mask & (listed > 0)),
-        "policy/outside_kept_share": mean(outside, batch.mask & (listed > 0)),
+        "policy/candidates_mean": mean(listed.float(), batch.mask & (listed > 0)),
+        "policy/outside_candidates_share": mean(outside, batch.mask & (listed > 0)),
     }
 
 
@@ -245,7 +247,7 @@ def _policy_metrics(batch: TokenBatch, policy: PolicyLoss, log_prob, entropy) ->
 
 
 def _mismatch_metrics(batch: TokenBatch, log_prob: torch.Tensor) -> Sums:
-    mismatch = (log_prob - batch.behaviour).abs()
+    mismatch = (log_prob - batch.rollout_logprobs).abs()
     return {
         "mismatch/logprob_abs_mean": mean(mismatch, batch.mask),
         "mismatch/logprob_abs_max": largest(mismatch, batch.mask),

@@ -71,7 +71,7 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
         overlap_param_gather=settings.overlap_communication,
     )
     homes = dict.fromkeys((*fixed, *DEFAULTS)) | dict.fromkeys(ours, f"{settings.section}.optimizer")
-    key, extra = f"{settings.section}.megatron_extra.optimizer", settings.megatron_extra.optimizer
+    key, extra = f"{settings.section}.megatron_overrides.optimizer", settings.megatron_overrides.optimizer
     extra = checked(key, extra, OptimizerConfig, homes)
     return build(described(settings.section, key, extra), OptimizerConfig, ours | fixed | extra)
 

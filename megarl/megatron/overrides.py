@@ -1,4 +1,4 @@
-"""megatron_extra: fields of Megatron's own dataclasses, checked against their names and types."""
+"""megatron_overrides: fields of Megatron's own dataclasses, checked against their names and types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str, str | None]) -> dict[str, Any]:
     """The fields as the dataclass `target` takes them: names of dtypes and of enum members become these.
 
-    key    where they are given, such as actor.megatron_extra.model
+    key    where they are given, such as actor.megatron_overrides.model
     ours   fields that follow from keys of our own -> where to set them; None: none, the trainer relies on its value
 
     Raises ValueError for a field that is unknown, one of ours, or of another type.

@@ -29,7 +29,7 @@ def with_selection(
     members: the samples of each microbatch
     """
     chosen = options(algorithm.objective)
-    olds = [batch.behaviour if algorithm.correction.old == "rollout" else batch.old for batch in batches]
+    olds = [batch.rollout_logprobs if algorithm.correction.old == "rollout" else batch.old for batch in batches]
     assert all(old is not None for old in olds), "the batches have no old log-probs"
     count, mean_old, mean_advantage = _means(batches, olds)
     orders = []

@@ -12,7 +12,7 @@ from megarl.core import device
 Weights = dict[str, torch.Tensor]
 
 
-class WeightSets:
+class WeightSnapshots:
     """Named copies of this rank's weights, such as the reference's."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]):

@@ -37,14 +37,14 @@ def plain_log_prob_and_entropy(
     temperature: float | torch.Tensor,
     vocab_size: int,
     bias: torch.Tensor | None = None,
-    kept: torch.Tensor | None = None,
+    candidate_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The twin: the same from full logits [N, V] of the unsharded weight, by torch's own log-softmax."""
     logits = F.linear(hidden, weight, bias)[:, :vocab_size].float()
     logits = logits / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature)
-    if kept is not None:
-        listed = F.one_hot(torch.cat((kept, targets[:, None]), 1) + 1, vocab_size + 1).sum(1)[:, 1:] > 0
-        logits = logits.where(listed | (kept < 0).all(1, keepdim=True), -torch.inf)
+    if candidate_ids is not None:
+        listed = F.one_hot(torch.cat((candidate_ids, targets[:, None]), 1) + 1, vocab_size + 1).sum(1)[:, 1:] > 0
+        logits = logits.where(listed | (candidate_ids < 0).all(1, keepdim=True), -torch.inf)
     log_probs = torch.log_softmax(logits, dim=-1)
     entropy = -(log_probs.exp() * log_probs.where(log_probs > -torch.inf, 0)).sum(-1)
     return log_probs.gather(1, targets[:, None])[:, 0], entropy
@@ -58,7 +58,7 @@ def log_prob_and_entropy(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
     bias: torch.Tensor | None = None,
-    kept: torch.Tensor | None = None,
+    candidate_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Log-prob of `targets` and entropy of the distribution that they come from, at a temperature.
 
@@ -70,7 +70,7 @@ def log_prob_and_entropy(
     vocab_size   rows of the unsharded weight that are tokens; those above are padding, with probability 0
     group        the tensor-parallel ranks that hold the other shards, in order
     bias         [V / tp]: this rank's part of the output bias (None: there is none)
-    kept         int64 [N, K]: the only tokens with a probability, in the whole vocabulary; −1 stands for none, and a
+    candidate_ids   int64 [N, K]: the only tokens with a probability, in the whole vocabulary; −1 stands for none, and a
                  row of nothing else for all of them (None: every row is)
     returns      float32 [N, 2]: log-prob, entropy
     """
@@ -79,12 +79,12 @@ def log_prob_and_entropy(
             f"expected hidden [N, h], weight [V, h], targets [N]; got {tuple(hidden.shape)}, "
             f"{tuple(weight.shape)}, {tuple(targets.shape)}"
         )
-    if kept is not None and (kept.dim() != 2 or kept.shape[0] != len(targets)):
-        raise ValueError(f"expected kept [{len(targets)}, K]; got {tuple(kept.shape)}")
+    if candidate_ids is not None and (candidate_ids.dim() != 2 or candidate_ids.shape[0] != len(targets)):
+        raise ValueError(f"expected candidate_ids [{len(targets)}, K]; got {tuple(candidate_ids.shape)}")
     scale = None
     if isinstance(temperature, torch.Tensor) or temperature != 1:
         scale = 1 / torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(len(targets))
-    return _LinearHead.apply(hidden, weight, bias, targets, scale, kept, vocab_size, group)
+    return _LinearHead.apply(hidden, weight, bias, targets, scale, candidate_ids, vocab_size, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,22 +95,28 @@ class _Tokens:
     hidden    [n, h]
     targets   int64 [n]
     scale     float32 [n]: 1 / temperature (None: 1)
-    kept      int64 [n, K + 1] (None: of no token is anything left out)
-    all_kept  bool [n]: whether everything is
+    candidate_ids   int64 [n, K + 1] (None: of no token is anything left out)
+    all_candidates  bool [n]: whether every token is one
     """
 
     hidden: torch.Tensor
     targets: torch.Tensor
     scale: torch.Tensor | None
-    kept: torch.Tensor | None
-    all_kept: torch.Tensor | None
+    candidate_ids: torch.Tensor | None
+    all_candidates: torch.Tensor | None
 
     @classmethod
-    def of(cls, hidden, targets, scale, kept, first_row: int) -> _Tokens:
+    def of(cls, hidden, targets, scale, candidate_ids, first_row: int) -> _Tokens:
         targets = targets - first_row
-        if kept is None:
+        if candidate_ids is None:
             return cls(hidden, targets, scale, None, None)
-        return cls(hidden, targets, scale, torch.cat((kept - first_row, targets[:, None]), 1), (kept < 0).all(1))
+        return cls(
+            hidden,
+            targets,
+            scale,
+            torch.cat((candidate_ids - first_row, targets[:, None]), 1),
+            (candidate_ids < 0).all(1),
+        )
 
     def split(self) -> Iterator[_Tokens]:
         """By tiles."""
@@ -120,20 +126,20 @@ class _Tokens:
 
     def keeps(self, start: int, width: int) -> torch.Tensor | None:
         """bool [n, width]: for the tile that starts there."""
-        if self.kept is None:
+        if self.candidate_ids is None:
             return None
-        columns = self.kept - start
+        columns = self.candidate_ids - start
         columns = columns.where((columns >= 0) & (columns < width), width)  # a column that is cut off again
         mask = columns.new_zeros(len(columns), width + 1, dtype=torch.bool)
-        return mask.scatter_(1, columns, True)[:, :width] | self.all_kept[:, None]
+        return mask.scatter_(1, columns, True)[:, :width] | self.all_candidates[:, None]
 
 
 class _LinearHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, kept, vocab_size, group):
+    def forward(ctx, hidden, weight, bias, targets, scale, candidate_ids, vocab_size, group):
         first_row = dist.get_rank(group) * weight.shape[0] if _sharded(group) else 0
         num_rows = max(0, min(weight.shape[0], vocab_size - first_row))
-        tokens = _Tokens.of(hidden, targets, scale, kept, first_row)
+        tokens = _Tokens.of(hidden, targets, scale, candidate_ids, first_row)
         sums = hidden.new_zeros(4, len(targets), dtype=torch.float32)
         sums[0] = NEVER
         for part, own in zip(tokens.split(), sums.split(TOKENS_PER_TILE, 1), strict=False):
@@ -236,8 +242,8 @@ def _add_gradients(tokens, weight, bias, log_sum_exp, coefficients, hidden_grad,
     to_gradient = _tile_functions().to_gradient
     for start, rows, logits in _tiles(tokens, weight, bias):
         of_tile = slice(start, start + len(rows))
-        kept = tokens.keeps(start, len(rows))
-        to_gradient(logits, tokens.targets - start, tokens.scale, kept, log_sum_exp, coefficients)
+        candidate_ids = tokens.keeps(start, len(rows))
+        to_gradient(logits, tokens.targets - start, tokens.scale, candidate_ids, log_sum_exp, coefficients)
         if hidden_grad is not None:
             add_product(hidden_grad, logits, rows)
         if weight_grad is not None:

@@ -64,7 +64,7 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
     on the GPU."""
     if gpu >= settings.layout.world_size:
         return {}
-    memory, extra = _memory(config, settings, hf_config, gpu), settings.megatron_extra
+    memory, extra = _memory(config, settings, hf_config, gpu), settings.megatron_overrides
     if settings.frozen or extra.optimizer or extra.ddp:  # all of which can make the others smaller
         return {"parameters": memory.weights}
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
@@ -84,9 +84,9 @@ def _reward_model(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dic
 def _weights_of_engine(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:
     """0 for one that quantises: it is not known here how."""
     rollout = config.rollout
-    if rollout.vllm_extra.get("quantization") is not None:
+    if rollout.vllm_overrides.get("quantization") is not None:
         return 0
-    whole_experts = bool(rollout.vllm_extra.get("enable_expert_parallel"))
+    whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
     holder = vllm_holder(hf_config, rollout.tp, gpu % rollout.tp, 0, config.model.dtype, whole_experts)
     return holder.shard.num_bytes
 

@@ -119,7 +119,7 @@ class Shard:
     def num_bytes(self) -> int:
         return sum(prod(shape) * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
 
-    def misfits(self, parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
+    def mismatched_params(self, parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
         """Why these parameters (name -> shape and dtype) cannot be written as this shard, a line for each that is
         in the way; none: they can."""
         lines = []

@@ -81,7 +81,9 @@ class Scorer:
         if not by_token:
             return Score(value, parts), None
         rewards = together(by_token)
-        return Score(value, parts, of_tokens=TokenTotals.of([own for own in rewards if not math.isnan(own)])), rewards
+        return Score(
+            value, parts, token_reward_totals=TokenTotals.of([own for own in rewards if not math.isnan(own)])
+        ), rewards
 
     def _results(
         self, sample: Sample, of_model: ModelReward | None, verdict: judge.Verdict | None

@@ -57,7 +57,7 @@ COLUMNS_OF_GIVEN = (
     ("train", 7, "{time/train:.1f}s"),
     ("memory", 7, "{memory:.2f}GB"),
 )
-"""Of runs on given data; tokens are those that are trained on."""
+"""Of runs on offline data; tokens are those that are trained on."""
 
 ALTERNATIVES = {
     "loss": ("policy/nll", "preference/loss"),
@@ -77,7 +77,7 @@ class ConsoleSink:
     """
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, given: bool = False) -> None:
-        """given: whether the run is on given data."""
+        """given: whether the run is on offline data."""
         self._columns = COLUMNS_OF_GIVEN if given else COLUMNS
         self._total = total_steps
         self._stream = stream  # None: sys.stdout

@@ -12,7 +12,7 @@ from megarl.config.continuation import check_continues
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, Checkpoint
 from megarl.data.cursor import PromptCursor
-from megarl.data.offline import GivenData
+from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
@@ -42,7 +42,7 @@ class RunState:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ResumePoint:
     folder: RunFolder
     state: RunState
     checkpoint: Checkpoint | None
@@ -53,7 +53,7 @@ class Start:
         return f"goes on after step {self.state.step}, from {self.checkpoint.path}"
 
 
-def start(config: Config, data: PromptSet | GivenData, num_bytes: int) -> Start:
+def start(config: Config, data: PromptSet | OfflineData, num_bytes: int) -> ResumePoint:
     """Opens the run's folder as the key `resume` says. num_bytes: of a checkpoint. Raises ValueError, with all that the
     folder holds as it was, for a checkpoint that is missing, damaged, or of another run, and for a disk without room
     for those to come."""
@@ -76,8 +76,8 @@ def start(config: Config, data: PromptSet | GivenData, num_bytes: int) -> Start:
     else:
         folder = RunFolder.create(config, data.data_hash)
     if checkpoint is None:
-        return Start(folder, RunState(0, PromptCursor(len(data), config.run.seed, config.data.shuffle)), None)
-    return Start(folder, RunState.restore(checkpoint.state["run"]), checkpoint)
+        return ResumePoint(folder, RunState(0, PromptCursor(len(data), config.run.seed, config.data.shuffle)), None)
+    return ResumePoint(folder, RunState.restore(checkpoint.state["run"]), checkpoint)
 
 
 def _is_of_this_run(checkpoint: Checkpoint, own: Checkpoints) -> bool:
@@ -93,7 +93,7 @@ def _is_of_this_run(checkpoint: Checkpoint, own: Checkpoints) -> bool:
     return False
 
 
-def _open(path: Path, config: Config, data: PromptSet | GivenData) -> Checkpoint:
+def _open(path: Path, config: Config, data: PromptSet | OfflineData) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
     check_continues(config, checkpoint.state["config"], checkpoint.step, str(path))
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:

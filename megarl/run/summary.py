@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config.schema import Config
-from megarl.data.offline import GivenData
+from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
-from megarl.run.resume import Start
+from megarl.run.resume import ResumePoint
 from megarl.step import passes
 
 
-def announce(config: Config, begin: Start, model_folder: Path, data: PromptSet | GivenData, placement: str) -> None:
-    if begin.folder.moved is not None:
-        print(f"an earlier run of this name is now at {begin.folder.moved}")
-    print(f"run: {begin.folder.path}, {begin.describe()}")
+def print_run_summary(
+    config: Config, resume_point: ResumePoint, model_folder: Path, data: PromptSet | OfflineData, placement: str
+) -> None:
+    if resume_point.folder.moved is not None:
+        print(f"an earlier run of this name is now at {resume_point.folder.moved}")
+    print(f"run: {resume_point.folder.path}, {resume_point.describe()}")
     dropped = f" ({data.num_dropped} too long ones are dropped)" if data.num_dropped else ""
     print(f"model: {model_folder}\n{config.data.rows}: {len(data)}{dropped}\nprocesses: {placement}")
     print("\n".join(passes.describe(config)), flush=True)

@@ -19,14 +19,17 @@ Groups = Sequence[Sequence[ScoredSample]]
 """Of one update, by prompt."""
 
 
-def compared(
-    config: Config, groups: Groups, of_tokens: Totals, of_kl: Totals, average: MovingAverage
+def attach_baselines(
+    config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> list[ScoredSample]:
-    """All samples of an update with their baselines. of_tokens: an implicit reward model's rewards; of_kl: those for
-    being close to the reference."""
+    """Returns all samples of an update with their baselines.
+
+    token_reward_totals   an implicit reward model's rewards
+    kl_reward_totals      those for being close to the reference
+    """
     advantage = config.algorithm.advantage
-    members = [[_member(config, item, of_tokens, of_kl) for item in group] for group in groups]
-    match advantage.kind.baseline:
+    members = [[_member(config, item, token_reward_totals, kl_reward_totals) for item in group] for group in groups]
+    match advantage.spec.baseline:
         case "moving_average":
             baselines = [[Baseline(average.value)] * len(group) for group in groups]
         case "greedy":
@@ -36,7 +39,7 @@ def compared(
         case _:
             baselines = [[NO_BASELINE] * len(group) for group in groups]
     if advantage.estimator == "gpg":
-        alpha = amplification([[_member(config, item, of_tokens, {}) for item in group] for group in groups])
+        alpha = amplification([[_member(config, item, token_reward_totals, {}) for item in group] for group in groups])
         baselines = [[_amplified(baseline, alpha) for baseline in group] for group in baselines]
     return [
         replace(item, baseline=baseline)
@@ -45,15 +48,17 @@ def compared(
     ]
 
 
-def take_up(
-    config: Config, groups: Groups, of_tokens: Totals, of_kl: Totals, average: MovingAverage
+def update_reward_average(
+    config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> dict[str, Metric]:
     """After the step's updates are compared: the moving average takes up its rewards, if it is what they are compared
     with. Returns what it was until now."""
     advantage, before = config.algorithm.advantage, average.value
-    if advantage.kind.baseline != "moving_average":
+    if advantage.spec.baseline != "moving_average":
         return {}
-    mean = fmean(_member(config, item, of_tokens, of_kl).reward for group in groups for item in group)
+    mean = fmean(
+        _member(config, item, token_reward_totals, kl_reward_totals).reward for group in groups for item in group
+    )
     average.add(mean, advantage.option("baseline_decay"))
     return {"reward/baseline": Metric(before)}
 
@@ -62,11 +67,14 @@ def _amplified(baseline: Baseline, alpha: float) -> Baseline:
     return replace(baseline, scale=baseline.scale / alpha, token_scale=baseline.token_scale / alpha)
 
 
-def _member(config: Config, item: ScoredSample, of_tokens: Totals, of_kl: Totals) -> Member:
+def _member(config: Config, item: ScoredSample, token_reward_totals: Totals, kl_reward_totals: Totals) -> Member:
     """Rewards of single tokens are part of the sample's, unless they are compared by themselves. The KL always is."""
     name = item.sample.info.id
-    learned, reward = of_tokens.get(name, NO_TOTALS), item.reward + of_kl.get(name, NO_TOTALS).total
+    learned, reward = (
+        token_reward_totals.get(name, NO_TOTALS),
+        item.reward + kl_reward_totals.get(name, NO_TOTALS).total,
+    )
     num_tokens = item.sample.info.num_trained_tokens
     if config.algorithm.advantage.credits_tokens:
-        return Member(reward - item.of_tokens.total, num_tokens, item.of_tokens + learned)
+        return Member(reward - item.token_reward_totals.total, num_tokens, item.token_reward_totals + learned)
     return Member(reward + learned.total, num_tokens)

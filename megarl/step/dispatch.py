@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.algorithms.aggregation import imitation_weights, sample_weights
-from megarl.cluster.rank_batch import Assignment, Scores, Share
+from megarl.cluster.rank_batch import RankBatch, SampleRef, Scores
 from megarl.config.schema import Aggregation, Config, Role
 from megarl.core.types import SampleInfo
 from megarl.data.packing import Lengths, Packing, schedule
@@ -24,13 +24,13 @@ def samples_of(update: Sequence[Sequence[ScoredSample]]) -> list[ScoredSample]:
     return [sample for group in update for sample in group]
 
 
-def hand_out(
+def dispatch(
     config: Config,
     samples: Sequence[ScoredSample],
     packing: Packing,
     role: Role = "actor",
     scores: Mapping[str, Scores] | None = None,
-) -> list[Share]:
+) -> list[RankBatch]:
     """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss. Those
     that an objective compares in pairs stand two by two, the better one first, and stay together.
     scores: what other models say of its tokens, by the name that it has in TokenBatch. What tokens are rewarded with
@@ -38,14 +38,14 @@ def hand_out(
     infos = [item.sample.info for item in samples]
     num_tokens = [_counted_tokens(config, role, info) for info in infos]
     prompts = [info.prompt_id for info in infos]
-    untrained = config.algorithm.objective.untrained_samples if role == "actor" else "counted"
+    empty_samples = config.algorithm.objective.empty_samples if role == "actor" else "include"
     longest = config.rollout.max_new_tokens
-    weights = sample_weights(_aggregation(config, role), num_tokens, prompts, longest, untrained)
+    weights = sample_weights(_aggregation(config, role), num_tokens, prompts, longest, empty_samples)
     outcomes = [item.outcome for item in samples]
     imitation = imitation_weights(num_tokens, outcomes, config.algorithm.objective.imitation_above)
     scores = scores or {}
-    assignments = [
-        Assignment(
+    sample_refs = [
+        SampleRef(
             item.sample.ref,
             _reward(item, role, process="process_reward" in scores),
             item.baseline,
@@ -56,14 +56,14 @@ def hand_out(
         for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
     ]
     microbatches = schedule([Lengths.of(info) for info in infos], packing, _units(config, role, len(samples)))
-    return [Share.of(assignments, own) for own in microbatches]
+    return [RankBatch.of(sample_refs, own) for own in microbatches]
 
 
 def _reward(item: ScoredSample, role: Role, process: bool) -> float:
     """What the sample is learned from as a whole. process: whether its tokens' rewards are given one by one."""
     if role == "implicit_reward":
         return item.outcome
-    return item.reward - item.of_tokens.total if process else item.reward
+    return item.reward - item.token_reward_totals.total if process else item.reward
 
 
 def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:
@@ -77,13 +77,13 @@ def _aggregation(config: Config, role: Role) -> Aggregation:
     of_samples: Aggregation = "sequence_mean_of_token_sums"
     objective = config.algorithm.objective
     return {
-        "actor": of_samples if objective.kind.of_pairs else objective.aggregation,
+        "actor": of_samples if objective.spec.is_pairwise else objective.aggregation,
         "critic": config.algorithm.value.aggregation,
         "implicit_reward": of_samples,
     }[role]
 
 
 def _units(config: Config, role: Role, num_samples: int) -> list[tuple[int, int]] | None:
-    if role != "actor" or not config.algorithm.objective.kind.of_pairs:
+    if role != "actor" or not config.algorithm.objective.spec.is_pairwise:
         return None
     return [(index, index + 1) for index in range(0, num_samples, 2)]

@@ -37,7 +37,7 @@ def passes(config: Config) -> tuple[Pass, ...]:
 def _reference_log_probs(config: Config) -> Pass:
     coefficient, objective = config.algorithm.kl.coefficient, config.algorithm.objective
     if not config.has_reference:
-        reason = "algorithm.kl.coefficient = 0" if objective.kind.of_policy else _chosen(config)
+        reason = "algorithm.kl.coefficient = 0" if objective.spec.is_policy_objective else _chosen(config)
         return Pass("reference log-probs", False, f"{reason}: no term reads them")
     reader = f"algorithm.kl.coefficient = {coefficient:g}" if coefficient > 0 else _chosen(config)
     return Pass("reference log-probs", True, f"{reader}; {_reference(config.algorithm.kl)}")
@@ -45,9 +45,9 @@ def _reference_log_probs(config: Config) -> Pass:
 
 def _critic_values(config: Config) -> Pass:
     advantage = config.algorithm.advantage
-    if not config.algorithm.objective.kind.of_policy:
+    if not config.algorithm.objective.spec.is_policy_objective:
         return Pass("critic values", False, f"{_chosen(config)}: it has no advantages")
-    reason = f"{advantage.estimator} takes {BASELINES[advantage.kind.baseline]}"
+    reason = f"{advantage.estimator} takes {BASELINES[advantage.spec.baseline]}"
     if config.actor_has_values:
         reason = "critic.trunk=actor: they come with the old log-probs"
     return Pass("critic values", config.has_critic, reason)
@@ -67,7 +67,7 @@ def _reference(kl: KL) -> str:
 def _old_log_probs(config: Config) -> Pass:
     updates = config.batch.prompts_per_step // config.batch.prompts_per_update
     from_rollout = config.algorithm.correction.old == "rollout"
-    if not config.algorithm.objective.kind.of_policy:
+    if not config.algorithm.objective.spec.is_policy_objective:
         return Pass("old log-probs", False, f"{_chosen(config)}: it has no ratio to an old policy")
     if updates > 1 and not from_rollout:
         return Pass("old log-probs", True, f"{updates} updates per step: the policy moves between them")

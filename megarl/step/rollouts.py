@@ -9,17 +9,17 @@ from pathlib import Path
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.rank_batch import Scores
-from megarl.cluster.workers import Cast
+from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, Score
 from megarl.step.requests import requests
-from megarl.step.scoring import Metrics, ScoredSample, select, tells
+from megarl.step.scoring import Metrics, ScoredSample, is_informative, select
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class Rollouts:
     """sampled: all samples of the step, by prompt. chosen: those that it learns from. process_rewards: where those of
     single tokens are, if there are any."""
 
@@ -29,15 +29,15 @@ class Gathered:
     metrics: Metrics
 
 
-def gather(
+def collect_rollouts(
     config: Config,
-    cast: Cast,
+    workers: Workers,
     number: int,
     next_prompts: Callable[[int], Sequence[Prompt]],
     rollouts: Path,
     watch: Stopwatch,
     meanwhile: Callable[[], None],
-) -> Gathered:
+) -> Rollouts:
     """Samples prompts_per_step prompts, and further ones in place of those whose samples all have one outcome, until
     there are enough that tell something or batch.sampling_rounds have passed: DAPO's dynamic sampling
     (https://arxiv.org/abs/2503.14476, eq. 11). The metrics are of all that was sampled."""
@@ -45,30 +45,31 @@ def gather(
     sampled: list[list[RemoteSample]] = []
     scores: list[Score] = []
     process_rewards: Scores = {}
-    rounds = telling = 0
-    while telling < wanted and rounds < config.batch.sampling_rounds:
-        prompts = next_prompts(further_prompts(wanted - telling, telling, len(sampled), wanted))
+    rounds = num_informative = 0
+    while num_informative < wanted and rounds < config.batch.sampling_rounds:
+        prompts = next_prompts(further_prompts(wanted - num_informative, num_informative, len(sampled), wanted))
         asked = requests(config, number, prompts, first=len(sampled))
-        with watch.phase("rollout"), cast.offloaded() as offloaded:
-            groups = cast.engines.generate(asked, meanwhile=meanwhile)
+        with watch.phase("rollout"), workers.offloaded() as offloaded:
+            groups = workers.engines.generate(asked, meanwhile=meanwhile)
         with watch.phase("reward"):
-            of_samples, of_tokens = cast.rewards.score([item for group in groups for item in group], number, rollouts)
+            samples = [sample for group in groups for sample in group]
+            round_scores, token_rewards = workers.rewards.score(samples, number, rollouts)
         sampled += groups
-        scores += of_samples
-        process_rewards |= of_tokens
+        scores += round_scores
+        process_rewards |= token_rewards
         scored, metrics = select(config, sampled, scores)
-        rounds, telling = rounds + 1, sum(map(tells, scored))
+        rounds, num_informative = rounds + 1, sum(map(is_informative, scored))
     metrics |= offloaded | {"rollout/rounds": Metric(rounds), "rollout/prompts": Metric(len(sampled))}
-    return Gathered(sampled, choose(scored, wanted), process_rewards, metrics)
+    return Rollouts(sampled, choose(scored, wanted), process_rewards, metrics)
 
 
-def further_prompts(missing: int, telling: int, seen: int, most: int) -> int:
+def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:
     """As many as give the missing ones if of them as large a share tells something as of those seen."""
-    return min(most, ceil(missing * max(seen, 1) / max(telling, 1)))
+    return min(most, ceil(missing * max(seen, 1) / max(num_informative, 1)))
 
 
 def choose(groups: Sequence[Sequence[ScoredSample]], wanted: int) -> list[Sequence[ScoredSample]]:
     """The first groups that tell something, and, where they are too few, the first of the others, at last of those
     without a sample that could be scored. In their order."""
-    by_worth = sorted(range(len(groups)), key=lambda i: (not tells(groups[i]), not groups[i]))
+    by_worth = sorted(range(len(groups)), key=lambda i: (not is_informative(groups[i]), not groups[i]))
     return [groups[i] for i in sorted(by_worth[:wanted])]

@@ -22,7 +22,7 @@ class ScoredSample:
 
     outcome         what they say of it
     length_reward   what comes to that for its length
-    of_tokens       the part of the outcome that its tokens have one by one
+    token_reward_totals       the part of the outcome that its tokens have one by one
     greedy          the reward of the greedy response to its prompt, where the estimator asks for one
     """
 
@@ -30,7 +30,7 @@ class ScoredSample:
     outcome: float
     length_reward: float = 0.0
     baseline: Baseline = NO_BASELINE
-    of_tokens: TokenTotals = NO_TOTALS
+    token_reward_totals: TokenTotals = NO_TOTALS
     greedy: float = 0.0
 
     @property
@@ -38,7 +38,7 @@ class ScoredSample:
         return self.outcome + self.length_reward
 
 
-def tells(group: Sequence[ScoredSample]) -> bool:
+def is_informative(group: Sequence[ScoredSample]) -> bool:
     """Whether its outcomes differ: else no sample is better than another, but for its length."""
     return len({item.outcome for item in group}) > 1
 
@@ -75,7 +75,13 @@ def _reward(config: Config, sample: RemoteSample, score: Score) -> float | None:
 
 def _scored(config: Config, members: Sequence[tuple[RemoteSample, Score]], greedy: float = 0.0) -> list[ScoredSample]:
     return [
-        ScoredSample(sample, score.value, _length_reward(config, sample), of_tokens=score.of_tokens, greedy=greedy)
+        ScoredSample(
+            sample,
+            score.value,
+            _length_reward(config, sample),
+            token_reward_totals=score.token_reward_totals,
+            greedy=greedy,
+        )
         for sample, score in members
         if score.value is not None
     ]
@@ -97,5 +103,5 @@ def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], scores: Sequence[S
         "reward/mean": Metric(fmean(rewards)),
         "reward/std": Metric(pstdev(rewards)),
         "reward/failed_share": Metric(1 - len(rewards) / len(scores)),
-        "reward/zero_std_groups": Metric(fmean(not tells(group) for group in groups)),
+        "reward/zero_std_groups": Metric(fmean(not is_informative(group) for group in groups)),
     }

@@ -143,7 +143,7 @@ def test_every_pair_is_among_the_cases(cases):
     estimators = {c.estimator.partition(": ")[2].partition(",")[0] for c in cases.values()}
     objectives = {c.objective.partition(": ")[2].partition(",")[0] for c in cases.values()}
     assert estimators == set(ESTIMATORS)
-    assert objectives == {name for name, reads in OBJECTIVES.items() if reads.of_policy}
+    assert objectives == {name for name, reads in OBJECTIVES.items() if reads.is_policy_objective}
     for axis, other in product((0, -1), ("aggregation", "correction")):
         pairs = {(name.split(" with ")[axis], getattr(c, other)) for name, c in cases.items()}
         assert len(pairs) == 12 * len({b for _, b in pairs}), (axis, other)

@@ -18,7 +18,7 @@ from megarl.resharding.planning.plan import Link
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports import delta, delta_p2p
-from megarl.resharding.transports.delta_p2p import DeltaMeeting
+from megarl.resharding.transports.delta_p2p import DeltaRendezvous
 from megarl.resharding.transports.p2p import Sent
 from tests.distributed.test_p2p import Case, in_layouts
 from tests.forked import run_ranks
@@ -53,12 +53,12 @@ class Member:
     def __init__(self, store: dist.Store, rank: int, case: Case):
         self.holder, self.receives = case.members[rank], case.members[rank] in case.destinations
         self._store, self._rank, self._case = store, rank, case
-        self.transport, self.parameters = case.open(store, rank, DeltaMeeting)
+        self.transport, self.parameters = case.open(store, rank, DeltaRendezvous)
         self._meetings = 1
 
     def meet_again(self) -> None:
         self._meetings += 1
-        self.transport = self._case.meeting(self._store, DeltaMeeting, f"refit.{self._meetings}").open(
+        self.transport = self._case.rendezvous(self._store, DeltaRendezvous, f"refit.{self._meetings}").open(
             self.holder.name, self.parameters, self._case.part(self._rank)
         )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from megarl.cluster.rank_batch import Assignment, Share
+from megarl.cluster.rank_batch import RankBatch, SampleRef
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.types import SampleInfo
@@ -17,7 +17,7 @@ from megarl.megatron import step
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.reward_model import RewardModelWorker
 from tests.forked import run_ranks
-from tests.parity import config_of, random_groups, shares
+from tests.parity import config_of, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama
 
 PLACEMENTS = pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
@@ -36,8 +36,10 @@ def trained(store, rank: int, config: Config, folder: Path) -> tuple[dict, list[
     """Parameters before an update; what is done to the device at the end of the step, with the parameters then."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     before, done = copies(worker), []
-    share = shares(config, worker.packing, random_groups(0))[worker.data_parallel_rank]
-    worker.update([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
+    rank_batch = rank_batches(config, worker.packing, random_groups(0))[worker.data_parallel_rank]
+    worker.update(
+        [item.training_sample(item.sample, item.scores) for item in rank_batch.samples], rank_batch.microbatches
+    )
     device.synchronize = lambda: done.append(("synchronized", copies(worker)))
     device.release_cache = lambda: done.append(("released", copies(worker)))
     worker.end_step()
@@ -63,11 +65,13 @@ def scored(store, rank: int, config: Config, folder: Path) -> list[str]:
     worker, done = RewardModelWorker(config, folder, rank, store, threads=1), []
     samples = [sample for group in random_groups(0) for sample, _ in group]
     [microbatches] = schedule([Lengths.of(SampleInfo.of(sample)) for sample in samples], worker.packing)
-    share = Share.of([Assignment.unscored(sample) for sample in samples], microbatches)
+    rank_batch = RankBatch.of([SampleRef.unscored(sample) for sample in samples], microbatches)
     compute = step.score
     step.score = lambda *args: done.append("scored") or compute(*args)
     device.release_cache = lambda: done.append("released")
-    scores = worker.score_tokens([item.training_sample(item.sample, {}) for item in share.samples], share.microbatches)
+    scores = worker.score_tokens(
+        [item.training_sample(item.sample, {}) for item in rank_batch.samples], rank_batch.microbatches
+    )
     assert scores.keys() == {sample.id for sample in samples}
     return done
 

@@ -59,7 +59,7 @@ def truncated(groups: list[Group], seed: int) -> list[Group]:
         return tuple(tuple(source.sample(range(100), source.randrange(6))) for _ in sample.response_ids)
 
     return [
-        [(dataclasses.replace(s, kept_ids=kept(s)) if source.random() < 0.8 else s, reward) for s, reward in group]
+        [(dataclasses.replace(s, candidate_ids=kept(s)) if source.random() < 0.8 else s, reward) for s, reward in group]
         for group in groups
     ]
 
@@ -75,10 +75,12 @@ def test_truncated_policies_equal_plain_torch(folder, layout):
     trained = [
         (target, kept)
         for s in samples
-        for target, kept, flag in zip(s.response_ids, s.kept_ids, s.response_mask, strict=bool(s.kept_ids))
+        for target, kept, flag in zip(s.response_ids, s.candidate_ids, s.response_mask, strict=bool(s.candidate_ids))
         if kept and flag
     ]
     metrics = merge([rank.metrics for rank in ranks if rank.metrics])
-    assert metrics["policy/kept_mean"].value == pytest.approx(sum(len(kept) for _, kept in trained) / len(trained))
+    assert metrics["policy/candidates_mean"].value == pytest.approx(
+        sum(len(kept) for _, kept in trained) / len(trained)
+    )
     outside = sum(target not in kept for target, kept in trained) / len(trained)
-    assert metrics["policy/outside_kept_share"].value == pytest.approx(outside)
+    assert metrics["policy/outside_candidates_share"].value == pytest.approx(outside)

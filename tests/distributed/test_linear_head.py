@@ -26,20 +26,20 @@ def inputs(vocab: int, padded: int, dtype: torch.dtype, computed_in: torch.dtype
         part.to(dtype).to(computed_in).requires_grad_() for part in (*parts, torch.randn(padded, generator=generator))
     )
     # At most five tokens of all: some ranks have none of them, and none the target. Every third row keeps everything.
-    kept = torch.randint(-vocab, vocab, (TOKENS, 5), generator=generator).clamp(min=-1)
-    kept[::3] = -1
+    candidate_ids = torch.randint(-vocab, vocab, (TOKENS, 5), generator=generator).clamp(min=-1)
+    candidate_ids[::3] = -1
     return {
         "hidden": hidden,
         "weight": weight,
         "bias": bias,
         "targets": torch.randint(vocab, (TOKENS,), generator=generator),
         "temperature": torch.rand(TOKENS, generator=generator) + 0.5,
-        "kept": kept,
+        "candidate_ids": candidate_ids,
     }, torch.randn(TOKENS, 2, generator=generator)
 
 
 def variant(of_all: dict, truncated: bool) -> dict:
-    return of_all if truncated else of_all | {"bias": None, "temperature": 0.9, "kept": None}
+    return of_all if truncated else of_all | {"bias": None, "temperature": 0.9, "candidate_ids": None}
 
 
 def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple]:

@@ -105,7 +105,7 @@ CASES = {
     "entropy bonus": Case("name: clip, entropy_coefficient: 0.4", plain.clip(torch.inf), OF_PROMPTS, entropy=0.4),
     "DRO": Case("name: dro, tau: 0.3", plain.dro("sequence"), MEANS),
     "DRO of tokens": Case("name: dro, tau: 0.3, level: token", plain.dro("token"), SUMS),
-    "the rollout's ratio": Case("name: clip", plain.clip(torch.inf), MEANS, "old: rollout", old="behaviour"),
+    "the rollout's ratio": Case("name: clip", plain.clip(torch.inf), MEANS, "old: rollout", old="rollout_logprobs"),
     "decoupled PPO, one update": Case(
         "name: clip",
         plain.clip(torch.inf),

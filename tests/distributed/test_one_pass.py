@@ -109,9 +109,15 @@ def test_an_update_calls_the_model_once_a_microbatch_and_never_waits(folder):
     common = ["algorithm.kl.coefficient=0.05", "algorithm.correction={weight: token, mask: sequence}"]
     configs = [config_of(folder, *common, f"algorithm.objective={objective}") for objective in OBJECTIVES]
     [results] = run_ranks(1, updates, configs, folder)
-    of_policy = {"policy/loss", "policy/entropy", "policy/clip_low_share", "correction/weight_max", "kl/coefficient"}
+    is_policy_objective = {
+        "policy/loss",
+        "policy/entropy",
+        "policy/clip_low_share",
+        "correction/weight_max",
+        "kl/coefficient",
+    }
     for objective, result in zip(OBJECTIVES, results, strict=True):
-        assert_never_waits(result, objective, of_policy)
+        assert_never_waits(result, objective, is_policy_objective)
 
 
 GIVEN = "data={source: rows.jsonl, rows: preferences}"

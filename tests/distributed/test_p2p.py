@@ -26,7 +26,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, schedule
 from megarl.resharding.transports import bucket_layout
 from megarl.resharding.transports.local import LocalMemory
-from megarl.resharding.transports.p2p import UNUSED_TAG, Meeting, PointToPoint
+from megarl.resharding.transports.p2p import UNUSED_TAG, PointToPoint, Rendezvous
 from tests.forked import run_ranks
 from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
 from tests.unit.resharding.planning.test_planner import holder as holder_of
@@ -96,7 +96,7 @@ class Case:
         return {n: torch.full(s, torch.nan, dtype=getattr(torch, holder.dtypes[n])) for n, s in holder.shapes.items()}
 
     def open(
-        self, store: dist.Store, rank: int, kind: type[Meeting] = Meeting
+        self, store: dist.Store, rank: int, kind: type[Rendezvous] = Rendezvous
     ) -> tuple[PointToPoint, dict[str, torch.Tensor]]:
         """A member's transport and parameters. Rank 0 has the TCPStore that they meet at."""
         if rank == 0:
@@ -105,9 +105,9 @@ class Case:
         holder = self.members[rank]
         own = self.empty(holder) if holder in self.destinations else self.weights[holder.name]
         own = {name: tensor.clone() for name, tensor in own.items()}
-        return self.meeting(store, kind, "refit").open(holder.name, own, self.part(rank)), own
+        return self.rendezvous(store, kind, "refit").open(holder.name, own, self.part(rank)), own
 
-    def meeting(self, store: dist.Store, kind: type[Meeting], name: str) -> Meeting:
+    def rendezvous(self, store: dist.Store, kind: type[Rendezvous], name: str) -> Rendezvous:
         return kind("127.0.0.1", int(store.get("port")), name, self.timeout_s)
 
     def part(self, rank: int) -> Plan:
@@ -269,8 +269,8 @@ class Halves:
         if rank == 0:
             self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("port", str(self._rendezvous.port))
-        meeting = Meeting("127.0.0.1", int(store.get("port")), "halves", TIMEOUT_S)
-        return meeting.open(self.names[rank], {n: torch.zeros(s) for n, s in self.shapes.items()}, self.plan)
+        rendezvous = Rendezvous("127.0.0.1", int(store.get("port")), "halves", TIMEOUT_S)
+        return rendezvous.open(self.names[rank], {n: torch.zeros(s) for n, s in self.shapes.items()}, self.plan)
 
     def send(self, store: dist.Store, then: Callable[[psutil.Process], None]) -> None:
         """then: called with the receiver's process, when it has got a part."""
@@ -365,7 +365,9 @@ def assembled(store: dist.Store, rank: int, case: Case) -> None:
         transport.send()
     else:
         other = {"model.norm.weight": torch.zeros(3)}
-        transport = case.meeting(store, Meeting, "refit").open(holder.name, other, case.part(rank), in_place=False)
+        transport = case.rendezvous(store, Rendezvous, "refit").open(
+            holder.name, other, case.part(rank), in_place=False
+        )
         for name, tensor in Assembly(case.plan.into(holder.name), transport, torch.device("cpu")).parameters():
             assert torch.equal(tensor, case.weights[holder.name][name][: len(tensor)])  # without padding
         assert not other["model.norm.weight"].any()

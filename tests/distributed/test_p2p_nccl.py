@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megarl.core import device
 from megarl.resharding.execute import execute
-from megarl.resharding.transports.delta_p2p import DeltaMeeting
-from megarl.resharding.transports.p2p import Meeting
+from megarl.resharding.transports.delta_p2p import DeltaRendezvous
+from megarl.resharding.transports.p2p import Rendezvous
 from tests.distributed.test_p2p import Case, alone, in_layouts
 from tests.forked import run_ranks
 from tests.unit.resharding.cases import layout_of
@@ -69,7 +69,7 @@ def nccl(monkeypatch):
     monkeypatch.delenv(BLOCKING_WAIT, raising=False)
 
 
-def take_part(store: dist.Store, rank: int, case: Case, kind: type[Meeting]) -> None:
+def take_part(store: dist.Store, rank: int, case: Case, kind: type[Rendezvous]) -> None:
     """Twice, as the weights of a source change in between."""
     holder = case.members[rank]
     transport, parameters = case.open(store, rank, kind)
@@ -87,7 +87,7 @@ def take_part(store: dist.Store, rank: int, case: Case, kind: type[Meeting]) -> 
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kind", [Meeting, DeltaMeeting])
+@pytest.mark.parametrize("kind", [Rendezvous, DeltaRendezvous])
 @in_layouts
 def test_the_order_is_enough_for_members_to_find_each_other(layout, vllm_tp, replicas, nodes, kind):
     case = Case(layout, vllm_tp, replicas, 1024, nodes)

@@ -68,7 +68,7 @@ def tokens(seed: int) -> dict[str, torch.Tensor]:
 
 
 OBJECTIVES_WITHOUT_OLD = [
-    name for name, reads in OBJECTIVES.items() if reads.of_policy and "covariance_share" not in reads.options
+    name for name, reads in OBJECTIVES.items() if reads.is_policy_objective and "covariance_share" not in reads.options
 ]
 
 
@@ -93,7 +93,7 @@ def test_with_one_update_a_step_the_old_policy_is_the_current_one(folder, layout
 
 
 @pytest.mark.parametrize(
-    ("left_out", "given"),
+    ("exclude", "given"),
     [
         ("reference log-probs", {"reference": tokens(1)}),
         ("critic values", {"values": tokens(2)}),

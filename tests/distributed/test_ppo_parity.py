@@ -273,7 +273,7 @@ def test_a_value_head_with_buckets_of_its_own_is_up_to_date(actor, num_updates):
     """What an update has changed of it comes from the other replica, by itself, not along with the trunk."""
     second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(2)]
     steps = [[random_groups(0), second][:num_updates], [random_groups(1)]]
-    check_value_head(actor, "{dp: 2}", steps, "actor.megatron_extra.ddp={bucket_size: 1}")
+    check_value_head(actor, "{dp: 2}", steps, "actor.megatron_overrides.ddp={bucket_size: 1}")
 
 
 def check_value_head(actor: Path, layout: str, steps: list[list[list[Group]]], *overrides: str) -> None:

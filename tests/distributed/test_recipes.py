@@ -111,7 +111,7 @@ def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[lis
 
 
 def of_step(config: Config, cast: SimpleNamespace, groups: list[list[ScoredSample]], number: int) -> dict[str, float]:
-    if config.on_given_data:
+    if config.is_offline:
         rows = [group[: config.trained_per_prompt] for group in groups]
         metrics = train_actor(config, cast.trainers, [samples_of(update) for update in updates_of(config, rows)], {})
     else:

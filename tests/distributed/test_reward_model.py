@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from megarl.cluster.groups.rewards import classifier_reward
-from megarl.cluster.rank_batch import Assignment, Share
+from megarl.cluster.rank_batch import RankBatch, SampleRef
 from megarl.config.schema import Config
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.packing import Lengths, schedule
@@ -56,8 +56,8 @@ def reward_model(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
 def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
     worker = RewardModelWorker(config, folder, rank, store, threads=1)
     microbatches = schedule([Lengths.of(SampleInfo.of(sample)) for sample in SAMPLES], worker.packing)
-    shares = [Share.of([Assignment.unscored(sample) for sample in SAMPLES], own) for own in microbatches]
-    share = shares[worker.data_parallel_rank]
+    rank_batches = [RankBatch.of([SampleRef.unscored(sample) for sample in SAMPLES], own) for own in microbatches]
+    share = rank_batches[worker.data_parallel_rank]
     samples = [item.training_sample(item.sample, {}) for item in share.samples]
     scores = worker.score_tokens(samples, share.microbatches)
     away = [not parameter.untyped_storage().nbytes() for parameter in worker.parameters().values()]

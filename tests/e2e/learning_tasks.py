@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from tests.distributed.test_given_data import answers, log_probs, token_ids, turns
+from tests.distributed.test_offline_data import answers, log_probs, token_ids, turns
 from tests.e2e.digits import even_share
 from tests.e2e.test_train import REWARD
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama

@@ -19,10 +19,10 @@ from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
-from megarl.cluster.workers import assemble
+from megarl.cluster.workers import launch_workers
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.data.offline import load_given
+from megarl.data.offline import load_offline_data
 from megarl.data.prompts import load_prompts
 from megarl.run.loop import Loop
 from tests.paths import ROOT
@@ -81,9 +81,9 @@ class Stage:
 
     def run(self, config: Config) -> None:
         models = find_models(config)
-        load_data = load_given if config.on_given_data else load_prompts
+        load_data = load_offline_data if config.is_offline else load_prompts
         with Loop.prepare(config, models, load_data(config, models.actor)) as loop:
-            if config.on_given_data:
+            if config.is_offline:
                 finetune.learn(self._session, config, models, loop)
             else:
                 self._run_with_engines(config, models, loop)
@@ -91,9 +91,9 @@ class Stage:
     def _run_with_engines(self, config: Config, models: ModelFolders, loop: Loop) -> None:
         asked = f"{models.actor} {config.model.dtype} {config.run.seed} {config.rollout.model_dump_json()}"
         engines = self._engines if asked == self._asked else None
-        cast = assemble(self._session, config, models, loop.placement, None, engines)
-        self._engines, self._asked = cast.engines, asked
-        train.learn(config, cast, loop)
+        workers = launch_workers(self._session, config, models, loop.placement, None, engines)
+        self._engines, self._asked = workers.engines, asked
+        train.learn(config, workers, loop)
 
 
 def main(folder: Path) -> None:

@@ -42,7 +42,7 @@ def sampled(folder: Path) -> list[Sample]:
 
 def _sample(folder: Path) -> list[Sample]:
     overrides = ["rollout.temperature=1", "rollout.max_new_tokens=12", "rollout.context_length=64"]
-    engine = [*overrides, "rollout.kv_cache_gib=0.05", "rollout.vllm_extra={block_size: 32, load_format: auto}"]
+    engine = [*overrides, "rollout.kv_cache_gib=0.05", "rollout.vllm_overrides={block_size: 32, load_format: auto}"]
     config = load(BASE, [f"model.path={folder}", "model.dtype=float32", "data.source=arithmetic", *engine])
     os.environ.update(environment(config.rollout.tp, threads=1, index=0))
     from megarl.rollout.vllm.engine import VllmEngine

@@ -29,7 +29,7 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
-from megarl.resharding.transports.p2p import Meeting
+from megarl.resharding.transports.p2p import Rendezvous
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.verification import NOTHING, Checksum, Region, regions
 from megarl.rollout.engine import SamplingRequest
@@ -106,8 +106,8 @@ class EngineSide:
         os.environ.update(environment(config.rollout.tp, threads=1, index=0))
         from megarl.rollout.vllm.engine import VllmEngine
 
-        extra = dict(config.rollout.vllm_extra) | ({"load_format": "auto"} if start_with_weights else {})
-        rollout = config.rollout.model_copy(update={"vllm_extra": extra})
+        extra = dict(config.rollout.vllm_overrides) | ({"load_format": "auto"} if start_with_weights else {})
+        rollout = config.rollout.model_copy(update={"vllm_overrides": extra})
         self.engine = VllmEngine(rollout, folder, config.model.dtype, seed=0)
         if start_with_weights:
             self.engine.hold(0)
@@ -196,8 +196,8 @@ class TrainerSide:
     def publish(self):
         return self.worker.publish()
 
-    def connect(self, plan, meeting):
-        self.worker.connect(plan, meeting)
+    def connect(self, plan, rendezvous):
+        self.worker.connect(plan, rendezvous)
 
     def send(self):
         return self.worker.send()
@@ -275,7 +275,7 @@ def config_of(folder: Path, layout: str, tp: int, overrides: Sequence[str] = ())
             "rollout.kv_cache_gib=0.05",
             "rollout.temperature=1",
             # So that of eight samples some wait for others to end.
-            "rollout.vllm_extra={block_size: 32, max_num_seqs: 4}",
+            "rollout.vllm_overrides={block_size: 32, max_num_seqs: 4}",
             *overrides,
         ],
     )
@@ -382,8 +382,8 @@ class Trainers:
     def shared_memory(self) -> SharedMemory:
         return SharedMemory({h.name: p for h, p in zip(self.holders, self.call("publish"), strict=True)})
 
-    def meeting(self) -> Meeting:
-        return Meeting("127.0.0.1", self._rendezvous.port, "refit", DEADLINE_S)
+    def rendezvous(self) -> Rendezvous:
+        return Rendezvous("127.0.0.1", self._rendezvous.port, "refit", DEADLINE_S)
 
     def log_probs(self, samples) -> dict[str, list[float]]:
         """The last rank has them in every layout."""
@@ -413,7 +413,9 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     engine = remotes("spawn", EngineSide, config, folder, False)
     targets = [vllm_holder(hf_config, tp, rank, replica=0) for rank in range(tp)]
     plan, shared_memory = ordered(make_plan(trainers.holders, targets, BUCKET_BYTES)), trainers.shared_memory()
-    assert not any(target.shard.misfits(own) for target, own in zip(targets, engine.call("parameters"), strict=True))
+    assert not any(
+        target.shard.mismatched_params(own) for target, own in zip(targets, engine.call("parameters"), strict=True)
+    )
     with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
         engine.call("sample", prompts())
 
@@ -427,7 +429,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         trained = trainers.log_probs(samples)
         for sample in samples:
             assert difference(sample.response_logprobs, trained[sample.id]) <= 1e-4
-        kept = [ids for sample in samples for ids in sample.kept_ids]
+        kept = [ids for sample in samples for ids in sample.candidate_ids]
         assert bool(kept) == bool(truncated) and all(1 <= len(ids) <= 7 for ids in kept)
         trainers.call("update", samples)
         engine.call("refit", version)
@@ -484,9 +486,9 @@ def connect_by_p2p(
     holders = [[replace(vllm_holder(hf_config, tp, k, replica), node=1) for k in range(tp)] for replica in range(2)]
     plan = ordered(make_plan(trainers.holders, [holder for own in holders for holder in own], BUCKET_BYTES))
     assert any(bucket.onward for bucket in plan.buckets)
-    trainers.call("connect", plan, meeting := trainers.meeting())
+    trainers.call("connect", plan, rendezvous := trainers.rendezvous())
     for remote, own in zip(engines, holders, strict=True):
-        remote.call("connect", plan, meeting, own)
+        remote.call("connect", plan, rendezvous, own)
     return plan, trainers.expected(hf_config, holders[0])
 
 
@@ -562,7 +564,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 QUANTISED = (
     "model.dtype=bfloat16",
-    "rollout.vllm_extra={block_size: 32, max_num_seqs: 4, quantization: fp8_per_channel}",
+    "rollout.vllm_overrides={block_size: 32, max_num_seqs: 4, quantization: fp8_per_channel}",
 )
 
 
@@ -572,10 +574,12 @@ def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path
     config, hf_config = config_of(folder, STAGES, 1, QUANTISED), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes("spawn", EngineSide, config, folder, False)
-    misfits = vllm_holder(hf_config, 1, 0, replica=0, dtype="bfloat16").shard.misfits(engine.call("parameters")[0])
+    mismatched_params = vllm_holder(hf_config, 1, 0, replica=0, dtype="bfloat16").shard.mismatched_params(
+        engine.call("parameters")[0]
+    )
     weight = "model.layers.0.self_attn.qkv_proj.weight"
-    assert f"{weight} is [64, 128] (float8_e4m3fn), the family's [128, 64] (bfloat16)" in misfits
-    assert f"{weight}_scale [128, 1] (float32) is none of the family's" in misfits
+    assert f"{weight} is [64, 128] (float8_e4m3fn), the family's [128, 64] (bfloat16)" in mismatched_params
+    assert f"{weight}_scale [128, 1] (float32) is none of the family's" in mismatched_params
 
     target = replace(huggingface_holder(hf_config, "bfloat16"), name="vllm:0.0")
     plan, shared_memory = ordered(make_plan(trainers.holders, [target], BUCKET_BYTES)), trainers.shared_memory()
@@ -594,9 +598,9 @@ def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path
     region = next(region for region in right if region.tensor == "model.layers.1.self_attn.k_proj.weight")
     with pytest.raises(RuntimeError, match=rf"not the trainer's: {region.tensor}\["):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
-    meeting = trainers.meeting()
-    trainers.call("connect", plan, meeting)
-    engine.call("connect", plan, meeting, [target], True)
+    rendezvous = trainers.rendezvous()
+    trainers.call("connect", plan, rendezvous)
+    engine.call("connect", plan, rendezvous, [target], True)
     trainers.begin("send")
     [worker] = engine.call("refit", 4, right)
     assert sum(sent.num_bytes for sent in trainers.end()) == worker.num_bytes

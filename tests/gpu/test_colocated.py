@@ -21,7 +21,7 @@ def test_a_run_on_one_gpu(tmp_path, offload):
     run = train(
         tmp_path,
         write_tiny_llama(tmp_path / "model"),
-        *("run.steps=3", "model.dtype=bfloat16", "rollout.vllm_extra={enforce_eager: true}"),
+        *("run.steps=3", "model.dtype=bfloat16", "rollout.vllm_overrides={enforce_eager: true}"),
         *("cluster.placement=colocated", "rollout.sleep=true", f"actor.offload={offload}"),
         "rollout.verify_refit=always",
     )

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.resharding.execute import execute
-from megarl.resharding.transports.delta_p2p import DeltaMeeting
-from megarl.resharding.transports.p2p import Meeting
+from megarl.resharding.transports.delta_p2p import DeltaRendezvous
+from megarl.resharding.transports.p2p import Rendezvous
 from tests.distributed.test_p2p import Case
 from tests.unit.resharding.cases import layout_of
 
@@ -33,7 +33,7 @@ def a_case() -> Case:
 class Member:
     """A rank's transport, on the GPU of its number."""
 
-    def __init__(self, rank: int, port: int, kind: type[Meeting], meeting: str = "first"):
+    def __init__(self, rank: int, port: int, kind: type[Rendezvous], rendezvous: str = "first"):
         torch.cuda.set_device(rank)
         case = a_case()
         self.holder = case.members[rank]
@@ -42,11 +42,11 @@ class Member:
         self.expected = {name: tensor.cuda() for name, tensor in case.weights[self.holder.name].items()}
         self.own = {name: torch.full_like(t, torch.nan) if self.receives else t for name, t in self.expected.items()}
         self._port, self._kind, self._part = port, kind, case.part(rank)
-        self.meet(meeting)
+        self.meet(rendezvous)
 
     def meet(self, name: str) -> None:
-        meeting = self._kind("127.0.0.1", self._port, name, TIMEOUT_S)
-        self.transport = meeting.open(self.holder.name, self.own, self._part)
+        rendezvous = self._kind("127.0.0.1", self._port, name, TIMEOUT_S)
+        self.transport = rendezvous.open(self.holder.name, self.own, self._part)
 
     def refit(self, factor: float) -> None:
         """Of weights that the source has changed by the factor."""
@@ -61,7 +61,7 @@ class Member:
                 tensor.mul_(2)  # exact; whoever still read them would see it
 
 
-def refit_twice(connection: Connection, rank: int, port: int, kind: type[Meeting]) -> None:
+def refit_twice(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
     member = Member(rank, port, kind)
     for factor in (1, 2):
         member.refit(factor)
@@ -69,14 +69,14 @@ def refit_twice(connection: Connection, rank: int, port: int, kind: type[Meeting
     connection.recv()
 
 
-def dies_in_the_second(connection: Connection, rank: int, port: int, kind: type[Meeting]) -> None:
+def dies_in_the_second(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
     member = Member(rank, port, kind)
     member.refit(1)
     for _ in member.transport.deliver(()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def goes_on_without(connection: Connection, rank: int, port: int, kind: type[Meeting]) -> None:
+def goes_on_without(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
     """The other dies in the second refit, and a third is with one that is new."""
     member = Member(rank, port, kind)
     member.refit(1)
@@ -96,7 +96,7 @@ def goes_on_without(connection: Connection, rank: int, port: int, kind: type[Mee
     connection.recv()
 
 
-def comes_later(connection: Connection, rank: int, port: int, kind: type[Meeting]) -> None:
+def comes_later(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
     member = Member(rank, port, kind, "second")
     member.refit(1)
     connection.send("done")
@@ -109,7 +109,7 @@ class Processes:
         self._started: list[multiprocessing.Process] = []
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def start(self, function, rank: int, kind: type[Meeting]) -> Connection:
+    def start(self, function, rank: int, kind: type[Rendezvous]) -> Connection:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=function, args=(theirs, rank, self._store.port, kind))
         process.start()
@@ -134,7 +134,7 @@ def answer(connection: Connection) -> str:
     return connection.recv()
 
 
-@pytest.mark.parametrize("kind", [Meeting, DeltaMeeting])
+@pytest.mark.parametrize("kind", [Rendezvous, DeltaRendezvous])
 def test_all_has_arrived_when_it_is_said(processes, kind):
     """And all has left when the source goes on."""
     connections = [processes.start(refit_twice, rank, kind) for rank in range(2)]
@@ -143,10 +143,10 @@ def test_all_has_arrived_when_it_is_said(processes, kind):
 
 
 def test_a_member_that_dies_is_named_and_the_others_go_on(processes):
-    source = processes.start(goes_on_without, 0, Meeting)
-    processes.start(dies_in_the_second, 1, Meeting)
+    source = processes.start(goes_on_without, 0, Rendezvous)
+    processes.start(dies_in_the_second, 1, Rendezvous)
     assert answer(source) == "lost"
-    engine = processes.start(comes_later, 1, Meeting)
+    engine = processes.start(comes_later, 1, Rendezvous)
     source.send("go on")
     for connection in (source, engine):
         assert answer(connection) == "done"

@@ -156,7 +156,7 @@ def test_our_names_in_the_table_of_verl_are_keys_of_the_base_recipe():
     ours = re.findall(r"`((?:actor|algorithm|batch|rollout)\.[a-z_.]+)`", "".join(re.findall(r"\|([^|]*)\|\n", table)))
     assert len(ours) >= 12
     for name in ours:
-        assert name in keys or name.startswith("rollout.vllm_extra."), f"{name} is no key of the base recipe"
+        assert name in keys or name.startswith("rollout.vllm_overrides."), f"{name} is no key of the base recipe"
 
 
 def flatten(tree: dict, prefix: str = ""):

@@ -8,12 +8,12 @@ import pytest
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.engines import RemoteSample
-from megarl.cluster.rank_batch import Share
+from megarl.cluster.rank_batch import RankBatch
 from megarl.config.load import load
 from megarl.core.metrics import Metric, values
 from megarl.core.types import Baseline, Prompt, SampleInfo, Score, TokenTotals
-from megarl.step.baselines import compared
-from megarl.step.dispatch import hand_out
+from megarl.step.baselines import attach_baselines
+from megarl.step.dispatch import dispatch
 from megarl.step.requests import requests
 from megarl.step.scoring import ScoredSample, select
 from megarl.train import train
@@ -54,18 +54,18 @@ def test_failures_above_the_limit_stop_the_run():
 def test_what_tokens_are_rewarded_with_is_not_given_to_the_sample_again():
     settings = config()
     scores = [
-        Score(3.0, {}, of_tokens=TokenTotals(2, 2.5, 4.0)),
-        Score(1.0, {}, of_tokens=TokenTotals(1, -1.0, 1.0)),
+        Score(3.0, {}, token_reward_totals=TokenTotals(2, 2.5, 4.0)),
+        Score(1.0, {}, token_reward_totals=TokenTotals(1, -1.0, 1.0)),
         score(0.0),
         score(0.5),
     ]
     groups, _ = select(settings, GROUPS, scores)
     samples = [item for group in groups for item in group]
     process = {"process_reward": {item.sample.info.id: f"of {item.sample.info.id}" for item in samples}}
-    [handed_out] = hand_out(settings, samples, packing(), scores=process)
+    [handed_out] = dispatch(settings, samples, packing(), scores=process)
     assert [item.reward for item in handed_out.samples] == [0.5, 2.0, 0.0, 0.5]
     assert [item.scores["process_reward"] for item in handed_out.samples][:2] == ["of 1.0.0", "of 1.0.1"]
-    [whole] = hand_out(settings, samples, packing())
+    [whole] = dispatch(settings, samples, packing())
     assert [item.reward for item in whole.samples] == [3.0, 1.0, 0.0, 0.5]
 
 
@@ -74,14 +74,14 @@ def test_shares_cover_the_update_once_and_weights_sum_to_one():
     lengths = [1, 16, 3, 9, 2, 7, 5, 11]
     groups = [[sample(i, k, lengths[4 * i + k]) for k in range(4)] for i in range(2)]
     scored, _ = select(settings, groups, [score(float(i % 3)) for i in range(8)])
-    shares = hand_out(settings, [item for group in scored for item in group], packing(num_ranks=2))
-    assert len(shares) == 2
-    assert len({len(share.microbatches) for share in shares}) == 1
-    given = [(item.sample, item.weight) for share in shares for item in share.samples]
+    rank_batches = dispatch(settings, [item for group in scored for item in group], packing(num_ranks=2))
+    assert len(rank_batches) == 2
+    assert len({len(share.microbatches) for share in rank_batches}) == 1
+    given = [(item.sample, item.weight) for share in rank_batches for item in share.samples]
     assert sorted(name for name, _ in given) == sorted(f"{i}.{k}" for i in range(2) for k in range(4))
     tokens = {f"{i}.{k}": lengths[4 * i + k] for i in range(2) for k in range(4)}
     assert sum(weight * tokens[name] for name, weight in given) == pytest.approx(1.0)
-    for share in shares:
+    for share in rank_batches:
         assert sorted(i for members in share.microbatches for i in members) == list(range(len(share.samples)))
 
 
@@ -103,10 +103,10 @@ def test_a_length_makes_no_outcome():
     assert [[item.reward for item in group] for group in scored] == [[-1.0, 0.0], [0.25, 0.0]]
     assert values(metrics)["reward/zero_std_groups"] == 0.5
     members = [item for group in scored for item in group]
-    [share] = hand_out(settings, members, packing())
+    [share] = dispatch(settings, members, packing())
     assert [item.reward for item in share.samples] == [-1.0, 0.0, 0.25, 0.0]
     assert [item.imitation_weight for item in share.samples] == [0.0, 0.0, 1 / 15, 0.0]
-    [of_scorer] = hand_out(settings, members, packing(), "implicit_reward")
+    [of_scorer] = dispatch(settings, members, packing(), "implicit_reward")
     assert [item.reward for item in of_scorer.samples] == [0.0, 0.0, 1.0, 0.0]
 
 
@@ -114,14 +114,14 @@ def test_truncated_responses_may_have_no_weight_for_the_policy():
     cut = replace(sample(0, 1).info, finish_reason="length")
     scored, _ = select(config(), [[sample(0, 0), RemoteSample(cut, "0.1")]], [score(1.0), score(0.0)])
     settings = config("algorithm.objective.skip_truncated=true")
-    [share] = hand_out(settings, scored[0], packing())
+    [share] = dispatch(settings, scored[0], packing())
     assert [item.weight for item in share.samples] == [1 / 8, 0.0]
-    [of_critic] = hand_out(settings, scored[0], packing(), role="critic")
+    [of_critic] = dispatch(settings, scored[0], packing(), role="critic")
     assert [item.weight for item in of_critic.samples] == [1 / 8, 1 / 8]
-    settings = config("algorithm.objective={skip_truncated: true, untrained_samples: left_out}")
-    [share] = hand_out(settings, scored[0], packing())
+    settings = config("algorithm.objective={skip_truncated: true, empty_samples: exclude}")
+    [share] = dispatch(settings, scored[0], packing())
     assert [item.weight for item in share.samples] == [1 / 4, 0.0]
-    [of_critic] = hand_out(settings, scored[0], packing(), role="critic")
+    [of_critic] = dispatch(settings, scored[0], packing(), role="critic")
     assert [item.weight for item in of_critic.samples] == [1 / 8, 1 / 8]
 
 
@@ -144,7 +144,7 @@ def test_the_losses_of_actor_and_critic_are_normalised_apart(mode, expected):
         *("algorithm.advantage.estimator=gae", "critic.tokens_per_microbatch=64"),
         *(f"algorithm.value.aggregation={mode}", "algorithm.objective.aggregation=token_mean"),
     )
-    of_roles = {role: hand_out(settings, members, packing(), role)[0] for role in ("actor", "critic")}
+    of_roles = {role: dispatch(settings, members, packing(), role)[0] for role in ("actor", "critic")}
     assert [item.weight for item in of_roles["critic"].samples] == pytest.approx(expected)
     assert [item.weight for item in of_roles["actor"].samples] == pytest.approx([1 / 8] * 3)
 
@@ -155,10 +155,10 @@ def test_the_kls_coefficient_follows_the_steps_divergence():
     actor, given = Group(), []
     actor.keep_log_probs = lambda policy, share: None
     actor.adapt_kl = lambda *arguments: given.append(arguments)
-    actor.update = lambda shares: {"kl/loss_token_k3": Metric(0.3)}
+    actor.update = lambda rank_batches: {"kl/loss_token_k3": Metric(0.3)}
     train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
     assert given == [(0.3, 4)]
-    actor.update = lambda shares: {}  # nothing was trained
+    actor.update = lambda rank_batches: {}  # nothing was trained
     train(settings, SimpleNamespace(trainers=actor), groups, 2, {}, MovingAverage())
     assert len(given) == 1
 
@@ -166,7 +166,7 @@ def test_the_kls_coefficient_follows_the_steps_divergence():
 def test_positive_examples_have_a_weight_of_their_own():
     scored, _ = select(config(), GROUPS, [*map(score, [1.0, 0.0, 0.4, 0.9])])
     settings = config("algorithm.objective={imitation_coefficient: 0.1, imitation_above: 0.4}")
-    [share] = hand_out(settings, [item for group in scored for item in group], packing())
+    [share] = dispatch(settings, [item for group in scored for item in group], packing())
     assert [item.imitation_weight for item in share.samples] == [1 / 8, 0.0, 0.0, 1 / 8]
     training = share.samples[0].training_sample("the sample", {})
     assert training.imitation_weight == 1 / 8
@@ -181,8 +181,8 @@ class Group:
         self.updates: list[list[str]] = []
         self.ended = False
 
-    def update(self, shares: list[Share]) -> dict[str, Metric]:
-        self.updates.append([item.sample for share in shares for item in share.samples])
+    def update(self, rank_batches: list[RankBatch]) -> dict[str, Metric]:
+        self.updates.append([item.sample for share in rank_batches for item in share.samples])
         return {"policy/loss": Metric(1.0)}
 
     def end_step(self) -> None:
@@ -196,15 +196,15 @@ class Losing(Group):
         super().__init__()
         self.name, self.losses = name, losses
 
-    def keep_log_probs(self, policy: str, shares: list[Share]) -> None:
+    def keep_log_probs(self, policy: str, rank_batches: list[RankBatch]) -> None:
         pass
 
-    def score_tokens(self, updates: list[list[Share]]):
+    def score_tokens(self, updates: list[list[RankBatch]]):
         names = [f"1.{prompt}.{k}" for prompt in range(2) for k in range(2)]
         return {name: f"value of {name}" for name in names}, {}
 
-    def update(self, shares: list[Share]) -> dict[str, Metric]:
-        super().update(shares)
+    def update(self, rank_batches: list[RankBatch]) -> dict[str, Metric]:
+        super().update(rank_batches)
         return {f"{self.name}/loss": Metric(self.losses[len(self.updates) - 1], reduction="sum")}
 
 
@@ -214,7 +214,7 @@ def test_an_update_without_samples_is_left_out():
     samples = [[sample(prompt, k) for k in range(2)] for prompt in range(3)]
     groups, _ = select(settings, samples, [*map(score, [1.0, 0.0, None, None, 0.0, 1.0])])
     actor = Group()
-    actor.keep_log_probs = lambda policy, shares: None
+    actor.keep_log_probs = lambda policy, rank_batches: None
     metrics = train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
     assert [sorted(update) for update in actor.updates] == [["0.0", "0.1"], ["2.0", "2.1"]]
     assert actor.ended
@@ -227,8 +227,8 @@ def test_the_loss_of_a_step_is_the_mean_of_its_updates(estimator):
         "batch.prompts_per_step=2", "batch.prompts_per_update=1", f"algorithm.advantage.estimator={estimator}"
     )
     groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
-    cast = SimpleNamespace(trainers=Losing("policy", [4.0, 2.0]), critic=Losing("value", [1.0, 7.0]))
-    metrics = values(train(settings, cast, groups, 1, {}, MovingAverage()))
+    workers = SimpleNamespace(trainers=Losing("policy", [4.0, 2.0]), critic=Losing("value", [1.0, 7.0]))
+    metrics = values(train(settings, workers, groups, 1, {}, MovingAverage()))
     assert metrics == {"policy/loss": 3.0} | ({"value/loss": 4.0} if estimator == "gae" else {})
 
 
@@ -247,7 +247,7 @@ def test_a_greedy_response_is_what_its_group_is_compared_with():
     groups, metrics = select(settings, samples, scores)
     assert [[item.reward for item in group] for group in groups] == [[1.0, 0.0], []]
     assert values(metrics)["reward/mean"] == 0.5 and values(metrics)["reward/greedy_mean"] == 0.25
-    made = compared(settings, groups[:1], {}, {}, MovingAverage())
+    made = attach_baselines(settings, groups[:1], {}, {}, MovingAverage())
     assert [item.baseline for item in made] == [Baseline(0.25)] * 2
 
 
@@ -256,7 +256,9 @@ def test_a_long_greedy_response_loses_reward_too():
     groups, metrics = select(settings, [[sample(0, 0), sample(0, 1, 14), sample(0, 2, 15)]], [score(1.0)] * 3)
     assert [item.reward for item in groups[0]] == [1.0, 0.5]
     assert values(metrics)["reward/greedy_mean"] == 0.25
-    assert [item.baseline for item in compared(settings, groups, {}, {}, MovingAverage())] == [Baseline(0.25)] * 2
+    assert [item.baseline for item in attach_baselines(settings, groups, {}, {}, MovingAverage())] == [
+        Baseline(0.25)
+    ] * 2
 
 
 def test_each_prompt_is_asked_for_a_greedy_response_where_that_is_the_baseline():
@@ -274,7 +276,9 @@ def test_rewards_are_compared_with_those_of_earlier_steps():
     settings = config("algorithm.advantage={estimator: reinforce, baseline_decay: 0.5}")
     actor, average = Group(), MovingAverage()
     given = []
-    actor.update = lambda shares: given.append({item.baseline for share in shares for item in share.samples}) or {}
+    actor.update = lambda rank_batches: (
+        given.append({item.baseline for share in rank_batches for item in share.samples}) or {}
+    )
     for number, rewards in enumerate(([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0], [1.0] * 4), start=1):
         groups, _ = select(settings, GROUPS, [*map(score, rewards)])
         train(settings, SimpleNamespace(trainers=actor), groups, number, {}, average)
@@ -282,12 +286,15 @@ def test_rewards_are_compared_with_those_of_earlier_steps():
 
 
 def test_rewards_of_tokens_are_part_of_the_samples_or_compared_by_themselves():
-    scores = [Score(3.0, {}, of_tokens=TokenTotals(2, 2.0, 4.0)), Score(1.0, {}, of_tokens=TokenTotals(1, -1.0, 1.0))]
+    scores = [
+        Score(3.0, {}, token_reward_totals=TokenTotals(2, 2.0, 4.0)),
+        Score(1.0, {}, token_reward_totals=TokenTotals(1, -1.0, 1.0)),
+    ]
     learned = {"1.0.0": TokenTotals(4, 1.0, 1.0), "1.0.1": TokenTotals(4, 8.0, 16.0)}
     for credit, value, token_value in (("whole", 6.5, 0.0), ("to_go", 1.5, 10 / 11)):
         settings = config(f"algorithm.advantage={{estimator: opo, credit: {credit}}}")
         groups, _ = select(settings, GROUPS[:1], scores)
-        for item in compared(settings, groups, learned, {}, MovingAverage()):
+        for item in attach_baselines(settings, groups, learned, {}, MovingAverage()):
             assert item.baseline == Baseline(value, 1.0, pytest.approx(token_value), 1.0)
 
 
@@ -305,22 +312,22 @@ def test_a_reward_that_holds_the_kl_is_known_before_anybody_is_trained():
             super().__init__()
             self.name = name
 
-        def keep_log_probs(self, policy: str, shares: list[Share]) -> None:
+        def keep_log_probs(self, policy: str, rank_batches: list[RankBatch]) -> None:
             calls.append(policy)
 
-        def score_tokens(self, updates: list[list[Share]]):
+        def score_tokens(self, updates: list[list[RankBatch]]):
             calls.append(f"{self.name} tokens")
             names = ["1.0.0", "1.0.1", "1.1.0", "1.1.1"]
             return {name: f"{self.name} {name}" for name in names}, {name: TokenTotals(1, -1.0, 1.0) for name in names}
 
-        def update(self, shares: list[Share]) -> dict[str, Metric]:
+        def update(self, rank_batches: list[RankBatch]) -> dict[str, Metric]:
             calls.append(self.name)
-            handed[self.name] = {name: ref for share in shares for name, ref in share.samples[0].scores.items()}
+            handed[self.name] = {name: ref for share in rank_batches for name, ref in share.samples[0].scores.items()}
             return {}
 
     groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
-    cast = SimpleNamespace(trainers=Scoring("actor"), critic=Scoring("critic"))
-    train(settings, cast, groups, 1, {}, MovingAverage())
+    workers = SimpleNamespace(trainers=Scoring("actor"), critic=Scoring("critic"))
+    train(settings, workers, groups, 1, {}, MovingAverage())
     assert calls == ["old", "reference", "actor tokens", "critic tokens", "critic", "actor"]
     assert handed["critic"] == {"kl_reward": "actor 1.0.0"}
     assert handed["actor"] == {"kl_reward": "actor 1.0.0", "values": "critic 1.0.0"}
@@ -329,8 +336,10 @@ def test_a_reward_that_holds_the_kl_is_known_before_anybody_is_trained():
 def test_groups_are_compared_by_rewards_with_their_kl():
     settings = config("algorithm.kl={placement: reward, coefficient: 0.1}", "algorithm.advantage.std=none")
     groups, _ = select(settings, GROUPS[:1], [*map(score, [1.0, 0.0])])
-    of_kl = {"1.0.0": TokenTotals(4, -3.0, 9.0), "1.0.1": TokenTotals(4, -1.0, 1.0)}
-    assert [item.baseline.value for item in compared(settings, groups, {}, of_kl, MovingAverage())] == [-1.5, -1.5]
+    kl_reward_totals = {"1.0.0": TokenTotals(4, -3.0, 9.0), "1.0.1": TokenTotals(4, -1.0, 1.0)}
+    assert [
+        item.baseline.value for item in attach_baselines(settings, groups, {}, kl_reward_totals, MovingAverage())
+    ] == [-1.5, -1.5]
 
 
 @pytest.mark.parametrize("credit", ["whole", "to_go"])
@@ -340,8 +349,10 @@ def test_gpg_makes_up_for_groups_of_equal_rewards_whatever_their_kl(credit):
         f"algorithm.advantage={{estimator: gpg, credit: {credit}}}",
     )
     groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 1.0, 1.0])])
-    of_kl = {item.sample.info.id: TokenTotals(4, -float(i), 9.0) for i, item in enumerate(groups[0] + groups[1])}
-    made = compared(settings, groups, {}, of_kl, MovingAverage())
+    kl_reward_totals = {
+        item.sample.info.id: TokenTotals(4, -float(i), 9.0) for i, item in enumerate(groups[0] + groups[1])
+    }
+    made = attach_baselines(settings, groups, {}, kl_reward_totals, MovingAverage())
     assert [item.baseline.scale for item in made] == [1 / 2] * 4
     assert [item.baseline.token_scale for item in made] == [1 / 2] * 4
 
@@ -355,7 +366,7 @@ def test_online_dpo_learns_from_the_best_and_the_worst_of_each_group():
     samples = [[sample(prompt, k) for k in range(3)] for prompt in range(4)]
     groups, _ = select(settings, samples, [*map(score, [0.5, 0.0, 1.0, 1.0, 1.0, 1.0, *[0.0] * 6])])
     actor = Group()
-    actor.keep_log_probs = lambda policy, shares: actor.updates.append([policy])
+    actor.keep_log_probs = lambda policy, rank_batches: actor.updates.append([policy])
     metrics = train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
     assert actor.updates == [["reference"], ["0.2", "0.1"]] and actor.ended
     assert values(metrics)["preference/tied_share"] == 0.75
@@ -364,8 +375,8 @@ def test_online_dpo_learns_from_the_best_and_the_worst_of_each_group():
 def test_pairs_are_handed_out_side_by_side_with_one_weight():
     settings = config(*ONLINE_DPO, "actor.layout.dp=2")
     pairs = [ScoredSample(sample(prompt, k, 3 + 5 * k), 1.0 - k) for prompt in range(3) for k in range(2)]
-    shares = hand_out(settings, pairs, packing(num_ranks=2, shares_prompts=False))
-    handed = [share.samples[i] for share in shares for members in share.microbatches for i in members]
+    rank_batches = dispatch(settings, pairs, packing(num_ranks=2, shares_prompts=False))
+    handed = [share.samples[i] for share in rank_batches for members in share.microbatches for i in members]
     assert all(item.weight == pytest.approx(1 / 6) for item in handed)
     names = [item.sample for item in handed]
     better, worse = names[::2], names[1::2]

@@ -45,8 +45,8 @@ def main() -> None:
     if case.padded:
         worker.packing = replace(worker.packing, document_multiple=case.longest)
     samples = samples_of(case)
-    shares = schedule(lengths_of(samples), worker.packing)
-    share = shares[worker.data_parallel_rank]
+    rank_batches = schedule(lengths_of(samples), worker.packing)
+    share = rank_batches[worker.data_parallel_rank]
     own = [[samples[i] for microbatch in part for i in microbatch] for part in (share[:1], share)]
     packs = [local(part) for part in (share[:1], share)]
     worker.update(own[0], packs[0])  # fills caches and memory pools
@@ -62,7 +62,7 @@ def main() -> None:
         "seconds": seconds,
         "measured_bytes": peak - baseline,
         "baseline_bytes": baseline,
-        "closed_form_bytes": closed_form(case, config, rank, shares, samples),
+        "closed_form_bytes": closed_form(case, config, rank, rank_batches, samples),
         "settings": {"layout": config.actor.layout.model_dump(), "kernels": worker.kernels, "threads": case.threads},
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
@@ -132,15 +132,15 @@ def local(microbatches: list[Microbatch]) -> list[Microbatch]:
 
 
 def closed_form(
-    case: Case, config: Config, rank: int, shares: list[list[Microbatch]], samples: list[TrainingSample]
+    case: Case, config: Config, rank: int, rank_batches: list[list[Microbatch]], samples: list[TrainingSample]
 ) -> dict[str, Any]:
     """Of the largest microbatch, as if all were so large."""
-    of_microbatch = [[samples[i].sample for i in microbatch] for share in shares for microbatch in share]
+    of_microbatch = [[samples[i].sample for i in microbatch] for share in rank_batches for microbatch in share]
     tokens = max(sum(s.num_tokens for s in members) for members in of_microbatch)
     rows = max(sum(len(s.response_ids) for s in members) for members in of_microbatch)
     num_bytes = 4 if case.dtype == "float32" else 2
     memory = rank_memory(
-        case.hf_config, config.actor.layout, rank, num_bytes, tokens, rows, len(shares[0]), config.actor.recompute
+        case.hf_config, config.actor.layout, rank, num_bytes, tokens, rows, len(rank_batches[0]), config.actor.recompute
     )
     parts = {name: getattr(memory, name) for name in memory.__slots__}
     return parts | {"total": memory.total}

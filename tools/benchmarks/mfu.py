@@ -104,15 +104,15 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     config = config_of(case, folder)
     worker = RandomActor(config, folder, 0, dist.FileStore(str(folder / "store"), 1), case.threads)
     samples = samples_of(case)
-    shares = schedule(lengths_of(samples), worker.packing)
+    rank_batches = schedule(lengths_of(samples), worker.packing)
     seconds = []
     for _ in range(2 + case.updates):  # two to warm up
         start = time.perf_counter()
-        worker.update(samples, shares[0])
+        worker.update(samples, rank_batches[0])
         device.synchronize()
         seconds.append(time.perf_counter() - start)
     with torch.profiler.profile() as profile:  # of all devices that there are
-        worker.update(samples, shares[0])
+        worker.update(samples, rank_batches[0])
         device.synchronize()
     return {
         "device": torch.cuda.get_device_name() if device.on_cuda() else "CPU",
@@ -120,7 +120,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         "seconds": seconds[2:],
         "shares_of_time": shares_of_time(profile.key_averages(), on_device=device.on_cuda()),
         "peak_bytes": torch.cuda.max_memory_allocated() if device.on_cuda() else None,
-        "closed_form_bytes": closed_form(case, config, 0, shares, samples),
+        "closed_form_bytes": closed_form(case, config, 0, rank_batches, samples),
         "versions": {"torch": torch.__version__},
     }
 

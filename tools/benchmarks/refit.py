@@ -33,7 +33,7 @@ from megarl.data.model_folder import read_config, resolve
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import Bandwidth, ordered, schedule
-from megarl.resharding.transports.p2p import Meeting
+from megarl.resharding.transports.p2p import Rendezvous
 from megarl.resharding.transports.shared_memory import SharedMemory
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
@@ -165,9 +165,9 @@ class Sides:
         self.engine.call("open", self._case.plan, self._shared, self._case.engine)
 
     def _open_gloo(self) -> None:
-        meeting = Meeting("127.0.0.1", self._store.port, next(self._meetings), 60.0)
-        self._on_all("open", self._case.plan, meeting)
-        self.engine.call("open", self._case.plan, meeting, self._case.engine)
+        rendezvous = Rendezvous("127.0.0.1", self._store.port, next(self._meetings), 60.0)
+        self._on_all("open", self._case.plan, rendezvous)
+        self.engine.call("open", self._case.plan, rendezvous, self._case.engine)
 
     def _on_all(self, method: str, *args: Any) -> list[Any]:
         for rank in self._ranks:

@@ -126,8 +126,8 @@ class Rank:
     def publish(self) -> dict:
         return publish(self.parameters)
 
-    def open(self, plan: Plan, meeting: Any) -> None:
-        self._transport = meeting.open(self._holder.name, self.parameters, plan)
+    def open(self, plan: Plan, rendezvous: Any) -> None:
+        self._transport = rendezvous.open(self._holder.name, self.parameters, plan)
 
     def send(self) -> None:
         self._transport.send()

@@ -54,7 +54,7 @@ def make() -> dict[str, Any]:
         "mask": [[int((i, t) not in UNTRAINED) for t in range(n)] for i, n in enumerate(LENGTHS)],
         "now": now,
         "old": old,
-        "behaviour": beside(old, draw(0.4)),
+        "rollout_logprobs": beside(old, draw(0.4)),
         "reference": beside(now, draw(0.5)),
         "token_rewards": draw(0.3),
         "values": values,

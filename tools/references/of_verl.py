@@ -164,7 +164,7 @@ def aggregations(batch: dict[str, Any]) -> Numbers:
 def corrections(batch: dict[str, Any]) -> Numbers:
     """Of trained tokens, one after the other."""
     mask = padded(batch["mask"])
-    log_ratio = padded(batch["old"]) - padded(batch["behaviour"])
+    log_ratio = padded(batch["old"]) - padded(batch["rollout_logprobs"])
     weights = {
         f"weight/{level}/{limit}": compute_rollout_correction_weights(log_ratio, mask, level, limit)[0]
         for level in ("token", "sequence")

@@ -103,7 +103,7 @@ class EngineGroup(VllmGroup):
     actor_class = EngineActor
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
-        tp, extra = config.rollout.tp, config.rollout.vllm_extra
+        tp, extra = config.rollout.tp, config.rollout.vllm_overrides
         super().__init__(session, config, model_folder, processes, tp)
         self._started_with = len(processes)
         self._sleeps = config.rollout.sleep
@@ -124,13 +124,13 @@ class EngineGroup(VllmGroup):
         super().start()
         name, actor = next(iter(self._actors.items()))
         [workers] = self._session.wait({name: actor.parameters.remote()}, "parameters of the engine")
-        misfits = [
+        mismatched_params = [
             f"{holder.name}: {line}"
             for holder, own in zip(self._holders[name], workers, strict=True)
-            for line in holder.shard.misfits(own)
+            for line in holder.shard.mismatched_params(own)
         ]
-        if misfits:
-            self._take_whole_tensors(misfits)
+        if mismatched_params:
+            self._take_whole_tensors(mismatched_params)
         self.sleep()
 
     def sleep(self) -> None:
@@ -139,12 +139,13 @@ class EngineGroup(VllmGroup):
         _, lost = self._session.gather(calls, "engines: giving memory back", expendable=self.expendable)
         self.drop(lost, "rollout")
 
-    def _take_whole_tensors(self, misfits: Sequence[str]) -> None:
+    def _take_whole_tensors(self, mismatched_params: Sequence[str]) -> None:
         """Every worker then gets the whole model, as the checkpoint has it."""
         print(
             "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because "
-            f"{len(misfits)} parameters are not those of the model's family: {'; '.join(misfits[:SHOWN])}"
-            f"{'; …' if len(misfits) > SHOWN else ''}",
+            f"{len(mismatched_params)} parameters are not those of the model's family: "
+            f"{'; '.join(mismatched_params[:SHOWN])}"
+            f"{'; …' if len(mismatched_params) > SHOWN else ''}",
             flush=True,
         )
         self.by_loader = True

@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.placement import VISIBLE, Process
-from megarl.cluster.rank_batch import Share
+from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
 from megarl.config.schema import Config, MegatronRole
@@ -42,7 +42,7 @@ class RankActor:
         self._config, self._role, self._model_folder, self._process = config, role, model_folder, process
 
     def open_store(self) -> tuple[str, int]:
-        """Rank 0 opens the rendezvous of the process group. Returns host and port."""
+        """Rank 0 opens the store_address of the process group. Returns host and port."""
         from megarl.megatron import parallel
 
         host = ray.util.get_node_ip_address()
@@ -101,15 +101,15 @@ class RankGroup:
         session.watch(self._actors)
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
-        self.rendezvous = ("", 0)
+        self.store_address = ("", 0)
         """Host and port of the ranks' TCPStore, which rank 0 has."""
 
     def start(self) -> None:
         first_name, first = next(iter(self._actors.items()))
         [(host, port)] = self._session.wait(
-            {first_name: first.open_store.remote()}, f"{self._role} rendezvous", self._start_timeout_s
+            {first_name: first.open_store.remote()}, f"{self._role} store_address", self._start_timeout_s
         )
-        self.rendezvous = (host, port)
+        self.store_address = (host, port)
         started = self._session.wait(
             {name: actor.start.remote(host, port) for name, actor in self._actors.items()},
             f"{self._role} start",
@@ -124,7 +124,7 @@ class RankGroup:
         """Leaves the process group together, so that no rank sees the others vanish."""
         self._session.wait({name: actor.close.remote() for name, actor in self._actors.items()}, f"{self._role} end")
 
-    def _dealt(self, shares: Sequence[Share]) -> Iterator[tuple[str, ActorHandle, Share]]:
-        """Every rank with the share of its data-parallel rank."""
+    def _dealt(self, rank_batches: Sequence[RankBatch]) -> Iterator[tuple[str, ActorHandle, RankBatch]]:
+        """Every rank with the batch of its data-parallel rank."""
         for (name, actor), rank in zip(self._actors.items(), self._data_parallel_ranks, strict=True):
-            yield name, actor, shares[rank]
+            yield name, actor, rank_batches[rank]

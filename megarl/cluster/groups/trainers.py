@@ -11,7 +11,7 @@ import ray
 
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import Scores, Share, put_scores
+from megarl.cluster.rank_batch import RankBatch, Scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.config.schema import Config, Role
@@ -23,7 +23,7 @@ from megarl.resharding.planning.compact import CompactPlan
 if TYPE_CHECKING:
     from megarl.megatron.workers.actor import Policy
     from megarl.resharding.planning.plan import Plan
-    from megarl.resharding.transports.p2p import Meeting, Sent
+    from megarl.resharding.transports.p2p import Rendezvous, Sent
     from megarl.resharding.transports.published import Published
     from megarl.resharding.transports.shared_memory import SharedMemory
     from megarl.resharding.verification import Checksum, Region
@@ -39,8 +39,8 @@ class TrainerActor(RankActor):
         segments.note(scratch)  # torch counts them in shared memory
         return published
 
-    def connect(self, plan: CompactPlan, meeting: Meeting) -> None:
-        self._worker.connect(plan.part([self._worker.holder.name]), meeting)
+    def connect(self, plan: CompactPlan, rendezvous: Rendezvous) -> None:
+        self._worker.connect(plan.part([self._worker.holder.name]), rendezvous)
 
     def send(self) -> Sent:
         return self._worker.send()
@@ -48,19 +48,19 @@ class TrainerActor(RankActor):
     def checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> dict[Region, Checksum]:
         return self._worker.checksums(wanted, plan.part([self._worker.holder.name]))
 
-    def keep_log_probs(self, policy: Policy, share: Share) -> None:
-        self._worker.keep_log_probs(policy, share.fetch(), share.microbatches)
+    def keep_log_probs(self, policy: Policy, rank_batch: RankBatch) -> None:
+        self._worker.keep_log_probs(policy, rank_batch.fetch(), rank_batch.microbatches)
 
-    def score_tokens(self, share: Share) -> tuple[Scores, dict[str, TokenTotals]]:
+    def score_tokens(self, rank_batch: RankBatch) -> tuple[Scores, dict[str, TokenTotals]]:
         """By sample: where its scores can be fetched by reference, and what those of its trained tokens amount to."""
-        samples = share.fetch()
-        scores = self._worker.score_tokens(samples, share.microbatches)
+        samples = rank_batch.fetch()
+        scores = self._worker.score_tokens(samples, rank_batch.microbatches)
         masks = {item.sample.id: item.sample.response_mask for item in samples}
         totals = {name: TokenTotals.of(list(compress(own.tolist(), masks[name]))) for name, own in scores.items()}
         return put_scores(scores), totals
 
-    def update(self, share: Share) -> dict[str, Metric]:
-        return self._worker.update(share.fetch(), share.microbatches)
+    def update(self, rank_batch: RankBatch) -> dict[str, Metric]:
+        return self._worker.update(rank_batch.fetch(), rank_batch.microbatches)
 
     def end_step(self) -> None:
         self._worker.end_step()
@@ -129,9 +129,9 @@ class TrainerGroup(RankGroup):
         published = self._session.wait(calls, "publishing weights")
         return {holder.name: own for holder, own in zip(self.holders, published, strict=True)}
 
-    def connect(self, plan: CompactPlan, meeting: Meeting) -> None:
+    def connect(self, plan: CompactPlan, rendezvous: Rendezvous) -> None:
         """From now on `sending` is each rank's part of this plan."""
-        same = ray.put(plan), meeting
+        same = ray.put(plan), rendezvous
         calls = {name: actor.connect.remote(*same) for name, actor in self._actors.items()}
         self._session.wait(calls, "connecting for the refit")
 
@@ -149,26 +149,31 @@ class TrainerGroup(RankGroup):
                 whole[region] = whole[region] + checksum if region in whole else checksum
         return whole
 
-    def keep_log_probs(self, policy: Policy, shares: Sequence[Share]) -> None:
-        """shares: by data-parallel rank."""
-        calls = {name: actor.keep_log_probs.remote(policy, share) for name, actor, share in self._dealt(shares)}
+    def keep_log_probs(self, policy: Policy, rank_batches: Sequence[RankBatch]) -> None:
+        """rank_batches: by data-parallel rank."""
+        calls = {
+            name: actor.keep_log_probs.remote(policy, rank_batch)
+            for name, actor, rank_batch in self._dealt(rank_batches)
+        }
         self._session.wait(calls, f"{policy} log-probs")
 
-    def score_tokens(self, updates: Sequence[Sequence[Share]]) -> tuple[Scores, dict[str, TokenTotals]]:
+    def score_tokens(self, updates: Sequence[Sequence[RankBatch]]) -> tuple[Scores, dict[str, TokenTotals]]:
         """Of the samples of all updates: where what the model says of their tokens is, and what that of the trained
-        ones amounts to. updates: the shares of each, by data-parallel rank."""
+        ones amounts to. updates: the rank_batches of each, by data-parallel rank."""
         where: Scores = {}
         totals: dict[str, TokenTotals] = {}
-        for shares in updates:
-            calls = {name: actor.score_tokens.remote(share) for name, actor, share in self._dealt(shares)}
+        for rank_batches in updates:
+            calls = {
+                name: actor.score_tokens.remote(rank_batch) for name, actor, rank_batch in self._dealt(rank_batches)
+            }
             for own, amounts in self._session.wait(calls, f"{self._role}: scores"):
                 where |= own
                 totals |= amounts
         return where, totals
 
-    def update(self, shares: Sequence[Share]) -> Mapping[str, Metric]:
-        """One optimizer step; shares: by data-parallel rank. Returns metrics over all ranks."""
-        calls = {name: actor.update.remote(share) for name, actor, share in self._dealt(shares)}
+    def update(self, rank_batches: Sequence[RankBatch]) -> Mapping[str, Metric]:
+        """One optimizer step; rank_batches: by data-parallel rank. Returns metrics over all ranks."""
+        calls = {name: actor.update.remote(rank_batch) for name, actor, rank_batch in self._dealt(rank_batches)}
         return merge(self._session.wait(calls, f"{self._role} update"))
 
     def end_step(self) -> None:

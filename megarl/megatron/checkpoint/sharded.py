@@ -38,11 +38,11 @@ from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
 from megarl.megatron.checkpoint.optimizer_state import Shard, sharded_like
 from megarl.megatron.model.build import named_tensors
-from megarl.megatron.weight_snapshots import WeightSets
+from megarl.megatron.weight_snapshots import WeightSnapshots
 
 # Each layer under its own name: as slices of one tensor, frozen layers would be holes in the optimizer's state.
 FORMAT = {"non_homogeneous_layers": True}
-SETS = "weight_sets"
+SETS = "weight_snapshots"
 RANDOM = "random"
 """Key of the ranks' random states, which mean something under the same layout only."""
 
@@ -92,7 +92,7 @@ def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecor
 def save(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
-    weight_sets: WeightSets,
+    weight_snapshots: WeightSnapshots,
     counters: Mapping[str, float],
     folder: Path,
 ) -> Saving:
@@ -103,7 +103,7 @@ def save(
     models = _sharded_models(chunks)
     # Copies by itself. It looks parameters up by identity, so those of the model are copied after it.
     moments = optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=False)
-    sets = _sharded_sets(weight_sets, chunks, models)
+    sets = _sharded_sets(weight_snapshots, chunks, models)
     for shard in _shards([models, sets]):
         if is_main_replica(shard.replica_id):
             shard.data = shard.data.detach().to("cpu", copy=True)
@@ -115,7 +115,7 @@ def save(
 def load(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
-    weight_sets: WeightSets,
+    weight_snapshots: WeightSnapshots,
     folder: Path,
     same_layout: bool,
 ) -> dict[str, float]:
@@ -126,7 +126,7 @@ def load(
     models = _sharded_models(chunks)
     state = {
         **models,
-        SETS: _sharded_sets(weight_sets, chunks, models),
+        SETS: _sharded_sets(weight_snapshots, chunks, models),
         "optimizer": optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=True),
     }
     if same_layout:
@@ -137,7 +137,7 @@ def load(
         raise ValueError(f"{folder}: it is the checkpoint of another model: {sorted(differing)[0]} is in one only")
     for index, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{index}"])
-    weight_sets.restore(loaded.get(SETS, {}))
+    weight_snapshots.restore(loaded.get(SETS, {}))
     # A rank whose parameters are all frozen has no optimizer state.
     optimizer_state.restore(optimizer, loaded.get("optimizer", {}), loaded["counters"]["num_updates"])
     if same_layout:
@@ -171,13 +171,13 @@ def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]
 
 
 def _sharded_sets(
-    weight_sets: WeightSets, chunks: Sequence[DistributedDataParallel], models: Mapping[str, Any]
+    weight_snapshots: WeightSnapshots, chunks: Sequence[DistributedDataParallel], models: Mapping[str, Any]
 ) -> dict[str, dict[str, Shard]]:
     """The weight sets that change, sharded as the model's weights are."""
     live, shards = named_tensors(chunks), _by_parameter(models)
     return {
         name: {key: sharded_like(shards[live[key]], f"{SETS}.{name}", weight) for key, weight in weights.items()}
-        for name, weights in weight_sets.state().items()
+        for name, weights in weight_snapshots.state().items()
     }
 
 

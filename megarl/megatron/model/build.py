@@ -141,7 +141,7 @@ def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
 
 
 def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
-    """Architecture from the Hugging Face config, parallelism from the layout, the rest from megatron_extra."""
+    """Architecture from the Hugging Face config, parallelism from the layout, the rest from megatron_overrides."""
     section = settings.section
     latent = ModelShape.of(hf_config).latent is not None
     config_class = MLATransformerConfig if latent else TransformerConfig
@@ -154,8 +154,8 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
     ours = dict.fromkeys(MODEL_DEFAULTS) | dict.fromkeys(FORM, "the model's config.json")
     ours |= dict.fromkeys(PLACEMENT, f"{section}.layout") | dict.fromkeys(("fp8", "fp8_recipe"), f"{section}.fp8")
     ours |= {name: home for home, fields in groups.items() for name in fields}
-    key = f"{section}.megatron_extra.model"
-    extra = checked(key, settings.megatron_extra.model, config_class, ours)
+    key = f"{section}.megatron_overrides.model"
+    extra = checked(key, settings.megatron_overrides.model, config_class, ours)
     fields = {name: value for group in groups.values() for name, value in group.items()}
     defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING
     return build(described(section, key, extra), config_class, {**fields, **defaults, **extra})
@@ -167,8 +167,8 @@ def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
     overlapped = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     fixed = dict(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     homes = dict.fromkeys((*DDP_DEFAULTS, *fixed)) | dict.fromkeys(overlapped, f"{section}.overlap_communication")
-    key = f"{section}.megatron_extra.ddp"
-    extra = checked(key, settings.megatron_extra.ddp, DistributedDataParallelConfig, homes)
+    key = f"{section}.megatron_overrides.ddp"
+    extra = checked(key, settings.megatron_overrides.ddp, DistributedDataParallelConfig, homes)
     return build(described(section, key, extra), DistributedDataParallelConfig, fixed | overlapped | extra)
 
 
@@ -193,7 +193,7 @@ def parallelism(layout: Layout) -> dict[str, Any]:
 
 def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
     """full: each layer by itself, of which its input is kept. selective: the MLPs, which keep most; attention keeps
-    little, as no kernel stores its scores. megatron_extra may choose other units."""
+    little, as no kernel stores its scores. megatron_overrides may choose other units."""
     if settings.recompute == "full":
         return dict(recompute_method="uniform", recompute_num_layers=1)
     return dict(recompute_modules=["mlp"] if shape.experts is None else ["mlp", "moe"])

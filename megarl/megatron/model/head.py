@@ -31,7 +31,7 @@ class HeadRequest:
 
     rows: torch.Tensor
     targets: torch.Tensor
-    kept: torch.Tensor | None = None
+    candidate_ids: torch.Tensor | None = None
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -62,7 +62,7 @@ class LogProbHead(ColumnParallelLinear):
             self.vocab_size,
             self.tp_group,
             self.bias,
-            request.kept,
+            request.candidate_ids,
         )
         if self.value_head is not None:
             scored = torch.cat((scored, self.value_head(input_, request.rows)), -1)

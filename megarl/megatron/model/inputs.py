@@ -41,7 +41,7 @@ class ModelInput:
             tokens=batch.tokens[shares.own][None],
             positions=batch.positions[shares.own][None],
             attention=_attention(batch, shares),
-            head=HeadRequest(places, rows.targets, rows.kept),
+            head=HeadRequest(places, rows.targets, rows.candidate_ids),
             rows=rows,
             row_numbers=numbers,
             num_rows=len(batch.rows),

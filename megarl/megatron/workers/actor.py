@@ -41,21 +41,21 @@ class ActorWorker(TrainerWorker):
         self.kl_coefficient = kl.coefficient
         """It changes between steps if algorithm.kl.adaptive_target is given."""
         if config.has_reference:
-            self._weight_sets.keep("reference", None if kl.renew_steps is None else kl.renew_share)
+            self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
 
     @property
     def objective(self) -> Objective:
-        algorithm, kind = self._config.algorithm, self._config.algorithm.objective.kind
-        if kind.of_pairs:
-            return partial(dpo_objective, algorithm, not self._config.on_given_data)
-        return partial(policy_objective, algorithm, self.kl_coefficient) if kind.of_policy else sft_objective
+        algorithm, kind = self._config.algorithm, self._config.algorithm.objective.spec
+        if kind.is_pairwise:
+            return partial(dpo_objective, algorithm, not self._config.is_offline)
+        return partial(policy_objective, algorithm, self.kl_coefficient) if kind.is_policy_objective else sft_objective
 
     def keep_log_probs(
         self, policy: Policy, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
     ) -> None:
         """Forward-only pass; the log-probs stay here, for the update of the same samples, and so do the values that
         come with the policy's."""
-        weights = self._weight_sets.swapped_in("reference") if policy == "reference" else nullcontext()
+        weights = self._weight_snapshots.swapped_in("reference") if policy == "reference" else nullcontext()
         with weights:
             scored = self._forward(samples, microbatches)
         self._keep(policy, {name: columns[:, 0] for name, columns in scored.items()})
@@ -106,7 +106,7 @@ class ActorWorker(TrainerWorker):
 
     def renew_reference(self) -> None:
         """After a step: the reference takes algorithm.kl.renew_share of the policy."""
-        self._weight_sets.renew("reference")
+        self._weight_snapshots.renew("reference")
 
     def _load_weights(self) -> None:
         super()._load_weights()

@@ -27,7 +27,7 @@ class ImplicitRewardWorker(TrainerWorker):
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)
-        self._weight_sets.keep("reference")
+        self._weight_snapshots.keep("reference")
 
     @property
     def objective(self) -> Objective:
@@ -41,7 +41,7 @@ class ImplicitRewardWorker(TrainerWorker):
         The reference's log-probs stay here, for the update of the same samples. One rank of each data-parallel replica
         returns the rewards.
         """
-        with self._weight_sets.swapped_in("reference"):
+        with self._weight_snapshots.swapped_in("reference"):
             reference = self._log_probs(samples, microbatches)
         self._keep("reference", reference)
         log_probs = self._log_probs(samples, microbatches)

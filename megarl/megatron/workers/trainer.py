@@ -26,14 +26,14 @@ from megarl.megatron.metric_sums import read
 from megarl.megatron.model.build import named_parameters, named_weights
 from megarl.megatron.offload import Offload
 from megarl.megatron.optimizer import build_optimizer, set_rates
-from megarl.megatron.weight_snapshots import WeightSets
+from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.folder import write_folder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
-from megarl.resharding.transports.p2p import Meeting, Sent
+from megarl.resharding.transports.p2p import Rendezvous, Sent
 from megarl.resharding.transports.published import Published
 from megarl.resharding.transports.transport import Transport
 from megarl.resharding.verification import Checksum, Region, own_checksums
@@ -65,7 +65,7 @@ class TrainerWorker(ModelWorker, ABC):
         without_decay = [trained[name] for name in undecayed if name in trained]
         self.optimizer = build_optimizer(settings, self.chunks, self.dtype, without_decay)
         self._offload = Offload(self.chunks, self.optimizer)
-        self._weight_sets = WeightSets(named_weights(self.chunks))
+        self._weight_snapshots = WeightSnapshots(named_weights(self.chunks))
         self.num_updates = 0
         """Optimizer steps done; the learning rate follows from it."""
 
@@ -89,9 +89,9 @@ class TrainerWorker(ModelWorker, ABC):
             for reader, names in readers.items()
         }
 
-    def connect(self, plan: Plan, meeting: Meeting) -> None:
-        """From now on `send` is this rank's part of this plan, which others at the meeting receive."""
-        self._transport = meeting.open(self.holder.name, self.parameters(), plan)
+    def connect(self, plan: Plan, rendezvous: Rendezvous) -> None:
+        """From now on `send` is this rank's part of this plan, which others at the rendezvous receive."""
+        self._transport = rendezvous.open(self.holder.name, self.parameters(), plan)
 
     def send(self) -> Sent:
         """This rank's part of a refit."""
@@ -152,18 +152,22 @@ class TrainerWorker(ModelWorker, ABC):
         not is the model that the run started from, as its folder has it.
 
         Random states belong to a place in a layout. Under another one they follow from run.seed and the number of
-        updates. Training draws nothing from them: there is no dropout, and routers have no noise unless megatron_extra
-        asks for it.
+        updates. Training draws nothing from them: there is no dropout, and routers have no noise unless
+        megatron_overrides asks for it.
         """
         same_layout = checkpoint.state["config"][role]["layout"] == self._settings.layout.model_dump()
-        counters = sharded.load(self.chunks, self.optimizer, self._weight_sets, checkpoint.path / role, same_layout)
+        counters = sharded.load(
+            self.chunks, self.optimizer, self._weight_snapshots, checkpoint.path / role, same_layout
+        )
         self._restore_counters(counters)
         if not same_layout:
             random_state.seed_anew(self._config.run.seed, self.num_updates)
 
     def save_checkpoint(self, checkpoint: Path, role: Role) -> None:
         """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on."""
-        self._saving = sharded.save(self.chunks, self.optimizer, self._weight_sets, self._counters(), checkpoint / role)
+        self._saving = sharded.save(
+            self.chunks, self.optimizer, self._weight_snapshots, self._counters(), checkpoint / role
+        )
 
     def checkpoint_written(self) -> bool:
         return self._saving.written
@@ -197,7 +201,7 @@ class TrainerWorker(ModelWorker, ABC):
         batches = self._collate(samples, microbatches, self._kept | handed)
         algorithm = self._config.algorithm
         # Only the last stage reads them, and a critic's values are on no other.
-        estimated = algorithm.objective.kind.of_policy and parallel.is_last_stage(None)
+        estimated = algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
         return with_advantages(algorithm, batches) if estimated else batches
 
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 A source keeps what it has sent, in host memory. Before an exchange the receivers say whether they still have it: not at
 their first exchange, nor when their weights have been rewritten since, and then all is sent. After an error connections
-are closed, with deltas as without, and at the next meeting all is sent.
+are closed, with deltas as without, and at the next rendezvous all is sent.
 
 A bucket travels in slabs, each whole or as a delta. Before it goes a header: for each slab the number of elements that
 change, or WHOLE, and the checksum of what the receiver has to have afterwards.
@@ -19,7 +19,7 @@ from megarl.resharding.planning.plan import Bucket, Link, Plan
 from megarl.resharding.transports import delta
 from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_out_together
 from megarl.resharding.transports.checksum import checksum
-from megarl.resharding.transports.p2p import Begun, Meeting, Message, PointToPoint
+from megarl.resharding.transports.p2p import Begun, Message, PointToPoint, Rendezvous
 from megarl.resharding.transports.transport import Delivery
 
 SLAB = 2**20
@@ -28,7 +28,7 @@ WHOLE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaMeeting(Meeting):
+class DeltaRendezvous(Rendezvous):
     """Of members that send deltas."""
 
     def open(
@@ -40,8 +40,8 @@ class DeltaMeeting(Meeting):
 
 
 class DeltaPointToPoint(PointToPoint):
-    def __init__(self, meeting: Meeting, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan):
-        super().__init__(meeting, member, parameters, plan, in_place=True)
+    def __init__(self, rendezvous: Rendezvous, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan):
+        super().__init__(rendezvous, member, parameters, plan, in_place=True)
         self._has_last = False
         """Whether this member's weights are those of the last exchange."""
         self._last: dict[int, torch.Tensor] = {}

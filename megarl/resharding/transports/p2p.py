@@ -44,7 +44,7 @@ _Deliveries = Generator[Delivered, None, Result]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the members of a process group, the holders of a plan, find each other. A Channel.
 
     host, port    of a TCPStore that one of them has
@@ -102,10 +102,10 @@ class Sent:
 
 
 class PointToPoint:
-    """One member's end. After an error it is closed, which ends the others' waiting for it: a new meeting is needed."""
+    """One member's end. After an error it is closed, which ends the others' waiting for it; they need a new one."""
 
     def __init__(
-        self, meeting: Meeting, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool
+        self, rendezvous: Rendezvous, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool
     ):
         self._member, self._plan = member, plan
         self._parameters = parameters if in_place else {}
@@ -119,8 +119,8 @@ class PointToPoint:
         is_destination = self._rank >= plan.num_sources
         copies = plan.into(member).copies if is_destination else ()
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
-        self._timeout = timedelta(seconds=meeting.timeout_s)
-        self._store = _store(meeting)
+        self._timeout = timedelta(seconds=rendezvous.timeout_s)
+        self._store = _store(rendezvous)
         self._group: dist.Backend | None = _process_group(self._store, self._timeout, self._rank, len(plan.holders))
         # An engine's rank may have another device than the process's first.
         self._device = next(iter(parameters.values())).device
@@ -305,11 +305,11 @@ class PointToPoint:
             yield part, None if part.start is None else part.in_buffer(message.buffer)
 
 
-def _store(meeting: Meeting) -> dist.Store:
-    timeout = timedelta(seconds=meeting.timeout_s)
+def _store(rendezvous: Rendezvous) -> dist.Store:
+    timeout = timedelta(seconds=rendezvous.timeout_s)
     return dist.PrefixStore(
-        meeting.name,
-        dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout),
+        rendezvous.name,
+        dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout),
     )
 
 

@@ -30,7 +30,7 @@ class VllmClassifier:
             settings.layout.tp,
             config.context_of(settings)[1],
             settings.kv_cache_gib,
-            settings.vllm_extra,
+            settings.vllm_overrides,
             runner="pooling",
             # The head's output as it is: vLLM would put it through a sigmoid or a softmax.
             pooler_config=PoolerConfig(task=self._task, use_activation=False),

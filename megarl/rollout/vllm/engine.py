@@ -60,7 +60,7 @@ class VllmEngine:
             config.tp,
             config.context_length,
             config.kv_cache_gib,
-            config.vllm_extra,
+            config.vllm_overrides,
             load_format="dummy",
             # Log-probs of the distribution that is sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
@@ -201,7 +201,7 @@ def _sample(request: SamplingRequest, completion: CompletionOutput) -> Sample:
         versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in completion.weight_versions),
         finish_reason=completion.finish_reason,
         text=completion.text,
-        kept_ids=_kept_ids(told),
+        candidate_ids=_kept_ids(told),
     )
 
 

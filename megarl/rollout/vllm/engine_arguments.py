@@ -36,7 +36,7 @@ def engine_arguments(
     """What `vllm.LLM` is called with.
 
     own     arguments of this kind of engine alone
-    extra   vllm_extra of the section, over what is not megarl's alone to give
+    extra   vllm_overrides of the section, over what is not megarl's alone to give
 
     Raises ValueError for an extra that vLLM does not have or that the model needs otherwise, and for a model that vLLM
     cannot compute on this device.
@@ -67,12 +67,12 @@ def engine_arguments(
 def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mapping[str, Any]) -> None:
     for name in latent.keys() & extra.keys():
         needed = f"this model's attention is right with {latent[name]} alone, here"
-        raise ValueError(f"{section}.vllm_extra.{name}={extra[name]}: {needed}; leave it out")
+        raise ValueError(f"{section}.vllm_overrides.{name}={extra[name]}: {needed}; leave it out")
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in extra.keys() - known:
         near = difflib.get_close_matches(name, known)
         remedy = f"did you mean {' or '.join(near)}?" if near else "leave it out"
-        raise ValueError(f"{section}.vllm_extra.{name}={extra[name]}: vLLM has no such engine argument; {remedy}")
+        raise ValueError(f"{section}.vllm_overrides.{name}={extra[name]}: vLLM has no such engine argument; {remedy}")
 
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:

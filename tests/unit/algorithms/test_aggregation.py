@@ -35,9 +35,9 @@ def test_weights_by_hand(mode, expected):
 )
 def test_what_is_not_trained_may_be_left_out(mode, expected):
     """A sample of one of the two prompts that are, and a prompt of its own."""
-    weights = sample_weights(mode, [*NUM_TOKENS, 0], [*PROMPTS, "c"], 10, "left_out")
+    weights = sample_weights(mode, [*NUM_TOKENS, 0], [*PROMPTS, "c"], 10, "exclude")
     assert weights == pytest.approx(expected)
-    assert sample_weights(mode, [0, 0], ["a", "b"], 10, "left_out") == [0, 0]
+    assert sample_weights(mode, [0, 0], ["a", "b"], 10, "exclude") == [0, 0]
 
 
 def test_positive_examples_share_one_mean():

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.corrections import factors
-from megarl.algorithms.whole_samples import WholeSamples
+from megarl.algorithms.sample_segments import SampleSegments
 
 LOG_RATIO = torch.tensor([1.0, 0.0, -3.0, 0.5], dtype=torch.float64)
-SAMPLES = WholeSamples(torch.tensor([True, False, True, True]), torch.tensor([0, 0, 0, 1]), 2)
+SAMPLES = SampleSegments(torch.tensor([True, False, True, True]), torch.tensor([0, 0, 0, 1]), 2)
 TRAINED = [0, 2, 3]
 
 
@@ -32,7 +32,9 @@ def test_weights_by_hand(weight, expected):
     assert found(weight, 1.6, None, 0.5, 5.0) == pytest.approx([min(w, 1.6) for w in expected])
 
 
-@pytest.mark.parametrize(("mask", "kept"), [("token", [1, 0, 1]), ("sequence", [0, 0, 1]), ("geometric", [0, 0, 1])])
+@pytest.mark.parametrize(
+    ("mask", "candidate_ids"), [("token", [1, 0, 1]), ("sequence", [0, 0, 1]), ("geometric", [0, 0, 1])]
+)
 def test_masks_by_hand(mask, kept):
     assert found(None, 2.0, mask, 0.4, 5.0) == kept
     assert found(None, 2.0, mask, 0.4, 1.5) == [0, 0, 0]
@@ -52,7 +54,7 @@ def test_without_a_correction_everything_counts_once():
 
 def test_a_weight_has_no_gradient_and_no_infinity():
     log_ratio = torch.tensor([500.0, 500.0], requires_grad=True)
-    samples = WholeSamples(torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1)
+    samples = SampleSegments(torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1)
     out = factors(log_ratio, samples, "sequence", None, None, 0.5, 5.0)
     assert not out.factor.requires_grad and torch.isfinite(out.factor).all()
 
@@ -61,7 +63,7 @@ def test_a_weight_has_no_gradient_and_no_infinity():
 def test_levels_agree_on_what_they_are_means_of(values):
     """The sequence's weight is the product of its tokens', and the geometric one to the n-th power."""
     n = len(values)
-    samples = WholeSamples(torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64), 1)
+    samples = SampleSegments(torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64), 1)
     of_level = {
         level: factors(torch.tensor(values, dtype=torch.float64), samples, level, None, None, 0.5, 5.0).factor
         for level in ("token", "sequence", "geometric")

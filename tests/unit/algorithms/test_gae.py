@@ -49,9 +49,9 @@ def test_packed_rows_equal_the_definition(lengths, gamma, gae_lambda):
 def test_the_critic_may_have_another_lambda():
     reward, value, mask, rows = packed([7, 4, 3, 9], seed=5)
     advantage, returns = gae(reward, value, mask, rows, 0.9, 0.7, critic_lambda=1.0)
-    of_policy, _ = gae(reward, value, mask, rows, 0.9, 0.7)
+    is_policy_objective, _ = gae(reward, value, mask, rows, 0.9, 0.7)
     _, of_critic = gae(reward, value, mask, rows, 0.9, 1.0)
-    torch.testing.assert_close(advantage, of_policy)
+    torch.testing.assert_close(advantage, is_policy_objective)
     torch.testing.assert_close(returns, of_critic)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms import covariance_loss, policy_loss
 from megarl.algorithms.objectives import OF_SAMPLES, OF_TOKENS, loss_of_policy
-from megarl.algorithms.whole_samples import WholeSamples
+from megarl.algorithms.sample_segments import SampleSegments
 from megarl.config.objectives import OBJECTIVES, OPTIONS
 
 WITH_DERIVATIVE = ("clip", "unclipped", "kl_penalty", "sapo")
@@ -18,7 +18,7 @@ WITH_DERIVATIVE = ("clip", "unclipped", "kl_penalty", "sapo")
 LOG_PROBS = st.floats(-6, -0.05)
 ADVANTAGES = st.floats(-3, 3)
 
-OF_POLICY = [name for name, reads in OBJECTIVES.items() if reads.of_policy]
+OF_POLICY = [name for name, reads in OBJECTIVES.items() if reads.is_policy_objective]
 
 
 def evaluate(name: str, ratio: float, advantage: float, old: float = -1.0, **options):
@@ -126,7 +126,7 @@ def test_the_table_has_the_options_of_every_function():
 @pytest.mark.parametrize("name", OF_POLICY)
 def test_wrong_shapes_are_refused(name):
     mask = torch.ones(3, dtype=torch.bool)
-    samples = WholeSamples(mask, torch.zeros(3, dtype=torch.int64), 1)
+    samples = SampleSegments(mask, torch.zeros(3, dtype=torch.int64), 1)
     for shapes in ((3, 1, 3), (3, 3, 1), (1, 3, 3)):
         with pytest.raises(ValueError, match=r"must share one shape \[N\], got \(\d,\), "):
             loss_of_policy(name, OBJECTIVES[name].options, *map(torch.zeros, shapes), samples, mask[: shapes[0]])

@@ -15,9 +15,9 @@ MARGINS = st.floats(-30, 30)
 
 
 @given(st.lists(MARGINS, min_size=1, max_size=6), st.sampled_from([0.0, 0.1, 0.4]))
-def test_bradley_terry_is_the_cross_entropy_of_who_wins(of_pairs, smoothing):
-    losses = bradley_terry(torch.tensor(of_pairs, dtype=torch.float64), smoothing)
-    for margin, loss in zip(of_pairs, losses.tolist(), strict=True):
+def test_bradley_terry_is_the_cross_entropy_of_who_wins(is_pairwise, smoothing):
+    losses = bradley_terry(torch.tensor(is_pairwise, dtype=torch.float64), smoothing)
+    for margin, loss in zip(is_pairwise, losses.tolist(), strict=True):
         wins, loses = 1 / (1 + math.exp(-margin)), 1 / (1 + math.exp(margin))
         expected = -(1 - smoothing) * math.log(wins) - smoothing * math.log(loses)
         assert loss == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -21,7 +21,7 @@ from megarl.algorithms.baselines import Member, amplification, group_baselines
 from megarl.algorithms.corrections import factors
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.algorithms.preference_loss import bradley_terry
-from megarl.algorithms.whole_samples import WholeSamples
+from megarl.algorithms.sample_segments import SampleSegments
 from megarl.config.load import load
 from megarl.config.schema import Advantage
 from megarl.core.types import Baseline
@@ -48,7 +48,7 @@ PROMPTS, REWARDS = BATCH["prompts"], BATCH["rewards"]
 ROW_SAMPLE = torch.tensor([i for i, own in enumerate(BATCH["mask"]) for _ in own])
 MASK = torch.tensor([bool(flag) for own in BATCH["mask"] for flag in own])
 NUM_TOKENS = [sum(own) for own in BATCH["mask"]]
-SAMPLES = WholeSamples(MASK, ROW_SAMPLE, len(PROMPTS))
+SAMPLES = SampleSegments(MASK, ROW_SAMPLE, len(PROMPTS))
 
 
 def rows(name: str) -> torch.Tensor:
@@ -283,8 +283,8 @@ def test_objectives(library, name, mode, objective):
 
 def test_trls_grpo_with_a_kl():
     def total(now: torch.Tensor) -> torch.Tensor:
-        of_policy = policy_loss.clip(now, rows("old"), ADVANTAGE, clip_low=0.2, clip_high=0.28).loss
-        return (weights(OF_GROUP) * (of_policy + 0.3 * kl.estimate("k3", now - rows("reference")))).sum()
+        is_policy_objective = policy_loss.clip(now, rows("old"), ADVANTAGE, clip_low=0.2, clip_high=0.28).loss
+        return (weights(OF_GROUP) * (is_policy_objective + 0.3 * kl.estimate("k3", now - rows("reference")))).sum()
 
     assert_loss("trl", "loss/grpo_with_kl", total)
 
@@ -302,8 +302,8 @@ def test_verls_dro():
     """It takes the log-ratio of each token, and its beta is tau."""
 
     def total(now: torch.Tensor) -> torch.Tensor:
-        of_tokens = sequence_loss.dro(now, rows("old"), ADVANTAGE, SAMPLES, tau=0.3, level="token").loss
-        return (weights(OF_TOKENS) * of_tokens).sum() / 0.3
+        token_reward_totals = sequence_loss.dro(now, rows("old"), ADVANTAGE, SAMPLES, tau=0.3, level="token").loss
+        return (weights(OF_TOKENS) * token_reward_totals).sum() / 0.3
 
     assert_loss("verl", "loss/dro", total)
 
@@ -312,8 +312,8 @@ def test_verls_value_loss():
     """With algorithm.value.coefficient=0.5."""
 
     def total(values: torch.Tensor) -> torch.Tensor:
-        of_tokens = value_loss.squared_error(values, rows("values"), rows("returns"), clip=0.2).loss
-        return 0.5 * (weights(OF_TOKENS) * of_tokens).sum()
+        token_reward_totals = value_loss.squared_error(values, rows("values"), rows("returns"), clip=0.2).loss
+        return 0.5 * (weights(OF_TOKENS) * token_reward_totals).sum()
 
     assert_loss("verl", "loss/value", total, of="values_now")
 
@@ -326,7 +326,13 @@ def test_verls_value_loss():
 def test_verls_weights(level, name, options):
     mask = level if options["mask"] else None
     found = factors(
-        rows("old") - rows("behaviour"), SAMPLES, level, options["weight_limit"], mask, mask_low=0.7, mask_high=1.4
+        rows("old") - rows("rollout_logprobs"),
+        SAMPLES,
+        level,
+        options["weight_limit"],
+        mask,
+        mask_low=0.7,
+        mask_high=1.4,
     )
     assert_equal(found.factor[MASK], theirs("verl", f"weight/{level}/{name}"))
 
@@ -336,7 +342,9 @@ def test_verls_weights(level, name, options):
 )
 def test_verls_masks(name, level):
     """Its bounds are of the sampling policy over the old one."""
-    found = factors(rows("old") - rows("behaviour"), SAMPLES, None, None, level, mask_low=1 / 1.25, mask_high=1 / 0.7)
+    found = factors(
+        rows("old") - rows("rollout_logprobs"), SAMPLES, None, None, level, mask_low=1 / 1.25, mask_high=1 / 0.7
+    )
     assert_equal(found.factor[MASK], theirs("verl", f"mask/{name}"))
 
 

@@ -7,11 +7,11 @@ from megarl.algorithms import kl
 from megarl.algorithms.corrections import factors
 from megarl.algorithms.objectives import loss_of_policy
 from megarl.algorithms.ratio import ratio_of
-from megarl.algorithms.whole_samples import WholeSamples
+from megarl.algorithms.sample_segments import SampleSegments
 from megarl.config.objectives import OBJECTIVES
 
 MASK = torch.tensor([True, True, False, True, True, True])
-SAMPLES = WholeSamples(MASK, torch.tensor([0, 0, 0, 1, 1, 2]), 3)
+SAMPLES = SampleSegments(MASK, torch.tensor([0, 0, 0, 1, 1, 2]), 3)
 OLD = torch.tensor([-1.5, -0.3, -2.0, -300.0, -0.7, -1.0])
 NOW = torch.tensor([-1.2, -0.5, -1.0, -100.0, -0.8, -0.9])
 FAR = 3
@@ -29,7 +29,7 @@ def gradient(name: str, now: torch.Tensor, sign: float) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("name", [name for name, reads in OBJECTIVES.items() if reads.of_policy])
+@pytest.mark.parametrize("name", [name for name, reads in OBJECTIVES.items() if reads.is_policy_objective])
 def test_every_objective_stays_finite_and_leaves_the_other_samples_alone(name, sign):
     far, numbers = gradient(name, NOW, sign)
     near, _ = gradient(name, NEAR, sign)

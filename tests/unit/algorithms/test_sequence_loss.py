@@ -7,7 +7,7 @@ import torch
 
 from megarl.algorithms import sequence_loss
 from megarl.algorithms.objectives import OF_SAMPLES
-from megarl.algorithms.whole_samples import WholeSamples
+from megarl.algorithms.sample_segments import SampleSegments
 from megarl.config.objectives import OBJECTIVES
 
 LENGTHS = (3, 1, 5, 2)
@@ -62,7 +62,7 @@ def weights(mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(4))
 def test_loss_and_gradient_are_those_of_whole_samples(name, options, seed):
     now, old, advantage, mask, row_sample = data(seed)
-    samples = WholeSamples(mask, row_sample, 4)
+    samples = SampleSegments(mask, row_sample, 4)
     loss = (weights(mask, row_sample) * OF_SAMPLES[name](now, old, advantage, samples, **options).loss).sum()
     [gradient] = torch.autograd.grad(loss, now)
     terms = []
@@ -78,7 +78,7 @@ def test_loss_and_gradient_are_those_of_whole_samples(name, options, seed):
 def test_gradients_are_those_of_the_loss(name, options):
     """Of an update: that of a single row is its share of its sample's."""
     now, old, advantage, mask, row_sample = data(1)
-    samples, w = WholeSamples(mask, row_sample, 4), weights(mask, row_sample)
+    samples, w = SampleSegments(mask, row_sample, 4), weights(mask, row_sample)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (w * OF_SAMPLES[name](x, old, advantage, samples, **options).loss).sum()
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_the_loss(name, options):
 def test_what_is_not_trained_on_is_not_seen(name, options, hidden):
     """Tool tokens in the middle of a sample, whatever their log-probs are."""
     now, old, advantage, mask, row_sample = data(2)
-    samples = WholeSamples(mask, row_sample, 4)
+    samples = SampleSegments(mask, row_sample, 4)
     plain = OF_SAMPLES[name](now, old, advantage, samples, **options).loss[mask]
     other = torch.where(mask, now, hidden)
     torch.testing.assert_close(OF_SAMPLES[name](other, old, advantage, samples, **options).loss[mask], plain)
@@ -101,7 +101,7 @@ def test_what_is_not_trained_on_is_not_seen(name, options, hidden):
 def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
     now, old, advantage, mask, row_sample = data(0)
     w = weights(mask, row_sample)
-    whole = WholeSamples(mask, row_sample, 4)
+    whole = SampleSegments(mask, row_sample, 4)
     loss = (w * OF_SAMPLES[name](now, old, advantage, whole, **options).loss).sum()
     [gradient] = torch.autograd.grad(loss, now)
     parts = (SPLIT, ~SPLIT)
@@ -114,10 +114,14 @@ def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
 
         other = ~rows
         OF_SAMPLES[name](
-            now[other], old[other], advantage[other], WholeSamples(mask[other], row_sample[other], 4, record), **options
+            now[other],
+            old[other],
+            advantage[other],
+            SampleSegments(mask[other], row_sample[other], 4, record),
+            **options,
         )
         replies = iter(given)
-        own = WholeSamples(mask[rows], row_sample[rows], 4, lambda values, replies=replies: values + next(replies))
+        own = SampleSegments(mask[rows], row_sample[rows], 4, lambda values, replies=replies: values + next(replies))
         part = (w[rows] * OF_SAMPLES[name](now[rows], old[rows], advantage[rows], own, **options).loss).sum()
         torch.testing.assert_close(torch.autograd.grad(part, now)[0][rows], gradient[rows])
 
@@ -126,7 +130,7 @@ def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
 def test_a_sample_of_one_token_is_that_token(name):
     """With n = 1 the geometric mean is the ratio itself, and the sum is the log-ratio."""
     now, old = torch.tensor([-0.5], dtype=torch.float64, requires_grad=True), torch.tensor([-0.6], dtype=torch.float64)
-    samples = WholeSamples(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 1)
+    samples = SampleSegments(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 1)
     options = OBJECTIVES[name].options
     out = OF_SAMPLES[name](now, old, torch.ones(1, dtype=torch.float64), samples, **options)
     assert torch.isfinite(out.loss).all()
@@ -137,7 +141,7 @@ def test_a_sample_of_one_token_is_that_token(name):
 
 def test_gspo_counts_what_it_clips():
     now = torch.tensor([0.1, 0.1, -0.1])
-    samples = WholeSamples(torch.ones(3, dtype=torch.bool), torch.tensor([0, 0, 1]), 2)
+    samples = SampleSegments(torch.ones(3, dtype=torch.bool), torch.tensor([0, 0, 1]), 2)
     out = sequence_loss.gspo(now, torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), samples, 3e-4, 4e-4)
     assert out.clipped_high.tolist() == [True, True, False] and out.clipped_low.tolist() == [False, False, True]
     torch.testing.assert_close(out.ratio, torch.tensor([0.1, 0.1, -0.1]).exp())

@@ -14,12 +14,12 @@ from megarl import algorithms
 from megarl.algorithms.advantages.returns import at_last_token
 from megarl.algorithms.corrections import factors
 from megarl.algorithms.objectives import loss_of_policy
-from megarl.algorithms.whole_samples import WholeSamples
+from megarl.algorithms.sample_segments import SampleSegments
 from megarl.config.objectives import OBJECTIVES
 
 DTYPES = {"mask": torch.bool, "selected": torch.bool, "row_sample": torch.int64}
 OTHERS = {
-    "samples": WholeSamples(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1),
+    "samples": SampleSegments(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1),
     "level": "sequence",
     "estimator": "k1",
     "weight": "token",
@@ -73,7 +73,7 @@ def test_rewards_of_samples_are_a_list(shape):
 def test_rows_of_samples_and_their_mask_are_as_many(shape):
     for mask, row_sample in (((3,), shape), (shape, (3,))):
         with pytest.raises(ValueError, match="mask and row_sample must share one shape"):
-            WholeSamples(torch.ones(mask, dtype=torch.bool), torch.zeros(row_sample, dtype=torch.int64), 1)
+            SampleSegments(torch.ones(mask, dtype=torch.bool), torch.zeros(row_sample, dtype=torch.int64), 1)
     with pytest.raises(ValueError, match="log_ratio and mask must share one shape"):
         factors(torch.zeros(shape), OTHERS["samples"], None, None, None, 0.5, 2.0)
 

@@ -37,9 +37,9 @@ def test_everything_refused_is_told_and_nothing_has_started(folder: Path, tmp_pa
         f"run.folder={tmp_path}",
         "model.dtype=bfloat16",
         "actor.fp8=blockwise",
-        "actor.megatron_extra.optimizer={adam_bata1: 0.8}",
-        "actor.megatron_extra.ddp={overlap_grad_reduce: false}",
-        "critic.megatron_extra.model={moe_z_loss_coeff: high}",
+        "actor.megatron_overrides.optimizer={adam_bata1: 0.8}",
+        "actor.megatron_overrides.ddp={overlap_grad_reduce: false}",
+        "critic.megatron_overrides.model={moe_z_loss_coeff: high}",
     )
     with pytest.raises(ValueError) as error:
         run(config, tmp_path)
@@ -47,11 +47,11 @@ def test_everything_refused_is_told_and_nothing_has_started(folder: Path, tmp_pa
     assert fp8.startswith("actor.fp8=blockwise: fp8 is Transformer Engine's, which needs a CUDA device")
     assert fp8.endswith("install it or set actor.fp8=null")
     assert optimizer == (
-        "actor.megatron_extra.optimizer.adam_bata1=0.8: Megatron's OptimizerConfig has no such field; did you mean "
+        "actor.megatron_overrides.optimizer.adam_bata1=0.8: Megatron's OptimizerConfig has no such field; did you mean "
         "adam_beta1?"
     )
-    assert ddp.startswith("actor.megatron_extra.ddp.overlap_grad_reduce=False: this follows from")
-    assert critic == "critic.megatron_extra.model.moe_z_loss_coeff='high': expected Optional[float], found str"
+    assert ddp.startswith("actor.megatron_overrides.ddp.overlap_grad_reduce=False: this follows from")
+    assert critic == "critic.megatron_overrides.model.moe_z_loss_coeff='high': expected Optional[float], found str"
     assert not started
     assert not list(tmp_path.iterdir())
 
@@ -64,8 +64,8 @@ def test_a_recipe_without_such_keys_costs_nothing(folder: Path, monkeypatch) -> 
 
 def test_a_program_that_fails_ends_the_run(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(megatron_settings, "PROGRAM", "megarl.no_such_module")
-    config = config_of(folder, "actor.megatron_extra.ddp={bucket_size: 1000}")
+    config = config_of(folder, "actor.megatron_overrides.ddp={bucket_size: 1000}")
     with pytest.raises(
-        RunFailure, match=r"^megatron_extra and fp8: megarl.no_such_module ended with status 1 and .* No module"
+        RunFailure, match=r"^megatron_overrides and fp8: megarl.no_such_module ended with status 1 and .* No module"
     ):
         check_megatron_settings(config, find_models(config))

@@ -109,7 +109,7 @@ def test_an_engine_sees_its_own_gpus_first_and_then_those_of_the_weights(where: 
     assert placed(*settings).engines[0].environment(of_run) == {}, "on CPU"
 
 
-def test_given_data_needs_gpus_for_the_model_only() -> None:
+def test_offline_data_needs_gpus_for_the_model_only() -> None:
     config = load(QUICKSTART, ["data.rows=messages", "algorithm.objective.name=sft", layout(pp=2, dp=2)])
     assert gpu_spans(config) == {"trainer": range(4)}
 

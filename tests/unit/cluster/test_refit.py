@@ -12,7 +12,7 @@ from megarl.cluster import workers as module
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import place
 from megarl.cluster.refit import Refit
-from megarl.cluster.workers import Cast, assemble
+from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.load import load
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.rollout.engine import Refitted
@@ -23,7 +23,7 @@ from tests.unit.resharding.cases import config_of, layout_of
 
 class FakeTrainers:
     holders = megatron_holders(config_of(), layout_of(), "float32")
-    rendezvous = ("host", 1)
+    store_address = ("host", 1)
     offloads = True
 
     def __init__(self, log: list):
@@ -37,7 +37,7 @@ class FakeTrainers:
         self._log.append(f"publish on gpu for {', '.join(plan.destinations)}")
         return {}
 
-    def connect(self, plan, meeting) -> None:
+    def connect(self, plan, rendezvous) -> None:
         assert len(plan.order), "who sends follows it"
 
     def sending(self) -> dict:
@@ -104,15 +104,15 @@ class FakeSession:
 
 @pytest.fixture
 def prepare(monkeypatch: pytest.MonkeyPatch):
-    """prepare(on_gpus, *overrides): a Cast of fakes with a real Refit, its engines, and what they will have done."""
+    """prepare(on_gpus, *overrides): a Workers of fakes with a real Refit, its engines, and what they will have done."""
 
-    def prepare(on_gpus: bool, *overrides: str) -> tuple[Cast, FakeEngines, list[str]]:
+    def prepare(on_gpus: bool, *overrides: str) -> tuple[Workers, FakeEngines, list[str]]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpus)
         config = load(BASE, ["model.path=m", "data.source=arithmetic", "rollout.verify_refit=off", *overrides])
         log: list[str] = []
         trainers, engines = FakeTrainers(log), FakeEngines(log)
         refit = Refit(FakeSession(engines), config, trainers, engines, export_plan=None)
-        return Cast(trainers, None, None, None, engines, None, refit, None), engines, log
+        return Workers(trainers, None, None, None, engines, None, refit, None), engines, log
 
     return prepare
 
@@ -123,57 +123,57 @@ def prepare(monkeypatch: pytest.MonkeyPatch):
     [
         ("colocated", "auto", None),
         ("disaggregated", "shared_memory", None),
-        ("disaggregated", "auto", "Meeting"),
-        ("disaggregated", "p2p", "Meeting"),
+        ("disaggregated", "auto", "Rendezvous"),
+        ("disaggregated", "p2p", "Rendezvous"),
     ],
 )
 def test_the_machine_and_the_placement_choose_the_transport(
     prepare, on_gpus: bool, placement: str, transport: str, channel: str | None
 ) -> None:
-    cast, _, log = prepare(on_gpus, f"cluster.placement={placement}", f"rollout.transport={transport}")
-    cast.refit.run(1)
+    workers, _, log = prepare(on_gpus, f"cluster.placement={placement}", f"rollout.transport={transport}")
+    workers.refit.run(1)
     channel = channel or ("CudaMemory" if on_gpus else "SharedMemory")
     assert [line for line in log if "connect" in line] == [f"connect {channel}"]
-    assert ("send" in log) == (channel == "Meeting")
+    assert ("send" in log) == (channel == "Rendezvous")
 
 
 @pytest.mark.parametrize("offload", ["[gradients]", "[parameters]"])
 def test_weights_that_move_are_published_for_each_refit(prepare, offload: str) -> None:
-    cast, engines, log = prepare(True, f"actor.offload={offload}")
+    workers, engines, log = prepare(True, f"actor.offload={offload}")
     published, refit = ["publish on gpu for vllm:0.0, vllm:1.0", "connect CudaMemory"], "wake weights, refit"
     for version in (1, 2):
-        cast.refit.run(version)
+        workers.refit.run(version)
     again = published if offload == "[parameters]" else []
     assert log == [*published, refit, *again, refit]
     engines.dying = {"engine-0"}
     log.clear()
-    cast.refit.run(3)
+    workers.refit.run(3)
     assert log == [*again, refit, "publish on gpu for vllm:1.0", "connect CudaMemory", refit]
 
 
 @pytest.mark.parametrize("transport", ["p2p", "shared_memory"])
 def test_nothing_is_sent_to_an_engine_that_is_lost_when_it_is_told_of_the_plan(prepare, transport: str) -> None:
-    cast, engines, log = prepare(False, "cluster.placement=disaggregated", f"rollout.transport={transport}")
+    workers, engines, log = prepare(False, "cluster.placement=disaggregated", f"rollout.transport={transport}")
     engines.dying_when_told = {"engine-0"}
-    cast.refit.run(1)
+    workers.refit.run(1)
     assert engines.told == [("vllm:0.0", "vllm:1.0"), ("vllm:1.0",)]
-    cast.refit.run(2)
+    workers.refit.run(2)
     done = [line for line in log if line != "publish"]
-    connect = f"connect {'Meeting' if transport == 'p2p' else 'SharedMemory'}"
+    connect = f"connect {'Rendezvous' if transport == 'p2p' else 'SharedMemory'}"
     refit = [*(["send"] if transport == "p2p" else []), "wake weights, refit"]
     assert done == [connect, connect, *refit, *refit]
 
 
 def test_engine_and_trainer_take_turns(prepare) -> None:
     """Of two steps, the second with another round of sampling."""
-    cast, engines, log = prepare(True, "actor.offload=[gradients, optimizer]")
-    cast.refit.run(0)
+    workers, engines, log = prepare(True, "actor.offload=[gradients, optimizer]")
+    workers.refit.run(0)
     for version, rounds in ((1, 1), (2, 2)):
         for _ in range(rounds):
-            with cast.offloaded():
+            with workers.offloaded():
                 engines.generate()
         log.append("train")
-        cast.refit.run(version)
+        workers.refit.run(version)
     turn = ["offload", "wake KV cache, generate", "sleep", "onload"]
     refit = "wake weights, refit"
     assert log[2:] == [refit, *turn, "train", refit, *turn, *turn, "train", refit]
@@ -190,5 +190,5 @@ def test_engines_start_before_the_models_take_their_memory(monkeypatch: pytest.M
 
     for name in ("TrainerGroup", "EngineGroup", "RewardWorker"):
         monkeypatch.setattr(module, name, fake(name))
-    assemble(None, config, ModelFolders(folder, None, None, None), place(config), None)
+    launch_workers(None, config, ModelFolders(folder, None, None, None), place(config), None)
     assert log.index("EngineGroup") < log.index("TrainerGroup")

@@ -35,7 +35,7 @@ def violations(*overrides: str, given: Sequence[str] = (), step: int = 10, saved
             "actor.offload=[optimizer]",
             "actor.overlap_communication=false",
         ],
-        ["rollout.tp=2", "rollout.replicas=2", "rollout.kv_cache_gib=3.5", "rollout.vllm_extra.block_size=32"],
+        ["rollout.tp=2", "rollout.replicas=2", "rollout.kv_cache_gib=3.5", "rollout.vllm_overrides.block_size=32"],
         ["checkpoint.every_steps=null", "checkpoint.keep=9", "cluster.step_timeout_s=7", "rewards.failure_limit=0.1"],
     ],
 )
@@ -63,8 +63,8 @@ def test_where_other_models_are_may_change_too() -> None:
             "[{function: exact_match, per_turn: false, weight: 1.0}]",
         ),
         (
-            "actor.megatron_extra.model.attention_dropout=0.1",
-            "actor.megatron_extra.model.attention_dropout=0.1",
+            "actor.megatron_overrides.model.attention_dropout=0.1",
+            "actor.megatron_overrides.model.attention_dropout=0.1",
             "no such key",
         ),
     ],

@@ -37,7 +37,7 @@ def test_uneven_shares_and_several_updates() -> None:
     assert "replicas 2 x tp 1 = world size 2" in text
 
 
-def test_pairs_of_given_data_and_of_samples() -> None:
+def test_pairs_of_offline_data_and_of_samples() -> None:
     lines = explain(
         load(BASE, [*RECIPE, "data={rows: preferences, source: rows.jsonl}", "algorithm.objective.name=dpo"])
     ).splitlines()

@@ -51,10 +51,10 @@ def test_values_come_from_the_nearest_layer() -> None:
 
 
 def test_extras_are_merged(write: Write) -> None:
-    path = write("actor: {megatron_extra: {model: {b: 1}}}\nrollout: {vllm_extra: {x: on}}\n")
-    config = load(path, ["actor.megatron_extra.model.c=2", "rollout.vllm_extra={y: [1, 2]}"])
-    assert config.actor.megatron_extra.model == {"b": 1, "c": 2}
-    assert config.rollout.vllm_extra == {"x": "on", "y": [1, 2]}
+    path = write("actor: {megatron_overrides: {model: {b: 1}}}\nrollout: {vllm_overrides: {x: on}}\n")
+    config = load(path, ["actor.megatron_overrides.model.c=2", "rollout.vllm_overrides={y: [1, 2]}"])
+    assert config.actor.megatron_overrides.model == {"b": 1, "c": 2}
+    assert config.rollout.vllm_overrides == {"x": "on", "y": [1, 2]}
 
 
 def test_later_overrides_win() -> None:
@@ -103,7 +103,7 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
         ("rewards.functions=[{weight: 1}]", "missing key rewards.functions.0.function; an entry of a list gives all"),
         ("rewards.functions=f", "rewards.functions=f: expected a list, found text"),
         ("run=3", "run=3: expected a mapping, found an integer"),
-        ("actor.megatron_extra=[]", "actor.megatron_extra=[]: expected a mapping, found a list"),
+        ("actor.megatron_overrides=[]", "actor.megatron_overrides=[]: expected a mapping, found a list"),
         ("run.steps=ten", "run.steps=ten: expected an integer, found text"),
         ("run.steps='3'", "run.steps='3': expected an integer, found text"),
         ("run.steps=1e3", "run.steps=1000.0: expected an integer, found a decimal number"),
@@ -225,7 +225,7 @@ def changes(draw: st.DrawFn) -> dict[str, dict]:
     name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True) | st.sampled_from(["no", "1e5", "12", "on"])
     return {
         "run": {"name": draw(name), "folder": draw(st.text(min_size=1)), "seed": draw(st.integers(min_value=0))},
-        "rollout": {"temperature": draw(positive), "vllm_extra": draw(extras)},
+        "rollout": {"temperature": draw(positive), "vllm_overrides": draw(extras)},
         "data": {"size": draw(st.none() | st.integers(min_value=1)), "shuffle": draw(st.booleans())},
         "rewards": {"functions": draw(st.lists(functions, min_size=1, max_size=3))},
     }

@@ -30,7 +30,7 @@ def refused(kind: str, *overrides: str) -> str:
 @pytest.mark.parametrize("kind", GIVEN)
 def test_a_recipe_of_each_needs_no_other_key(kind):
     config = recipe(kind)
-    assert config.on_given_data == (kind != "online")
+    assert config.is_offline == (kind != "online")
     assert config.trained_per_prompt == (1 if kind == "sft" else 2)
     assert config.has_reference == (kind in ("dpo", "online"))
     assert not config.has_critic
@@ -86,8 +86,8 @@ def test_what_only_rollouts_read_is_no_hindrance():
         ),
         (
             "online",
-            ["algorithm.objective.untrained_samples=left_out"],
-            "algorithm.objective.untrained_samples=left_out: algorithm.objective.name=dpo has a loss for each pair",
+            ["algorithm.objective.empty_samples=exclude"],
+            "algorithm.objective.empty_samples=exclude: algorithm.objective.name=dpo has a loss for each pair",
         ),
         (
             "sft",

@@ -44,7 +44,7 @@ def test_prompt_of_two_samples_stands_once():
     assert batch.row_sample.tolist() == [0, 0, 1, 1, 1]
     assert batch.mask.tolist() == [True, False, True, False, True]
     assert batch.weight.tolist() == [0.5, 0.0, 0.25, 0.0, 0.25]
-    torch.testing.assert_close(batch.behaviour, -0.1 * batch.targets)
+    torch.testing.assert_close(batch.rollout_logprobs, -0.1 * batch.targets)
 
 
 def test_prompt_of_two_samples_stands_twice():
@@ -57,12 +57,12 @@ def test_prompt_of_two_samples_stands_twice():
 
 def test_kept_tokens_of_each_row_are_filled_up():
     one, other = two_of_one_prompt()
-    one = replace(one, sample=replace(one.sample, kept_ids=((21, 7, 8), ())))
-    assert collate([other], packing(1, True)).kept is None
+    one = replace(one, sample=replace(one.sample, candidate_ids=((21, 7, 8), ())))
+    assert collate([other], packing(1, True)).candidate_ids is None
     batch = collate([one, other], packing(1, True))
-    assert batch.kept.tolist() == [[21, 7, 8], *([[-1, -1, -1]] * 4)]
-    assert batch.take_rows(torch.tensor([3, 0])).kept.tolist() == [[-1, -1, -1], [21, 7, 8]]
-    assert collate([one, other], packing(1, True), truncates=False).kept is None
+    assert batch.candidate_ids.tolist() == [[21, 7, 8], *([[-1, -1, -1]] * 4)]
+    assert batch.take_rows(torch.tensor([3, 0])).candidate_ids.tolist() == [[-1, -1, -1], [21, 7, 8]]
+    assert collate([one, other], packing(1, True), truncates=False).candidate_ids is None
 
 
 def test_prompts_are_told_apart_by_their_id():

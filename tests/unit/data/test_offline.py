@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.data.offline import GivenData, load_given
+from megarl.data.offline import OfflineData, load_offline_data
 from tests.paths import BASE
 from tests.tiny_model import EOS_ID, merging_tokenizer, tiny_tokenizer
 
@@ -46,8 +46,8 @@ def write(folder: Path, records: list[dict], suffix: str = ".jsonl") -> Path:
 
 def read(
     model_folder: Path, folder: Path, rows: str, records: list[dict], *overrides: str, suffix=".jsonl"
-) -> GivenData:
-    return load_given(config_of(write(folder, records, suffix), rows, *overrides), model_folder)
+) -> OfflineData:
+    return load_offline_data(config_of(write(folder, records, suffix), rows, *overrides), model_folder)
 
 
 def texts(sample) -> tuple[str, str, str]:

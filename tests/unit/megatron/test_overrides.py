@@ -35,7 +35,9 @@ LLAMA = dict(
 
 
 def extra(target: type = TransformerConfig, **fields: Any) -> dict[str, Any]:
-    return checked("actor.megatron_extra.x", fields, target, {"num_layers": "the model's config.json", "fp16": None})
+    return checked(
+        "actor.megatron_overrides.x", fields, target, {"num_layers": "the model's config.json", "fp16": None}
+    )
 
 
 def test_values_of_the_right_type_pass():
@@ -59,25 +61,29 @@ def test_none_is_taken_where_it_is_the_default_of_a_field_that_says_otherwise():
         (
             TransformerConfig,
             {"moe_aux_loss_coef": 0.1},
-            "actor.megatron_extra.x.moe_aux_loss_coef=0.1: Megatron's TransformerConfig has no such field; did you "
+            "actor.megatron_overrides.x.moe_aux_loss_coef=0.1: Megatron's TransformerConfig has no such field; did you "
             "mean moe_aux_loss_coeff?",
         ),
         (TransformerConfig, {"zzz": 1}, "x.zzz=1: Megatron's TransformerConfig has no such field; leave it out"),
         (
             TransformerConfig,
             {"num_layers": 3},
-            "actor.megatron_extra.x.num_layers=3: this follows from the model's config.json; set it there",
+            "actor.megatron_overrides.x.num_layers=3: this follows from the model's config.json; set it there",
         ),
-        (TransformerConfig, {"fp16": True}, "actor.megatron_extra.x.fp16=True: the trainer relies on its own value"),
+        (
+            TransformerConfig,
+            {"fp16": True},
+            "actor.megatron_overrides.x.fp16=True: the trainer relies on its own value",
+        ),
         (
             TransformerConfig,
             {"qk_layernorm": "yes"},
-            "actor.megatron_extra.x.qk_layernorm='yes': expected bool, found str",
+            "actor.megatron_overrides.x.qk_layernorm='yes': expected bool, found str",
         ),
         (
             TransformerConfig,
             {"moe_router_topk": 2.0},
-            "actor.megatron_extra.x.moe_router_topk=2.0: expected int, found float",
+            "actor.megatron_overrides.x.moe_router_topk=2.0: expected int, found float",
         ),
         (
             TransformerConfig,
@@ -103,7 +109,7 @@ def test_refusal_names_the_field(target: type, fields: dict[str, Any], message: 
 def test_what_megatron_refuses_names_what_was_passed_through():
     refusal = "Megatron's OptimizerConfig refuses these settings: exp_avg_dtype can only be fp32"
     config = config_of_llama("critic", "optimizer", exp_avg_dtype="bfloat16", decoupled_weight_decay=False)
-    given = "critic.megatron_extra.optimizer.exp_avg_dtype=torch.bfloat16, .*decoupled_weight_decay=False"
+    given = "critic.megatron_overrides.optimizer.exp_avg_dtype=torch.bfloat16, .*decoupled_weight_decay=False"
     with pytest.raises(ValueError, match=f"^{given}: {refusal}"):
         optimizer_config(config.critic, torch.float32)
     with pytest.raises(ValueError, match=f"^actor: {refusal}"):
@@ -113,7 +119,7 @@ def test_what_megatron_refuses_names_what_was_passed_through():
 def config_of_llama(role: str, part: str, **fields: Any) -> Config:
     extra = json.dumps(fields)
     gae = "algorithm.advantage.estimator=gae"  # without it nothing reads the critic's
-    return load(BASE, ["model.path=m", "data.source=arithmetic", gae, f"{role}.megatron_extra.{part}={extra}"])
+    return load(BASE, ["model.path=m", "data.source=arithmetic", gae, f"{role}.megatron_overrides.{part}={extra}"])
 
 
 FROM_LAYOUT = r"follows from critic.layout; set it there"
@@ -138,23 +144,25 @@ RELIED_ON = r"the trainer relies on its own value; leave it out"
 )
 def test_fields_of_our_own_are_refused_of_every_role(field: str, value: Any, why: str):
     config = config_of_llama("critic", "model", **{field: value})
-    with pytest.raises(ValueError, match=rf"^critic.megatron_extra.model.{field}=.*: .*{why}$"):
+    with pytest.raises(ValueError, match=rf"^critic.megatron_overrides.model.{field}=.*: .*{why}$"):
         transformer_config(config.critic, LLAMA, torch.float32)
 
 
 def test_maximal_update_parametrisation_is_refused():
     """By this megatron-core, which may not know it, and by one that does."""
     config = config_of_llama("actor", "model", use_mup=True)
-    with pytest.raises(ValueError, match=r"^actor.megatron_extra.model.use_mup"):
+    with pytest.raises(ValueError, match=r"^actor.megatron_overrides.model.use_mup"):
         transformer_config(config.actor, LLAMA, torch.float32)
     later = dataclasses.make_dataclass("Later", [("use_mup", bool, False)], bases=(TransformerConfig,))
     with pytest.raises(ValueError, match=rf"use_mup=True: {RELIED_ON}$"):
-        checked("actor.megatron_extra.model", {"use_mup": True}, later, dict.fromkeys(MODEL_DEFAULTS))
+        checked("actor.megatron_overrides.model", {"use_mup": True}, later, dict.fromkeys(MODEL_DEFAULTS))
 
 
 def test_the_other_dataclasses_have_fields_of_our_own_too():
     config = config_of_llama("actor", "optimizer", optimizer_cpu_offload=True)
-    with pytest.raises(ValueError, match=rf"^actor.megatron_extra.optimizer.optimizer_cpu_offload=True: {RELIED_ON}$"):
+    with pytest.raises(
+        ValueError, match=rf"^actor.megatron_overrides.optimizer.optimizer_cpu_offload=True: {RELIED_ON}$"
+    ):
         optimizer_config(config.actor, torch.float32)
     config = config_of_llama("actor", "ddp", overlap_grad_reduce=False)
     with pytest.raises(ValueError, match=r"overlap_grad_reduce=False: this follows from actor.overlap_communication"):
@@ -176,7 +184,7 @@ def test_preflight_asks_all_dataclasses_of_a_model_and_says_nothing_of_what_they
     assert refusals(good, {"actor": LLAMA}) == []
     for part in ("model", "optimizer", "ddp"):
         [line] = refusals(config_of_llama("actor", part, nothing=1), {"actor": LLAMA})
-        assert line.startswith(f"actor.megatron_extra.{part}.nothing=1: ")
+        assert line.startswith(f"actor.megatron_overrides.{part}.nothing=1: ")
 
 
 def test_names_of_our_own_are_fields_of_megatrons():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.megatron.weight_snapshots import WeightSets
+from megarl.megatron.weight_snapshots import WeightSnapshots
 
 
 def model() -> torch.nn.Linear:
@@ -17,7 +17,7 @@ def bits(module: torch.nn.Module) -> list[bytes]:
 
 def test_kept_weights_are_in_the_model_inside_and_its_own_afterwards():
     live = model()
-    sets = WeightSets(dict(live.named_parameters()))
+    sets = WeightSnapshots(dict(live.named_parameters()))
     sets.keep("reference")
     start = bits(live)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def test_kept_weights_are_in_the_model_inside_and_its_own_afterwards():
 
 def test_own_weights_return_after_an_error():
     live = model()
-    sets = WeightSets(dict(live.named_parameters()))
+    sets = WeightSnapshots(dict(live.named_parameters()))
     sets.keep("reference")
     with torch.no_grad():
         live.weight.zero_()
@@ -52,7 +52,7 @@ def moved_by(live: torch.nn.Linear, change: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_renewed_set_is_the_live_one_of_that_moment(dtype):
     live = model().to(dtype)
-    sets = WeightSets(dict(live.named_parameters()))
+    sets = WeightSnapshots(dict(live.named_parameters()))
     sets.keep("reference", share=1.0)
     moved_by(live, 0.1)
     sets.renew("reference")
@@ -68,7 +68,7 @@ def test_a_moving_average_is_its_closed_form_and_does_not_stall(dtype):
     would change nothing: the step is below half of the last place."""
     live = model().to(dtype)
     start = [p.detach().double() for p in live.parameters()]
-    sets = WeightSets(dict(live.named_parameters()))
+    sets = WeightSnapshots(dict(live.named_parameters()))
     sets.keep("reference", share=0.001)
     moved_by(live, 1.0)
     for _ in range(1000):
@@ -84,7 +84,7 @@ def test_a_moving_average_is_its_closed_form_and_does_not_stall(dtype):
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_a_restored_set_goes_on_as_if_it_had_stayed(share):
     live = model().to(torch.bfloat16)
-    ours, other = (WeightSets(dict(live.named_parameters())) for _ in range(2))
+    ours, other = (WeightSnapshots(dict(live.named_parameters())) for _ in range(2))
     ours.keep("fixed")
     ours.keep("reference", share)
     moved_by(live, 0.1)

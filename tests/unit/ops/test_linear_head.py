@@ -31,12 +31,12 @@ def inputs(num_tokens: int, hidden: int, padded: int, vocab: int, seed: int = 0)
     return h, w, y, gradients
 
 
-def random_kept(num_tokens: int, vocab: int, seed: int = 1) -> torch.Tensor:
+def random_candidates(num_tokens: int, vocab: int, seed: int = 1) -> torch.Tensor:
     """int64 [N, 7]: from none to seven tokens, at any of the places; every third row keeps everything."""
     generator = torch.Generator().manual_seed(seed)
-    kept = torch.randint(-vocab // 2, vocab, (num_tokens, 7), generator=generator).clamp(min=-1)
-    kept[::3] = -1
-    return kept
+    candidate_ids = torch.randint(-vocab // 2, vocab, (num_tokens, 7), generator=generator).clamp(min=-1)
+    candidate_ids[::3] = -1
+    return candidate_ids
 
 
 def check_equal(ours, theirs, gradients, leaves, tolerance=1e-5):
@@ -61,10 +61,10 @@ def test_equals_full_logits(num_tokens, vocab, padding, temperature, has_bias, t
     h, w, y, gradients = inputs(num_tokens, 12, vocab + padding, vocab)
     h = (h.detach() / 12).requires_grad_()  # nearly certain tokens have gradients of nothing but rounding
     bias = torch.linspace(-1, 1, vocab + padding).requires_grad_() if has_bias else None
-    kept = random_kept(num_tokens, vocab) if truncated else None
+    candidate_ids = random_candidates(num_tokens, vocab) if truncated else None
     at = torch.linspace(0.5, 2, num_tokens) if temperature == "of tokens" else float(temperature)
-    theirs = torch.stack(plain_log_prob_and_entropy(h, w, y, at, vocab, bias, kept), -1)
-    ours = log_prob_and_entropy(h, w, y, at, vocab, bias=bias, kept=kept)
+    theirs = torch.stack(plain_log_prob_and_entropy(h, w, y, at, vocab, bias, candidate_ids), -1)
+    ours = log_prob_and_entropy(h, w, y, at, vocab, bias=bias, candidate_ids=candidate_ids)
     leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
     own = check_equal(ours, theirs, gradients, leaves)
     assert own["weight"][vocab:].abs().sum() == 0
@@ -75,8 +75,8 @@ def test_truncated_to_some_tokens_by_hand():
     w = torch.log(torch.arange(1.0, 6.0))[:, None].requires_grad_()
     h = torch.ones(4, 1)
     y = torch.tensor([3, 4, 1, 2])
-    kept = torch.tensor([[-1, -1], [4, 2], [-1, 0], [2, -1]])
-    scored = log_prob_and_entropy(h, w, y, 1.0, 5, kept=kept)
+    candidate_ids = torch.tensor([[-1, -1], [4, 2], [-1, 0], [2, -1]])
+    scored = log_prob_and_entropy(h, w, y, 1.0, 5, candidate_ids=candidate_ids)
     shares = [[1 / 15, 2 / 15, 3 / 15, 4 / 15, 5 / 15], [3 / 8, 5 / 8], [1 / 3, 2 / 3], [1.0]]
     chosen = torch.tensor([4 / 15, 5 / 8, 2 / 3, 1.0]).log()
     entropy = torch.tensor([-sum(p * math.log(p) for p in row) for row in shares])
@@ -122,10 +122,10 @@ def test_a_frozen_weight_gets_no_gradient_and_costs_none():
 
 def test_what_is_kept_for_the_backward_pass_are_the_inputs_and_two_numbers_a_token():
     h, w, y, _ = inputs(21, 12, 64, 50)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    candidate_ids = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: candidate_ids.append(x) or x, lambda x: x):
         log_prob_and_entropy(h, w, y, 1.0, 50)
-    assert sorted(tuple(x.shape) for x in kept) == [(21,), (21,), (21,), (21, 12), (64, 12)]
+    assert sorted(tuple(x.shape) for x in candidate_ids) == [(21,), (21,), (21,), (21, 12), (64, 12)]
 
 
 def test_no_rows_is_an_empty_batch():
@@ -165,6 +165,6 @@ def test_in_bfloat16_gradients_of_many_tokens_add_up_in_float32():
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="expected hidden"):
         log_prob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.long), 1.0, 5)
-    with pytest.raises(ValueError, match="expected kept"):
-        y, kept = torch.zeros(3, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long)
-        log_prob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4), y, 1.0, 5, kept=kept)
+    with pytest.raises(ValueError, match="expected candidate_ids"):
+        y, candidate_ids = torch.zeros(3, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long)
+        log_prob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4), y, 1.0, 5, candidate_ids=candidate_ids)

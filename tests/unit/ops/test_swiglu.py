@@ -23,7 +23,7 @@ def test_equals_the_twin(dtype, shape):
 
 def test_keeps_only_its_input():
     given = torch.randn(4, 6, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         swiglu(given)
-    assert [tensor.data_ptr() for tensor in kept] == [given.data_ptr()]
+    assert [tensor.data_ptr() for tensor in saved] == [given.data_ptr()]

@@ -86,7 +86,7 @@ def test_a_reward_model_stays_unless_it_is_offloaded(settings: str, parts: dict[
         assert {part: size for part, size in found.parts.items() if "reward" in part} == parts
 
 
-@pytest.mark.parametrize("extra", ["actor.frozen=[model.layers.0.*]", "actor.megatron_extra.optimizer={a: 1}"])
+@pytest.mark.parametrize("extra", ["actor.frozen=[model.layers.0.*]", "actor.megatron_overrides.optimizer={a: 1}"])
 def test_what_is_not_certain_is_not_counted(extra: str):
-    load = fullest(extra, "rollout.vllm_extra={quantization: fp8}", "rollout.kv_cache_gib=60")
+    load = fullest(extra, "rollout.vllm_overrides={quantization: fp8}", "rollout.kv_cache_gib=60")
     assert load.parts == {"actor: parameters": 2 * PARAMETERS, "engine: weights": 0, "engine: KV cache": 60 * GIB}

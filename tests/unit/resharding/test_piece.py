@@ -39,8 +39,8 @@ def test_a_part_of_a_piece_has_its_place_in_the_canonical_tensor():
 
 def test_parameters_that_are_not_a_shards_are_named():
     shard = Shard({"a": (2, 3), "b": (4,), "c": (1,)}, (), {"a": "float32", "b": "float32", "c": "bfloat16"})
-    assert shard.misfits({"c": ((1,), "bfloat16"), "b": ((4,), "float32"), "a": ((2, 3), "float32")}) == []
-    assert shard.misfits({"a": ((3, 2), "float32"), "b": ((4,), "float8_e4m3fn"), "d": ((), "float32")}) == [
+    assert shard.mismatched_params({"c": ((1,), "bfloat16"), "b": ((4,), "float32"), "a": ((2, 3), "float32")}) == []
+    assert shard.mismatched_params({"a": ((3, 2), "float32"), "b": ((4,), "float8_e4m3fn"), "d": ((), "float32")}) == [
         "a is [3, 2] (float32), the family's [2, 3] (float32)",
         "b is [4] (float8_e4m3fn), the family's [4] (float32)",
         "d [] (float32) is none of the family's",

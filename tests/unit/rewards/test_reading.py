@@ -55,9 +55,9 @@ def test_chat_is_its_own_template():
     of_sample = reader("chat", "sequence").read(sample("ab.c.", ACTOR))
     assert ids_of(of_sample) == whole
     assert of_sample.sample.response_ids == (PAIRS.eos_token_id,)
-    of_tokens = reader("chat").read(sample("ab.c.", ACTOR))
-    assert ids_of(of_tokens) == whole[:-1]
-    assert PAIRS.decode(of_tokens.sample.response_ids) == "ab.c."
+    token_reward_totals = reader("chat").read(sample("ab.c.", ACTOR))
+    assert ids_of(token_reward_totals) == whole[:-1]
+    assert PAIRS.decode(token_reward_totals.sample.response_ids) == "ab.c."
 
 
 @pytest.mark.parametrize("response", ["s", "assistant", "</s>", "What is 1+2?"])

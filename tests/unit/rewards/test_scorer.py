@@ -99,9 +99,9 @@ def test_a_models_score_is_a_part_like_others():
     scorer = Scorer([RewardFunction(function="exact_match")], model_weight=0.5)
     parts = {"reward_model": 3.0, "exact_match": 1.0}
     assert scorer.score(sample_of("12"), ModelReward(3.0)) == (Score(value=2.5, parts=parts), None)
-    score, of_tokens = scorer.score(sample_of("12"), ModelReward(3.0, [1.0, float("nan"), 2.0]))
-    assert score == Score(value=2.5, parts=parts, of_tokens=TokenTotals(2, 1.5, 1.25))
-    assert of_tokens == pytest.approx([0.5, float("nan"), 1.0], nan_ok=True)
+    score, token_reward_totals = scorer.score(sample_of("12"), ModelReward(3.0, [1.0, float("nan"), 2.0]))
+    assert score == Score(value=2.5, parts=parts, token_reward_totals=TokenTotals(2, 1.5, 1.25))
+    assert token_reward_totals == pytest.approx([0.5, float("nan"), 1.0], nan_ok=True)
     assert scorer.score(sample_of("12")) == (Score(value=1.0, parts={"exact_match": 1.0}), None)
     failed, _ = scorer.score(sample_of("12"), ModelReward(float("nan")))
     assert failed.value is None and failed.parts == {"exact_match": 1.0}
@@ -134,29 +134,29 @@ def sample_of_turns(mask: tuple[bool, ...] = TURNS) -> Sample:
 
 
 def test_a_turns_reward_is_that_of_its_last_trained_token(tmp_path):
-    score, of_tokens = of_turns(tmp_path, "[1, -3.0, True]").score(sample_of_turns())
+    score, token_reward_totals = of_turns(tmp_path, "[1, -3.0, True]").score(sample_of_turns())
     name = f"{tmp_path}/turns.py:f"
     parts = {"exact_match": 1.0, name: -1.0}
-    assert score == Score(value=0.5, parts=parts, of_tokens=TokenTotals(3, -0.5, 0.25 + 2.25 + 0.25))
-    assert of_tokens == pytest.approx([NAN, NAN, 0.5, NAN, -1.5, NAN, NAN, 0.5], nan_ok=True)
+    assert score == Score(value=0.5, parts=parts, token_reward_totals=TokenTotals(3, -0.5, 0.25 + 2.25 + 0.25))
+    assert token_reward_totals == pytest.approx([NAN, NAN, 0.5, NAN, -1.5, NAN, NAN, 0.5], nan_ok=True)
 
 
 def test_rewards_of_turns_and_of_a_models_tokens_add_up(tmp_path):
     of_model = ModelReward(8.0, [NAN, 1.0, 3.0, NAN, NAN, NAN, NAN, 4.0])
-    score, of_tokens = of_turns(tmp_path, "[1, -3.0, True]").score(sample_of_turns(), of_model)
-    assert of_tokens == pytest.approx([NAN, 2.0, 6.5, NAN, -1.5, NAN, NAN, 8.5], nan_ok=True)
-    assert score.of_tokens == TokenTotals.of([2.0, 6.5, -1.5, 8.5]) and score.value == 1.0 - 0.5 + 16.0
+    score, token_reward_totals = of_turns(tmp_path, "[1, -3.0, True]").score(sample_of_turns(), of_model)
+    assert token_reward_totals == pytest.approx([NAN, 2.0, 6.5, NAN, -1.5, NAN, NAN, 8.5], nan_ok=True)
+    assert score.token_reward_totals == TokenTotals.of([2.0, 6.5, -1.5, 8.5]) and score.value == 1.0 - 0.5 + 16.0
 
 
 def test_without_a_use_for_rewards_of_tokens_turns_are_summed_up(tmp_path):
-    score, of_tokens = of_turns(tmp_path, "(1, -3.0, True)", rewards_tokens=False).score(sample_of_turns())
-    assert of_tokens is None and score.value == 0.5 and score.of_tokens == TokenTotals()
+    score, token_reward_totals = of_turns(tmp_path, "(1, -3.0, True)", rewards_tokens=False).score(sample_of_turns())
+    assert token_reward_totals is None and score.value == 0.5 and score.token_reward_totals == TokenTotals()
 
 
 def test_a_response_without_a_trained_token_has_no_turn(tmp_path):
-    score, of_tokens = of_turns(tmp_path, "[]").score(sample_of_turns((False, False)))
-    assert score.value == 1.0 and score.of_tokens == TokenTotals()
-    assert of_tokens == pytest.approx([NAN, NAN], nan_ok=True)
+    score, token_reward_totals = of_turns(tmp_path, "[]").score(sample_of_turns((False, False)))
+    assert score.value == 1.0 and score.token_reward_totals == TokenTotals()
+    assert token_reward_totals == pytest.approx([NAN, NAN], nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_a_response_without_a_trained_token_has_no_turn(tmp_path):
     ],
 )
 def test_every_turn_has_a_finite_reward(tmp_path, expression, shown):
-    score, of_tokens = of_turns(tmp_path, expression).score(sample_of_turns())
+    score, token_reward_totals = of_turns(tmp_path, expression).score(sample_of_turns())
     name = f"{tmp_path}/turns.py:f"
     wanted = "3 finite numbers in a list, one a turn"
     assert score.failure == f"rewards.functions: {name} returned {shown}, not {wanted}, on sample s7"
-    assert score.value is None and of_tokens is None
+    assert score.value is None and token_reward_totals is None

@@ -39,7 +39,7 @@ def console_lines(*steps: tuple[int, dict], total: int = 14) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_a_run_on_given_data_has_columns_of_its_own():
+def test_a_run_on_offline_data_has_columns_of_its_own():
     stream = io.StringIO()
     sink = ConsoleSink(3, stream, given=True)
     sink.write(1, {"preference/loss": 0.6931, "reward_model/grad_norm": 1.5, "preference/accuracy": 0.75})

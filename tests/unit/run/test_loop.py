@@ -30,7 +30,7 @@ def loop(root: Path, *overrides: str) -> Iterator[Loop]:
 
 @pytest.fixture(autouse=True)
 def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.run.loop.announce", lambda *_: None)
+    monkeypatch.setattr("megarl.run.loop.print_run_summary", lambda *_: None)
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])

@@ -14,7 +14,7 @@ from megarl.core.checkpoint import seal
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.resume import Start
+from megarl.run.resume import ResumePoint
 from megarl.run.resume import start as start_with_space
 from tests.paths import BASE
 
@@ -24,7 +24,7 @@ PROMPTS = PromptSet(tuple(Prompt(str(i), "", (i,)) for i in range(5)), "hash of 
 CHECKPOINT_BYTES = 100
 
 
-def start(settings: Config, prompts: PromptSet) -> Start:
+def start(settings: Config, prompts: PromptSet) -> ResumePoint:
     return start_with_space(settings, prompts, CHECKPOINT_BYTES)
 
 
@@ -37,17 +37,17 @@ def config(root: Path, *overrides: str) -> Config:
     return load(BASE, [f"run.folder={root}", "run.name=a", "model.path=m", "data.source=arithmetic", *overrides])
 
 
-def save(begin: Start, settings: Config, step: int) -> Path:
+def save(resume_point: ResumePoint, settings: Config, step: int) -> Path:
     """What a run leaves after `step` with three prompts a step: the metrics of one step more, and a checkpoint."""
-    while begin.state.step < step:
-        begin.state.cursor.take(3)
-        begin.state.average.add(1 / (begin.state.step + 3), decay=0.9)
-        begin.state.step += 1
-    begin.folder.metrics.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, step + 2)))
-    checkpoints = Checkpoints(begin.folder.checkpoints)
+    while resume_point.state.step < step:
+        resume_point.state.cursor.take(3)
+        resume_point.state.average.add(1 / (resume_point.state.step + 3), decay=0.9)
+        resume_point.state.step += 1
+    resume_point.folder.metrics.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, step + 2)))
+    checkpoints = Checkpoints(resume_point.folder.checkpoints)
     weights = checkpoints.begin(step) / "weights"
     weights.write_bytes(bytes([step] * 8))
-    state = {"config": settings.model_dump(), "data_hash": PROMPTS.data_hash, "run": begin.state.dump()}
+    state = {"config": settings.model_dump(), "data_hash": PROMPTS.data_hash, "run": resume_point.state.dump()}
     return checkpoints.commit(step, state, [seal(weights, weights.parent)]).path
 
 

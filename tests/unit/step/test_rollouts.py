@@ -13,7 +13,7 @@ from megarl.config.load import load
 from megarl.core.metrics import values
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, SampleInfo, Score
-from megarl.step.rollouts import gather
+from megarl.step.rollouts import collect_rollouts
 from tests.paths import BASE
 
 
@@ -33,26 +33,28 @@ class Engines:
         return SampleInfo(request.sample_id, request.prompt.id, 10, n, n, "stop", 0, 0)
 
 
-def run(telling: str, rounds: int, wanted: int = 3):
-    """telling: of the data's prompts in their order, + whose samples have different rewards, - whose have one and
-    0 whose have none. The second of two samples is cut off."""
+def run(num_informative: str, rounds: int, wanted: int = 3):
+    """num_informative: the data's prompts in their order: + has samples of different rewards, - of one reward, 0 none
+    with a reward. The second of two samples is cut off."""
     overrides = ["model.path=m", "data.source=arithmetic", f"batch.sampling_rounds={rounds}"]
     overrides += ["rewards.failure_limit=1", "rollout.max_new_tokens=4", "rewards.overlong_buffer=1"]
     batch = [f"batch.prompts_per_step={wanted}", f"batch.prompts_per_update={wanted}", "batch.samples_per_prompt=2"]
-    engines, prompts = Engines(), iter([Prompt(str(i), "", (1,), "") for i in range(len(telling))])
+    engines, prompts = Engines(), iter([Prompt(str(i), "", (1,), "") for i in range(len(num_informative))])
 
     def score(samples, step, rollouts):
         ends = [(int(sample.info.prompt_id), sample.info.id.endswith(".1")) for sample in samples]
         scores = [
-            Score(None, {}, "none") if telling[i] == "0" else Score(float(telling[i] == "+" and second), {})
+            Score(None, {}, "none")
+            if num_informative[i] == "0"
+            else Score(float(num_informative[i] == "+" and second), {})
             for i, second in ends
         ]
         return scores, {sample.info.id: f"of {sample.info.id}" for sample in samples}
 
-    cast = SimpleNamespace(engines=engines, rewards=SimpleNamespace(score=score), offloaded=lambda: nullcontext({}))
-    gathered = gather(
+    workers = SimpleNamespace(engines=engines, rewards=SimpleNamespace(score=score), offloaded=lambda: nullcontext({}))
+    gathered = collect_rollouts(
         load(BASE, overrides + batch),
-        cast,
+        workers,
         7,
         lambda n: [next(prompts) for _ in range(n)],
         Path(),
@@ -63,9 +65,9 @@ def run(telling: str, rounds: int, wanted: int = 3):
     return engines.asked, chosen, gathered
 
 
-@pytest.mark.parametrize("telling", ["+++", "---", "-+-"])
-def test_one_round_takes_what_comes(telling):
-    asked, chosen, _ = run(telling, rounds=1)
+@pytest.mark.parametrize("num_informative", ["+++", "---", "-+-"])
+def test_one_round_takes_what_comes(num_informative):
+    asked, chosen, _ = run(num_informative, rounds=1)
     assert asked == [["0", "1", "2"]] and chosen == ["0", "1", "2"]
 
 

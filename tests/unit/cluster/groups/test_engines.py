@@ -164,7 +164,7 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
     expected = checkpoint if misfit else family
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:1.0"]
     assert {holder.shapes == expected.shapes for holder in engines.holders} == {True}
-    assert len({holder.shard for holder in engines.holders}) == 1, "replicas share it"
+    assert len({holder.shard for holder in engines.holders}) == 1, "replicas rank_batch it"
     plan = CompactPlan.of(make_plan(megatron_holders(config_of(), layout_of(), "float32"), engines.holders))
     assert engines.connect(plan, "channel")
     assert [by_loader for *_, by_loader in FakeActor.connected] == [misfit, misfit]

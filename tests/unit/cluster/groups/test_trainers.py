@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.cluster.groups.trainers import readers_of
-from megarl.cluster.rank_batch import Share
+from megarl.cluster.rank_batch import RankBatch
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.planning.planner import make_plan
 from tests.unit.resharding.cases import config_of, layout_of
@@ -13,13 +13,13 @@ from tests.unit.resharding.cases import config_of, layout_of
 
 def test_a_share_keeps_the_samples_of_its_own_microbatches() -> None:
     samples = ["a", "b", "c", "d", "e"]
-    share = Share.of(samples, [(4, 1), (2,)])
-    assert share.samples == ("b", "c", "e")
-    assert [[share.samples[i] for i in members] for members in share.microbatches] == [["e", "b"], ["c"]]
+    rank_batch = RankBatch.of(samples, [(4, 1), (2,)])
+    assert rank_batch.samples == ("b", "c", "e")
+    assert [[rank_batch.samples[i] for i in members] for members in rank_batch.microbatches] == [["e", "b"], ["c"]]
 
 
 def test_a_share_of_nothing() -> None:
-    assert Share.of(["a"], []) == Share(samples=(), microbatches=())
+    assert RankBatch.of(["a"], []) == RankBatch(samples=(), microbatches=())
 
 
 def test_who_reads_what_of_pipeline_stages() -> None:

@@ -44,7 +44,7 @@ def test_an_extra_is_passed_on_or_refused_by_name(tmp_path):
     assert (changed["enforce_eager"], changed["block_size"], changed["load_format"]) == (False, 32, "dummy")
     assert changed["max_model_len"] == 64
     unknown, misspelt = seen["refusals"]
-    assert unknown.startswith("rollout.vllm_extra.no_such_key=1: vLLM has no such engine argument; ")
+    assert unknown.startswith("rollout.vllm_overrides.no_such_key=1: vLLM has no such engine argument; ")
     assert misspelt.startswith(
-        "rollout.vllm_extra.max_num_seq=1: vLLM has no such engine argument; did you mean max_num_seqs"
+        "rollout.vllm_overrides.max_num_seq=1: vLLM has no such engine argument; did you mean max_num_seqs"
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.algorithms.whole_samples import WholeSamples
+from megarl.algorithms.sample_segments import SampleSegments
 
 ROW_SAMPLE = torch.tensor([0, 0, 0, 1, 1, 2])
 MASK = torch.tensor([True, False, True, True, True, False])
@@ -18,8 +18,8 @@ def test_the_ranks_gradients_add_up_to_that_of_the_whole():
     [expected] = torch.autograd.grad(plain, x)
     gradients = torch.zeros(6, dtype=torch.float64)
     for rows in (FIRST, ~FIRST):
-        other = WholeSamples(MASK[~rows], ROW_SAMPLE[~rows], 3).total(x[~rows])
-        own = WholeSamples(MASK[rows], ROW_SAMPLE[rows], 3, lambda values, other=other: values + other)
+        other = SampleSegments(MASK[~rows], ROW_SAMPLE[~rows], 3).total(x[~rows])
+        own = SampleSegments(MASK[rows], ROW_SAMPLE[rows], 3, lambda values, other=other: values + other)
         of_each = own.of_each(x[rows])
         torch.testing.assert_close(of_each, sums)
         loss = (of_each.exp() * torch.tensor([1.0, 2.0, 3.0])).sum()
@@ -31,7 +31,7 @@ def test_the_ranks_gradients_add_up_to_that_of_the_whole():
 def test_all_tokens_of_a_sample_have_the_same_value(level):
     """To the last bit, so that no bound divides a sample, however far from their mean its tokens are."""
     values = torch.tensor([700.0, 1e-3, -899.9, 0.1, 0.7, 3.0])
-    samples = WholeSamples(MASK, ROW_SAMPLE, 3)
+    samples = SampleSegments(MASK, ROW_SAMPLE, 3)
     of_rows = samples.at_level(level, values)
     for rows in ([0, 2], [3, 4]):
         assert len(of_rows[rows].unique()) == 1
@@ -42,5 +42,5 @@ def test_all_tokens_of_a_sample_have_the_same_value(level):
 def test_what_stands_on_each_token_of_a_sample_counts_once_in_a_mean_over_samples(level, expected):
     """A sample of one token has 1 and one of three 100."""
     values, row_sample = torch.tensor([1.0, 100.0, 100.0, 100.0, 7.0]), torch.tensor([0, 1, 1, 1, 2])
-    share = WholeSamples(torch.tensor([True, True, True, True, False]), row_sample, 3).share_at_level(level)
+    share = SampleSegments(torch.tensor([True, True, True, True, False]), row_sample, 3).share_at_level(level)
     assert (values * share).sum() / share.sum() == pytest.approx(expected)

@@ -18,9 +18,9 @@ from megarl.cluster.groups.ranks import worker_class
 from megarl.config.schema import Config
 from megarl.core.metrics import merge
 from megarl.core.types import Sample, SampleInfo
-from megarl.data.offline import load_given
+from megarl.data.offline import load_offline_data
 from megarl.megatron.workers.actor import ActorWorker
-from megarl.step.dispatch import hand_out
+from megarl.step.dispatch import dispatch
 from megarl.step.scoring import ScoredSample
 from tests.forked import run_ranks
 from tests.parity import EPS, LR, TOLERANCE, RankResult, assert_equal, config_of, whole_tensors
@@ -106,12 +106,12 @@ def bradley_terry(smoothing: float = 0.0):
     def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
         """A model's score is that of the sample's last token."""
         scores = torch.cat([model(token_ids(text)[0]).logits[:, 0] for text in samples])
-        return of_pairs(scores, smoothing)
+        return is_pairwise(scores, smoothing)
 
     return loss
 
 
-def of_pairs(rewards: torch.Tensor, smoothing: float) -> torch.Tensor:
+def is_pairwise(rewards: torch.Tensor, smoothing: float) -> torch.Tensor:
     wins = torch.sigmoid(rewards[0::2] - rewards[1::2])
     return -((1 - smoothing) * wins.log() + smoothing * (1 - wins).log()).mean()
 
@@ -122,7 +122,7 @@ def log_ratios(model, start, samples: list[Text], normalised: bool) -> torch.Ten
 
 
 def dpo(beta: float, smoothing: float = 0.0, normalised: bool = False):
-    return lambda model, start, samples: of_pairs(beta * log_ratios(model, start, samples, normalised), smoothing)
+    return lambda model, start, samples: is_pairwise(beta * log_ratios(model, start, samples, normalised), smoothing)
 
 
 def ipo(beta: float, normalised: bool = False):
@@ -166,10 +166,10 @@ def classifier(folder, tmp_path_factory) -> Path:
 def train(store, rank: int, config: Config, folder: Path) -> RankResult:
     """Two updates, each on half of the file's rows in their order."""
     worker = worker_class(config, "actor")(config, folder, rank, store, threads=1)
-    rows = load_given(config, folder).rows
+    rows = load_offline_data(config, folder).rows
     for number in (0, 1):
         chosen = [sample for row in rows[number * ROWS // 2 :][: ROWS // 2] for sample in row]
-        share = hand_out(config, [handed(sample) for sample in chosen], worker.packing)[worker.data_parallel_rank]
+        share = dispatch(config, [handed(sample) for sample in chosen], worker.packing)[worker.data_parallel_rank]
         samples = [item.training_sample(item.sample, {}) for item in share.samples]
         if isinstance(worker, ActorWorker) and config.has_reference:
             worker.keep_log_probs("reference", samples, share.microbatches)

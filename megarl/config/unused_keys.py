@@ -54,7 +54,7 @@ BELONGS = (
 )
 
 
-def unread(config: Config, defaults: Mapping[str, Any]) -> list[str]:
+def unused_keys(config: Config, defaults: Mapping[str, Any]) -> list[str]:
     """A line for each key that is not read and differs from the defaults: the values of the base recipe."""
     given = config.model_dump()
     return [

@@ -12,7 +12,7 @@ from megarl.algorithms.shapes import require_one_shape
 
 
 @dataclass(frozen=True)
-class WholeSamples:
+class SampleSegments:
     """The rows that a rank has of some samples.
 
     mask         bool [N], the trained tokens: only they are summed
