@@ -32,9 +32,7 @@ def test_weights_by_hand(weight, expected):
     assert found(weight, 1.6, None, 0.5, 5.0) == pytest.approx([min(w, 1.6) for w in expected])
 
 
-@pytest.mark.parametrize(
-    ("mask", "candidate_ids"), [("token", [1, 0, 1]), ("sequence", [0, 0, 1]), ("geometric", [0, 0, 1])]
-)
+@pytest.mark.parametrize(("mask", "kept"), [("token", [1, 0, 1]), ("sequence", [0, 0, 1]), ("geometric", [0, 0, 1])])
 def test_masks_by_hand(mask, kept):
     assert found(None, 2.0, mask, 0.4, 5.0) == kept
     assert found(None, 2.0, mask, 0.4, 1.5) == [0, 0, 0]
