@@ -15,18 +15,18 @@ from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.kl import metric_name
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.ranks import worker_class
-from megarl.cluster.rank_batch import Share
+from megarl.cluster.rank_batch import RankBatch
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import SampleInfo, TokenTotals
+from megarl.core.types import Sample, SampleInfo, TokenTotals
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.step import passes
 from megarl.step.dispatch import samples_of, updates_of
 from megarl.step.scoring import ScoredSample
 from megarl.train import train, train_actor
 from tests.forked import run_ranks
-from tests.parity import random_groups
+from tests.parity import local_batch, random_groups
 from tests.paths import CONFIGS
 from tests.tiny_model import write_tiny_llama
 
@@ -44,18 +44,18 @@ class Actor:
         self.packing, self._worker = worker.packing, worker
         self.calls: list[str] = []
 
-    def keep_log_probs(self, policy: str, shares: Sequence[Share]) -> None:
+    def keep_log_probs(self, policy: str, rank_batches: Sequence[RankBatch]) -> None:
         self.calls.append(f"{policy} log-probs")
-        self._worker.keep_log_probs(policy, *self._own(shares))
+        self._worker.keep_log_probs(policy, self._own(rank_batches))
 
-    def score_tokens(self, updates: Sequence[Sequence[Share]]):
+    def score_tokens(self, updates: Sequence[Sequence[RankBatch]]):
         scores: dict[str, torch.Tensor] = {}
-        for shares in updates:
-            scores |= self._worker.score_tokens(*self._own(shares))
+        for rank_batches in updates:
+            scores |= self._worker.score_tokens(self._own(rank_batches))
         return scores, totals(scores, updates)
 
-    def update(self, shares: Sequence[Share]) -> dict[str, Metric]:
-        return self._worker.update(*self._own(shares))
+    def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, Metric]:
+        return self._worker.update(self._own(rank_batches))
 
     def end_step(self) -> None:
         self._worker.end_step()
@@ -66,9 +66,8 @@ class Actor:
     def renew_reference(self) -> None:
         self._worker.renew_reference()
 
-    def _own(self, shares: Sequence[Share]):
-        [share] = shares
-        return [item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches
+    def _own(self, rank_batches: Sequence[RankBatch]):
+        return local_batch(*rank_batches)
 
 
 class Scorer:
@@ -77,22 +76,26 @@ class Scorer:
     def __init__(self, packing):
         self.packing = packing
 
-    def score_tokens(self, updates: Sequence[Sequence[Share]]):
+    def score_tokens(self, updates: Sequence[Sequence[RankBatch]]):
         generator = torch.Generator().manual_seed(1)
-        samples = [item.sample for shares in updates for share in shares for item in share.samples]
+        samples = handed_out(updates)
         scores = {sample.id: torch.randn(len(sample.response_ids), generator=generator) for sample in samples}
         return scores, totals(scores, updates)
 
-    def update(self, shares: Sequence[Share]) -> dict[str, Metric]:
+    def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, Metric]:
         return {}
 
     def end_step(self) -> None:
         pass
 
 
-def totals(scores: dict[str, torch.Tensor], updates: Sequence[Sequence[Share]]) -> dict[str, TokenTotals]:
-    samples = [item.sample for shares in updates for share in shares for item in share.samples]
-    return {s.id: TokenTotals.of(list(compress(scores[s.id].tolist(), s.response_mask))) for s in samples}
+def totals(scores: dict[str, torch.Tensor], updates: Sequence[Sequence[RankBatch]]) -> dict[str, TokenTotals]:
+    masks = {sample.id: sample.response_mask for sample in handed_out(updates)}
+    return {name: TokenTotals.of(list(compress(scores[name].tolist(), mask))) for name, mask in masks.items()}
+
+
+def handed_out(updates: Sequence[Sequence[RankBatch]]) -> list[Sample]:
+    return [item.sample for rank_batches in updates for rank_batch in rank_batches for item in rank_batch.samples]
 
 
 def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[list[dict[str, float]], list[str], bool]:

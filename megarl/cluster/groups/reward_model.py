@@ -15,7 +15,7 @@ from megarl.data.packing import Lengths, schedule
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardModelActor(RankActor):
     def scores(self, rank_batch: RankBatch) -> Scores:
-        return put_scores(self._worker.score_tokens(rank_batch.fetch(), rank_batch.microbatches))
+        return put_scores(self._worker.score_tokens(rank_batch.fetch()))
 
 
 class RewardModelGroup(RankGroup):

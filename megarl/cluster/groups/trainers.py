@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import RankBatch, Scores, put_scores
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch, Scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.config.schema import Config, Role
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class TrainerActor(RankActor):
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self._batches = FetchedBatches()
+
     def publish(self) -> Published:
         return self._worker.publish()
 
@@ -49,21 +53,22 @@ class TrainerActor(RankActor):
         return self._worker.checksums(wanted, plan.part([self._worker.holder.name]))
 
     def keep_log_probs(self, policy: Policy, rank_batch: RankBatch) -> None:
-        self._worker.keep_log_probs(policy, rank_batch.fetch(), rank_batch.microbatches)
+        self._worker.keep_log_probs(policy, self._batches.fetch(rank_batch))
 
     def score_tokens(self, rank_batch: RankBatch) -> tuple[Scores, dict[str, TokenTotals]]:
         """By sample: where its scores can be fetched by reference, and what those of its trained tokens amount to."""
-        samples = rank_batch.fetch()
-        scores = self._worker.score_tokens(samples, rank_batch.microbatches)
-        masks = {item.sample.id: item.sample.response_mask for item in samples}
+        batch = self._batches.fetch(rank_batch)
+        scores = self._worker.score_tokens(batch)
+        masks = {item.sample.id: item.sample.response_mask for item in batch.samples}
         totals = {name: TokenTotals.of(list(compress(own.tolist(), masks[name]))) for name, own in scores.items()}
         return put_scores(scores), totals
 
     def update(self, rank_batch: RankBatch) -> dict[str, Metric]:
-        return self._worker.update(rank_batch.fetch(), rank_batch.microbatches)
+        return self._worker.update(self._batches.fetch(rank_batch))
 
     def end_step(self) -> None:
         self._worker.end_step()
+        self._batches.clear()
 
     def renew_reference(self) -> None:
         self._worker.renew_reference()
