@@ -23,7 +23,7 @@ def with_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list
     Whitening has a collective over the data-parallel ranks: all of them call this.
     """
     config = algorithm.advantage
-    estimate = _of_values if config.kind.baseline == "values" else _of_tokens if config.kind.by_token else _of_samples
+    estimate = _of_values if config.spec.baseline == "values" else _of_tokens if config.spec.by_token else _of_samples
     estimated = [estimate(algorithm, batch) for batch in batches]
     return _whitened(config, estimated) if config.option("whiten") else estimated
 

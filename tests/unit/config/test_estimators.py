@@ -24,6 +24,6 @@ def test_the_table_has_the_names_and_options_of_the_schema():
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_options_have_their_own_default_and_can_be_given(estimator):
     plain = config(f"algorithm.advantage.estimator={estimator}")
-    assert {name: plain.option(name) for name in plain.kind.options} == plain.kind.options
+    assert {name: plain.option(name) for name in plain.spec.options} == plain.spec.options
     given = config(f"algorithm.advantage.estimator={estimator}", "algorithm.advantage.whiten=true")
     assert given.option("whiten") is True
