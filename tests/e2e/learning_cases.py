@@ -31,12 +31,13 @@ EVEN_DIGITS = EvenDigits()
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """in_test: whether `make test` runs it, too."""
+    """in_test: whether `make test` runs it, too. has_control: of each task one case has."""
 
     overrides: tuple[str, ...]
     steps: int = 20
     task: Task = EVEN_DIGITS
     in_test: bool = False
+    has_control: bool = False
 
 
 def estimator(name: str, *overrides: str, **of_case) -> Case:
@@ -47,11 +48,11 @@ def objective(name: str, *overrides: str) -> Case:
     return Case((f"algorithm.objective.name={name}", *TWO_UPDATES, *overrides))
 
 
-def under_kl(keys: str, optimum: Optimum) -> Case:
+def under_kl(keys: str, optimum: Optimum, has_control: bool = False) -> Case:
     """On policy, and with advantages in units of the reward: else the KL's coefficient is another."""
     batch = "batch={prompts_per_step: 4, prompts_per_update: 4, samples_per_prompt: 128}"
     overrides = ("algorithm.advantage.estimator=rloo", f"algorithm.kl={{{keys}}}", batch, "rollout.max_new_tokens=1")
-    return Case((*overrides, TO_ITS_END, "actor.optimizer.lr=0.005"), 40, Bandit(optimum))
+    return Case((*overrides, TO_ITS_END, "actor.optimizer.lr=0.005"), 40, Bandit(optimum), has_control=has_control)
 
 
 def given(keys: str, task: Task, *overrides: str, **of_case) -> Case:
@@ -67,7 +68,7 @@ CASES: dict[str, Case] = {
     "REINFORCE++, group baseline": estimator("reinforce_plus_plus_baseline"),
     "RLOO": estimator("rloo"),
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
-    "GRPO": estimator("grpo", in_test=True),
+    "GRPO": estimator("grpo", in_test=True, has_control=True),
     "Dr.GRPO": estimator(
         "grpo", "algorithm.advantage.std=none", "algorithm.objective.aggregation=sequence_mean_over_max_tokens"
     ),
@@ -98,7 +99,7 @@ CASES: dict[str, Case] = {
         "implicit_reward.optimizer.lr=0.001",
         "implicit_reward.tokens_per_microbatch=1024",
     ),
-    "RLOO, token rewards": estimator("rloo", "algorithm.advantage.credit=to_go", task=ScoredDigits()),
+    "RLOO, token rewards": estimator("rloo", "algorithm.advantage.credit=to_go", task=ScoredDigits(), has_control=True),
     "GRPO, step rewards": estimator(
         "grpo", "algorithm.advantage.credit=to_go", "reward_model.step_end='0'", task=ScoredDigits()
     ),
@@ -116,11 +117,11 @@ CASES: dict[str, Case] = {
     "KL-Cov": objective("kl_cov", "algorithm.objective.covariance_share=0.01"),
     "DRO": objective("dro", "algorithm.objective.tau=0.1", "algorithm.advantage.std=none"),
     "online DPO": Case(("algorithm.objective.name=dpo", *ON_POLICY)),
-    "KL in the reward, k1": under_kl("placement: reward, estimator: k1", of_reverse_kl),
+    "KL in the reward, k1": under_kl("placement: reward, estimator: k1", of_reverse_kl, has_control=True),
     "KL as a loss, k2": under_kl("placement: loss, estimator: k2", of_reverse_kl),
     "KL as a loss, k3": under_kl("placement: loss, estimator: k3", of_forward_kl),
-    "SFT": given("name: sft, aggregation: token_mean", Answers()),
-    "reward model": given("name: reward_model", Preferences(logit, classifies=True)),
-    "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True),
+    "SFT": given("name: sft, aggregation: token_mean", Answers(), has_control=True),
+    "reward model": given("name: reward_model", Preferences(logit, classifies=True), has_control=True),
+    "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True, has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
 }

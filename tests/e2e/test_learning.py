@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import fmean
 
 import pytest
@@ -39,48 +41,85 @@ def table():
         figures.write()
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The run that is to learn, and its control, each with its folder; they are done when their futures are."""
+
+    learning: tuple[Path, Future[None]]
+    control: tuple[Path, Future[None]] | None
+
+
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Iterator[tuple[Series, Series]]:
-    """For the runs that are to learn, and for their controls."""
-    series = Series(tmp_path_factory.mktemp("learning")), Series(tmp_path_factory.mktemp("control"))
-    yield series
+def runs(request, tmp_path_factory, model) -> Iterator[dict[str, Runs]]:
+    """By case, of all cases that are asked for: two at a time, one a core, each after another in its series."""
+    queue: SimpleQueue[Series] = SimpleQueue()
+    series = [Series(tmp_path_factory.mktemp("series")) for _ in range(2)]
+    for one in series:
+        queue.put(one)
+
+    def train(*arguments: str | Path) -> None:
+        one = queue.get()
+        try:
+            one.train(*arguments)
+        finally:
+            queue.put(one)
+
+    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_it_learns"]
+    names = [test.callspec.params["name"] for test in tests]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(Series.end, series))
+
+        def start(name: str, shuffled: bool) -> tuple[Path, Future[None]]:
+            folder = tmp_path_factory.mktemp("control" if shuffled else "learning")
+            return folder, pool.submit(train, *prepared(folder, model, CASES[name], shuffled))
+
+        found = {
+            name: Runs(start(name, False), start(name, True) if CASES[name].has_control else None) for name in names
+        }
+        yield found
+        pool.shutdown(wait=True, cancel_futures=True)
+    for one in series:
+        one.end()
 
 
 def prepared(folder: Path, model: Path, case: Case, shuffled: bool) -> list[str | Path]:
     """The arguments of the run, in this folder."""
-    folder.mkdir()
     of_task = case.task.overrides(folder, shuffled)
     return [write_recipe(folder, model), f"run.steps={case.steps}", *ALIKE, *of_task, *case.overrides]
+
+
+def shares(model: Path, case: Case, run: tuple[Path, Future[None]]) -> list[float]:
+    folder, done = run
+    done.result()
+    return case.task.shares(model, folder / "runs" / "tiny")
+
+
+def last(shares: list[float], case: Case) -> float:
+    return fmean(shares[-3:]) if len(shares) == case.steps else shares[-1]
 
 
 def parameter(name: str):
     return pytest.param(name, marks=[pytest.mark.representative] if CASES[name].in_test else [])
 
 
+def test_each_task_has_a_control():
+    tasks = {type(case.task) for case in CASES.values()}
+    assert {type(case.task) for case in CASES.values() if case.has_control} == tasks
+
+
 @pytest.mark.parametrize("name", [parameter(name) for name in CASES])
-def test_it_learns(two, model, tmp_path, table, name):
-    """Both at the same time, one a core."""
+def test_it_learns(runs, model, table, name):
     case = CASES[name]
-    folders = [tmp_path / "learning", tmp_path / "control"]
-    asked = [prepared(folder, model, case, shuffled=folder.name == "control") for folder in folders]
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(series.train, *arguments) for series, arguments in zip(two, asked, strict=True)]
-    for run in runs:
-        run.result()
-    # One after the other: transformers cannot load two models in two threads, and leaves their memory as it finds it.
-    learned, control = (case.task.shares(model, folder / "runs" / "tiny") for folder in folders)
+    learned = shares(model, case, runs[name].learning)
     of_steps = len(learned) == case.steps
     until = next((i for i, share in enumerate(learned, start=1) if share >= LEARNED), None) if of_steps else None
     table[name] = {
         "first": learned[0],
-        "last": fmean(learned[-3:]) if of_steps else learned[-1],
+        "last": last(learned, case),
         "steps": case.steps,
         "steps_to_optimum": until,
-        "control_last": fmean(control[-3:]) if of_steps else control[-1],
+        "control_last": last(shares(model, case, runs[name].control), case) if case.has_control else None,
     }
     print(name, table[name])
     assert learned[0] <= START
     assert table[name]["last"] >= LEARNED
-    assert table[name]["control_last"] < NOT_LEARNED
+    assert not case.has_control or table[name]["control_last"] < NOT_LEARNED

@@ -112,7 +112,8 @@ def learning() -> str:
     rows = []
     for name, run in result("learning")["runs"].items():
         until = str(run["steps_to_optimum"] or f"at most {run['steps']}")
-        rows.append([name, f"{run['first']:.2f}", f"{run['last']:.2f}", until, f"{run['control_last']:.2f}"])
+        control = "" if run["control_last"] is None else f"{run['control_last']:.2f}"
+        rows.append([name, f"{run['first']:.2f}", f"{run['last']:.2f}", until, control])
     return table(header, rows)
 
 
