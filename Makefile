@@ -8,8 +8,10 @@ VENV := .venv
 DONE := $(VENV)/.installed
 NEWEST_DONE := $(VENV)/newest/.installed
 RUN := $(VENV)/bin/python
+SLOWEST := --durations=10
 
-.PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive test-newest lint clean
+.PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs exhaustive-ranks \
+	test-newest lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
@@ -37,19 +39,25 @@ test: lint
 	@$(MAKE) --no-print-directory --jobs=2 test-runs test-ranks
 
 test-runs: $(DONE)
-	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" | sed --unbuffered 's/^/runs | /'
+	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 test-ranks: $(DONE)
-	@$(RUN) -m pytest --ignore=tests/e2e -m "not learn and not exhaustive" | sed --unbuffered 's/^/ranks | /'
+	@$(RUN) -m pytest --ignore=tests/e2e -m "not learn and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 test-fast: $(DONE)
-	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive"
+	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" $(SLOWEST)
 
 test-learn: $(DONE)
-	$(RUN) -m pytest -m learn
+	$(RUN) -m pytest tests/e2e -m learn $(SLOWEST)
 
 test-exhaustive: $(DONE)
-	$(RUN) -m pytest -m exhaustive
+	@$(MAKE) --no-print-directory --jobs=2 exhaustive-runs exhaustive-ranks
+
+exhaustive-runs: $(DONE)
+	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/runs | /'
+
+exhaustive-ranks: $(DONE)
+	@$(RUN) -m pytest --ignore=tests/e2e -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 # Its wheels are for newer Pythons, but what is used of it runs on this one, too.
 $(NEWEST_DONE): $(DONE) $(NEWEST)
@@ -61,7 +69,8 @@ $(NEWEST_DONE): $(DONE) $(NEWEST)
 test-newest: $(NEWEST_DONE)
 	@PYTHONPATH=$(VENV)/newest $(RUN) -W ignore -c 'import megatron.core as m; print("megatron-core", m.__version__); \
 		assert "megatron-core==" + m.__version__.split("+")[0] in open("$(NEWEST)").read()'
-	PYTHONPATH=$(VENV)/newest $(RUN) -m pytest tests/distributed tests/unit/megatron -m "not exhaustive"
+	PYTHONPATH=$(VENV)/newest $(RUN) -m pytest tests/distributed tests/unit/megatron tests/unit/resharding/test_megatron_names.py \
+		-m newest $(SLOWEST)
 
 lint: $(DONE)
 	$(VENV)/bin/ruff check

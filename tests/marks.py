@@ -1,4 +1,5 @@
-"""Cases for which others stand in `make test`; `make test-exhaustive` runs them."""
+"""Cases for which others stand in `make test`; `make test-exhaustive` runs them. And cases that stand for others in
+`make test-newest`."""
 
 from __future__ import annotations
 
@@ -10,3 +11,8 @@ import pytest
 
 def exhaustive_but(cases: Iterable[str], *kept: str) -> list[Any]:
     return [case if case in kept else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+
+
+def newest_of(cases: Iterable[str], *representatives: str) -> list[Any]:
+    assert set(representatives) <= set(cases)
+    return [pytest.param(case, marks=pytest.mark.newest) if case in representatives else case for case in cases]

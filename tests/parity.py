@@ -23,6 +23,7 @@ from megarl.core.types import Prompt, Sample, SampleInfo, TokenTotals, VersionRu
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Packing
+from megarl.megatron import parallel
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.resharding.execute import execute
@@ -165,6 +166,21 @@ def train(
         worker.end_step()
     weights = {name: p.clone() for name, p in worker.parameters().items()}
     return RankResult(worker.holder, gradients, weights, metrics)
+
+
+def train_variants(
+    store, rank: int, variants: Mapping[str, tuple[Config, Mapping[str, Any]]], folder: Path, updates: list[list[Group]]
+) -> dict[str, RankResult]:
+    """On one rank: the same updates with each of several configs of one layout, each with what to pack differently."""
+    results = {}
+    for name, (config, packing) in variants.items():
+        try:
+            results[name] = train(dist.PrefixStore(name, store), rank, config, folder, updates, **packing)
+        except BaseException as error:
+            error.add_note(f"in the variant: {name}")
+            raise
+        parallel.destroy()
+    return results
 
 
 def own_batch(config: Config, worker: ActorWorker, groups: list[Group], scores: TokenScores | None) -> LocalBatch:

@@ -113,6 +113,7 @@ def save_as_megatron_does(store, rank: int, config: Config, model: Path, out: Pa
         child.kill()  # Megatron's queue has a process, which ranks that end without exit handlers would leave behind
 
 
+@pytest.mark.newest
 def test_a_checkpoint_by_megatrons_own_writer(tmp_path):
     folder = write(tmp_path / "hf", "qwen3", {})
     (tmp_path / "checkpoint").mkdir()
@@ -140,6 +141,7 @@ def train_and_save(store, rank: int, config: Config, model: Path, folder: Path):
     return result, worker[0].finish_checkpoint(folder)
 
 
+@pytest.mark.newest
 def test_a_checkpoint_of_a_run_exports_and_takes_another_layout(tmp_path):
     """Weights that were trained, their optimizer's state and its count."""
     folder = write(tmp_path / "hf", "qwen2", dict(tie_word_embeddings=True))

@@ -146,8 +146,9 @@ def test_logits_equal_those_of_transformers(folder):
         assert difference <= LOGITS_TOLERANCE, f"{sample.id}: {difference:.1e}"
 
 
+@pytest.mark.newest
 def test_training_equals_that_of_transformers(folder):
-    ranks = run_ranks(1, train, config_of(folder), folder, [GROUPS])
+    ranks = run_ranks(1, train, config_of(folder, "actor.tokens_per_microbatch=256"), folder, [GROUPS])
     assert_same_training(folder, ranks, plain_training(folder, [GROUPS], kl_coefficient=0.0))
 
 
@@ -168,6 +169,6 @@ LAYOUTS = [
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_training_over_ranks_equals_that_of_transformers(tmp_path, name, layout):
     folder = write(tmp_path / "model", name)
-    config = config_of(folder, f"actor.layout={{{layout}}}")
+    config = config_of(folder, "actor.tokens_per_microbatch=256", f"actor.layout={{{layout}}}")
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, [GROUPS])
     assert_same_training(folder, ranks, plain_training(folder, [GROUPS], kl_coefficient=0.0))

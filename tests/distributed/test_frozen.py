@@ -14,6 +14,8 @@ from tests.grpo_reference import GrpoReference
 from tests.parity import EPS, LR, TEMPERATURE, assert_equal, canonical, config_of, random_groups, train
 from tests.tiny_model import write_tiny_llama
 
+pytestmark = pytest.mark.newest
+
 FIRST_STAGE = ["model.embed_tokens.*", "model.layers.0.*", "model.layers.1.*"]
 LAST_STAGE = ["model.layers.2.*", "model.layers.3.*", "model.norm.*", "lm_head.*"]
 PP2 = "actor.layout.pp=2"

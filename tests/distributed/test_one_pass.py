@@ -25,6 +25,8 @@ from tests.forked import run_ranks
 from tests.parity import config_of, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama
 
+pytestmark = pytest.mark.newest
+
 WAITING = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
 """Operators after which the host waits for the device: `.item()`, and what has a size that depends on values."""
 

@@ -15,6 +15,8 @@ from tests.grpo_reference import GrpoReference
 from tests.parity import TOLERANCE, assert_equal, canonical, config_of, local_batch, random_groups, rank_batches, train
 from tests.tiny_model import write_tiny_llama
 
+pytestmark = pytest.mark.newest
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:

@@ -20,6 +20,7 @@ from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.critic import CriticWorker
 from megarl.rewards.process import on_turns, turn_ends
 from tests.forked import run_ranks
+from tests.marks import newest_of
 from tests.parity import (
     EPS,
     LR,
@@ -190,7 +191,7 @@ def check(
     assert_same_weights(critics, as_classifier(read_config(critic)), reference.critic, "critic")
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("layouts", newest_of(LAYOUTS, "actor CP2, critic PP2 VPP2"))
 def test_two_steps_equal_plain_torch(actor, critic, layouts):
     config = ppo_config(actor, critic, LAYOUTS[layouts], EVERYTHING)
     check(config, actor, critic, EVERYTHING, [[random_groups(0)], [random_groups(1)]])
@@ -257,7 +258,11 @@ def test_a_critic_from_the_actors_model_starts_at_zero(actor):
 
 
 @pytest.mark.parametrize(
-    "layout", ["{}", "{tp: 3, sequence_parallel: true}", "{tp: 3}", "{pp: 2}", "{dp: 2}", "{cp: 2}"]
+    "layout",
+    newest_of(
+        ["{}", "{tp: 3, sequence_parallel: true}", "{tp: 3}", "{pp: 2}", "{dp: 2}", "{cp: 2}"],
+        "{tp: 3, sequence_parallel: true}",
+    ),
 )
 def test_a_value_head_on_the_actor_equals_plain_torch(actor, layout):
     check_value_head(actor, layout, [[random_groups(0)], [random_groups(1)]])

@@ -14,6 +14,8 @@ from tests.forked import run_ranks
 from tests.parity import canonical, config_of, local_batch, random_groups, rank_batches, train
 from tests.tiny_model import write_tiny_llama
 
+pytestmark = pytest.mark.newest
+
 ULP = 2.0**-8
 """Of bfloat16, relative to the power of two below a number."""
 

@@ -22,6 +22,8 @@ from megarl.megatron.overrides import build, checked, described
 from megarl.megatron.preflight import refusals
 from tests.paths import BASE
 
+pytestmark = pytest.mark.newest
+
 LLAMA = dict(
     model_type="llama",
     vocab_size=128,

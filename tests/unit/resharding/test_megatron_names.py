@@ -97,6 +97,7 @@ def label(value: str | Layout) -> str:
     )
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("case", CASES)
 def test_holder_has_the_parameters_of_the_real_model(case):
     changes, layout = CASES[case]

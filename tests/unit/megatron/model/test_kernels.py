@@ -7,6 +7,8 @@ import pytest
 from megarl.core import device
 from megarl.megatron.model import kernels
 
+pytestmark = pytest.mark.newest
+
 
 def test_without_transformer_engine_everything_is_torch():
     assert kernels.describe() == "layers of torch, torch's fused AdamW, weight gradients fused into the products"

@@ -8,6 +8,8 @@ from megarl.core import device
 from megarl.megatron.model import precision
 from megarl.megatron.model.precision import check_fp8, token_multiple
 
+pytestmark = pytest.mark.newest
+
 
 def test_fp8_is_refused_without_transformer_engine():
     with pytest.raises(ValueError, match=r"actor.fp8=delayed: fp8 is Transformer Engine's, .* set actor.fp8=null"):
