@@ -422,6 +422,10 @@ class Config(Section):
         """Whether each prompt has a greedy response beside its samples, which is scored and not trained on."""
         return self.algorithm.advantage.spec.baseline == "greedy"
 
+    def trains_actor_in(self, step: int) -> bool:
+        """Whether the actor is trained in this step, counted from 1: at first, only a critic may be."""
+        return not self.has_critic or step > self.critic.warmup_steps
+
     @property
     def has_implicit_reward(self) -> bool:
         return self.implicit_reward.coefficient > 0
