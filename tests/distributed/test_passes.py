@@ -92,7 +92,7 @@ def test_with_one_update_a_step_the_old_policy_is_the_current_one(folder, layout
 
 
 @pytest.mark.parametrize(
-    ("exclude", "given"),
+    ("left_out", "given"),
     [
         ("reference log-probs", {"reference": tokens(1)}),
         ("critic values", {"values": tokens(2)}),
