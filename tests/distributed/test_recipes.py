@@ -27,7 +27,7 @@ from megarl.step import passes
 from megarl.step.rollouts import Rollouts
 from megarl.step.scoring import ScoredSample
 from tests.forked import run_ranks
-from tests.parity import random_groups
+from tests.parity import local_batch, random_groups
 from tests.paths import CONFIGS
 from tests.tiny_model import write_tiny_llama
 
@@ -48,17 +48,17 @@ class Actor:
     def keep_log_probs(self, policy: str, updates: Sequence[Sequence[RankBatch]]) -> Pending[None]:
         self.calls.append(f"{policy} log-probs")
         for batches in updates:
-            self._worker.keep_log_probs(policy, *self._fetched(batches))
+            self._worker.keep_log_probs(policy, local_batch(*batches))
         return ready(None)
 
     def score_tokens(self, updates: Sequence[Sequence[RankBatch]]):
         scores: dict[str, torch.Tensor] = {}
         for batches in updates:
-            scores |= self._worker.score_tokens(*self._fetched(batches))
+            scores |= self._worker.score_tokens(local_batch(*batches))
         return ready((scores, totals(scores, updates)))
 
     def train(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[dict[str, Metric]]:
-        metrics = [self._worker.update(*self._fetched(batches)) for batches in updates]
+        metrics = [self._worker.update(local_batch(*batches)) for batches in updates]
         self._worker.end_step()
         return ready(merge_updates(metrics))
 
@@ -67,10 +67,6 @@ class Actor:
 
     def renew_reference(self) -> Pending[None]:
         return ready(self._worker.renew_reference())
-
-    def _fetched(self, batches: Sequence[RankBatch]):
-        [batch] = batches
-        return [item.training_sample(item.sample, item.scores) for item in batch.samples], batch.microbatches
 
 
 class Scorer:

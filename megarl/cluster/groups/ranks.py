@@ -13,13 +13,14 @@ import ray
 from megarl.cluster.groups.group import Answer, Group, ProcessActor
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import RankBatch
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch
 from megarl.cluster.session import Session
 from megarl.config.schema import Config, MegatronRole
 from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
+    from megarl.data.local_batch import LocalBatch
     from megarl.megatron.workers.model import ModelWorker
 
 W = TypeVar("W", bound="ModelWorker")
@@ -42,6 +43,14 @@ class RankActor(ProcessActor):
     def __init__(self, config: Config, role: MegatronRole, model_folder: Path, process: Process, logs: Path):
         super().__init__(process, logs)
         self._config, self._role, self._model_folder = config, role, model_folder
+        self._batches = FetchedBatches()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        """Runs function(worker, *arguments), where a RankBatch among these is the LocalBatch that it refers to."""
+        return super().call(function, *map(self._fetched, arguments))
+
+    def _fetched(self, argument: Any) -> Any:
+        return self._batches.fetch(argument) if isinstance(argument, RankBatch) else argument
 
     def open_store(self) -> Answer:
         """Rank 0 opens the rendezvous of the process group. Answers with its host and port."""
@@ -133,8 +142,8 @@ class RankGroup(Group[W]):
         self,
         phase: str,
         task: str,
-        function: Callable[[W, RankBatch], T],
+        function: Callable[[W, LocalBatch], T],
         batches: Sequence[RankBatch],
     ) -> Pending[list[T]]:
-        """Runs function(worker, batch) in every rank, with the batch of its data-parallel rank."""
+        """Runs function(worker, batch) in every rank, with what the batch of its data-parallel rank refers to."""
         return self._submit_each(phase, task, function, [(batches[rank],) for rank in self._data_parallel_ranks])

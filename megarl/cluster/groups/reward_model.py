@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.group import Answer
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.pending import Pending
 from megarl.cluster.rank_batch import RankBatch, SampleRef, Scores, join_scores, put_scores
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardModelActor(RankActor):
-    """One rank of a reward model."""
+    """One rank of a reward model. It scores samples once, and does not keep them."""
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        answer = super().call(function, *arguments)
+        self._batches.clear()
+        return answer
 
 
 class RewardModelGroup(RankGroup["RewardModelWorker"]):
@@ -35,7 +41,7 @@ class RewardModelGroup(RankGroup["RewardModelWorker"]):
         scores = self._submit_batches(
             "reward model: scores",
             "score_tokens",
-            lambda worker, batch: put_scores(worker.score_tokens(batch.fetch(), batch.microbatches)),
+            lambda worker, batch: put_scores(worker.score_tokens(batch)),
             batches,
         )
         return scores.then(join_scores)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from megarl.cluster.groups.group import Answer
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.placement import Process
@@ -22,6 +23,7 @@ from megarl.core.types import TokenTotals
 from megarl.resharding.planning.compact import CompactPlan
 
 if TYPE_CHECKING:
+    from megarl.data.local_batch import LocalBatch
     from megarl.megatron.workers.actor import Policy
     from megarl.megatron.workers.trainer import TrainerWorker
     from megarl.resharding.planning.plan import Plan
@@ -34,6 +36,11 @@ if TYPE_CHECKING:
 @ray.remote(num_cpus=0, max_restarts=0)
 class TrainerActor(RankActor):
     """One rank of a model that the run trains: its worker is a TrainerWorker."""
+
+    def end_step(self) -> Answer:
+        """Lets go of the step's batches, too: their samples do not come back."""
+        self._batches.clear()
+        return self.call(lambda worker: worker.end_step())
 
 
 class TrainerGroup(RankGroup["TrainerWorker"]):
@@ -111,7 +118,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             self._submit_batches(
                 f"{policy} log-probs",
                 f"{policy}_log_probs",
-                lambda worker, batch: worker.keep_log_probs(policy, batch.fetch(), batch.microbatches),
+                lambda worker, batch: worker.keep_log_probs(policy, batch),
                 batches,
             )
             for batches in updates
@@ -131,7 +138,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             self._submit_batches(
                 f"{self._role} update",
                 "update",
-                lambda worker, batch: worker.update(batch.fetch(), batch.microbatches),
+                lambda worker, batch: worker.update(batch),
                 batches,
             )
             for batches in updates
@@ -142,7 +149,8 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
 
     def end_step(self) -> Pending[list[None]]:
         """Forgets what passes have kept of the step's samples, and has its parameters complete for who reads them."""
-        return self._submit("end of step", "end_step", lambda worker: worker.end_step())
+        calls = {name: actor.end_step.remote() for name, actor in self._actors.items()}
+        return self._read("end of step", "end_step", calls)
 
     def adapt_kl(self, divergence: float, num_samples: int) -> Pending[list[None]]:
         """Moves the actor's KL coefficient."""
@@ -192,11 +200,10 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         return records.then(lambda parts: [record for part in parts for record in part])
 
 
-def _score_tokens(worker: TrainerWorker, batch: RankBatch) -> tuple[Scores, dict[str, TokenTotals]]:
+def _score_tokens(worker: TrainerWorker, batch: LocalBatch) -> tuple[Scores, dict[str, TokenTotals]]:
     """By sample: where its scores can be fetched by reference, and what those of its trained tokens amount to."""
-    samples = batch.fetch()
-    scores = worker.score_tokens(samples, batch.microbatches)
-    masks = {item.sample.id: item.sample.response_mask for item in samples}
+    scores = worker.score_tokens(batch)
+    masks = {item.sample.id: item.sample.response_mask for item in batch.samples}
     totals = {name: TokenTotals.of(list(compress(own.tolist(), masks[name]))) for name, own in scores.items()}
     return put_scores(scores), totals
 
