@@ -15,8 +15,7 @@ from typing import NamedTuple, get_args
 import pytest
 import torch
 
-from megarl.config.estimators import ESTIMATORS
-from megarl.config.objectives import OBJECTIVES
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.config.schema import Aggregation
 from tests import estimator_reference as advantages
 from tests import objective_reference as plain

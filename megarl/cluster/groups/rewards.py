@@ -41,7 +41,7 @@ class RewardActor:
 
     def start(self) -> None:
         rewards = self._config.rewards
-        rewards_tokens = self._config.algorithm.advantage.credits_tokens
+        rewards_tokens = self._config.algorithm.advantage.credits_to_go
         self._scorer = Scorer(rewards.functions, self._config.reward_model.weight, rewards.judge, rewards_tokens)
         folder = self._models.reward_model
         if folder is not None:
@@ -92,7 +92,7 @@ class RewardActor:
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
     """Of the reward model in this folder."""
-    rewards_tokens = config.algorithm.advantage.credits_tokens
+    rewards_tokens = config.algorithm.advantage.credits_to_go
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
 
 

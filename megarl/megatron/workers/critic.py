@@ -15,7 +15,7 @@ from megarl.core.types import TrainingSample
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
-from megarl.megatron.losses import Objective, value_objective
+from megarl.megatron.losses import Loss, value_loss
 from megarl.megatron.workers.trainer import TrainerWorker
 
 
@@ -29,8 +29,8 @@ class CriticWorker(TrainerWorker):
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 
     @property
-    def objective(self) -> Objective:
-        return partial(value_objective, self._config.algorithm.value)
+    def objective(self) -> Loss:
+        return partial(value_loss, self._config.algorithm.value)
 
     def score_tokens(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]

@@ -15,7 +15,7 @@ from megarl.core.types import TokenBatch, TrainingSample
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
-from megarl.megatron.losses import Objective, implicit_reward_objective
+from megarl.megatron.losses import Loss, implicit_reward_loss
 from megarl.megatron.workers.trainer import TrainerWorker
 
 
@@ -30,8 +30,8 @@ class ImplicitRewardWorker(TrainerWorker):
         self._weight_snapshots.keep("reference")
 
     @property
-    def objective(self) -> Objective:
-        return partial(implicit_reward_objective, self._config.implicit_reward)
+    def objective(self) -> Loss:
+        return partial(implicit_reward_loss, self._config.implicit_reward)
 
     def score_tokens(
         self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
