@@ -1,4 +1,4 @@
-"""The README's command blocks, and which test or target runs each."""
+"""The pages of the documentation, and the commands in them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,26 @@ import re
 
 from tests.paths import ROOT
 
+README = "README.md"
+FOLDERS = ("configs", "launch", "megarl", "tests", "tools")
+PAGES = sorted([README, *(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 
-def command_blocks() -> list[list[str]]:
-    """Commands of each ```bash block, line by line."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def section(page: str, heading: str) -> str:
+    """Returns what is under a heading of the second level."""
+    return text_of(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def command_blocks(page: str) -> list[list[str]]:
+    """Returns the commands of each ```bash block, line by line."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
     return [block.strip().splitlines() for block in blocks]
 
 
 def commands() -> list[str]:
-    return [line for block in command_blocks() for line in block]
+    """Returns the commands of all pages."""
+    return [line for page in PAGES for block in command_blocks(page) for line in block]

@@ -1,4 +1,4 @@
-"""The README's tables of what was measured, from the recorded results.
+"""The tables in the documentation of what was measured, from the recorded results.
 
 .venv/bin/python tools/benchmarks/figures.py --write
 """
@@ -19,7 +19,6 @@ sys.path.append(str(ROOT))  # as a script, and as a module of the tests
 
 from tools.benchmarks.machine import QUIET_PERCENT  # noqa: E402
 
-README = ROOT / "README.md"
 RESULTS = Path(__file__).with_name("results")
 WIDTH = 120
 PLANNED = {
@@ -37,27 +36,69 @@ PLANNED = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put them into README.md, between their markers")
+    parser.add_argument("--write", action="store_true", help="put them into their pages, between their markers")
     if parser.parse_args().write:
         write()
     else:
-        print("\n\n".join(make() for make in BLOCKS.values()))
+        print("\n\n".join(make() for _, make in PAGES.values()))
 
 
 def write() -> None:
-    README.write_text(rendered(README.read_text(encoding="utf-8")), encoding="utf-8")
+    """Renders the block of every page from the results, in place."""
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(rendered(page, path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def rendered(readme: str) -> str:
-    """The text with the blocks that the results make, each between <!-- NAME:begin --> and <!-- NAME:end -->."""
-    for name, make in BLOCKS.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        before, _, rest = readme.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise ValueError(f"README.md has no {begin} with {end} after it; put the markers back")
-        readme = f"{before}{begin}\n{make()}\n{end}{after}"
-    return readme
+def rendered(page: str, content: str) -> str:
+    """Returns the page with its block as the results make it, between <!-- NAME:begin --> and <!-- NAME:end -->."""
+    name, make = PAGES[page]
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, _, rest = content.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"{page} has no {begin} with {end} after it; put the markers back")
+    return f"{before}{begin}\n{make()}\n{end}{after}"
+
+
+def headlines() -> str:
+    """The README's figures: a line for each of the larger comparisons."""
+    run, against_trl, refitting, head = map(result, ("quickstart", "step_vs_trl", "refit", "linear_head"))
+    megarl, trl = against_trl["megarl"], against_trl["trl"]
+    seconds = megarl["median_seconds"]["step"] / trl["median_seconds"]["step"]
+    memory = megarl["peak_pss_gb"] / trl["peak_pss_gb"]
+    speed = result("step_mixed")["ratio_of_tokens_per_second"]
+    logits = 100 * head["share_of_logits"]["tiled"]
+    plan = result("reshard")["runs"]["deepseek-v3"]
+    lead = f"""{machine_of(run)}. The [benchmarks](tools/benchmarks/README.md) have all figures, and how each was
+        taken."""
+    rows = [
+        [
+            "`make quickstart` on a fresh clone (model converted before)",
+            f"{run['seconds']['total'] / 60:.1f} minutes, {run['peak_pss_gb']:.2f} GB at its peak",
+        ],
+        [
+            f"A step of it, against TRL {trl['versions']['trl']}'s `GRPOTrainer`",
+            f"{seconds:.2f} of the time, {memory:.2f} of the memory",
+        ],
+        [
+            "Training on samples of mixed lengths, against transformers, padded",
+            f"{speed:.2f} × the tokens per second",
+        ],
+        [
+            f"A refit of {refitting['gigabytes']:.2f} GB over gloo, against gathering and loading whole tensors",
+            f"{refitting['gloo, against the common way']:.1f} × as fast",
+        ],
+        [
+            f"The head in tiles, against full logits of {head['vocabulary']:,} entries a token",
+            f"{head['ratio_of_seconds']:.2f} of the time, {logits:.1f} % of the logits' memory",
+        ],
+        [
+            f"Planning and proving a refit of {PLANNED['deepseek-v3']}, {moved(plan)}",
+            f"{plan['seconds']:.0f} s, {plan['peak_gb']:.2f} GB",
+        ],
+    ]
+    return f"{text(lead)}\n\n{table(['', ''], rows)}"
 
 
 def figures() -> str:
@@ -75,15 +116,19 @@ def learning() -> str:
     return table(header, rows)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"learning": learning, "figures": figures}
+PAGES: dict[str, tuple[str, Callable[[], str]]] = {
+    "README.md": ("headlines", headlines),
+    "configs/README.md": ("learning", learning),
+    "tools/benchmarks/README.md": ("figures", figures),
+}
+"""Page -> the name of its block, and what makes it."""
 
 
 def quickstart() -> str:
     found = result("quickstart")
-    machine, seconds, reward = found["machine"], found["seconds"], found["reward"]
+    seconds, reward = found["seconds"], found["reward"]
     step, steps = seconds["median_step"], len(reward["per_step"])
-    cpu, _, cores = machine["cpu"].partition(", ")
-    lead = f"On {cores} of an {cpu} and {machine['memory_gib']} GiB, without a GPU ([data](tools/benchmarks/results)):"
+    lead = f"{machine_of(found)} ([data](results)):"
     what = f"`make quickstart` on a fresh clone: environment, {steps} steps, export, report (model converted before)"
     parts = f"{step['rollout']:.1f} + {step['train']:.1f} + {step['refit']:.2f}"
     rows = [
@@ -232,18 +277,16 @@ def memory() -> str:
 
 def plans() -> str:
     found = result("reshard")
-    lead = f"""Plans of published models ([how](tools/benchmarks/README.md)), by
+    lead = f"""Plans of published models ([how](#plans-of-published-models)), by
         `python tools/benchmarks/reshard.py`{meanwhile(found, "")}. No byte is wasted in any of them; the last two
         columns are those of the simulated schedule:"""
     rows = []
     for name, run in found["runs"].items():
         plan = run["figures"]
         assert plan["written_once"] and not plan["bytes_wasted"]
-        engines = dict(option.split("=") for option in run["destination"].removeprefix("vllm:").split(","))
-        moved = f"{plan['ranks_source']:,} ranks → {engines['replicas']} engines of TP{engines['tp']}"
         rows.append(
             [
-                f"{PLANNED[name]}, {moved}",
+                f"{PLANNED[name]}, {moved(run)}",
                 f"{run['seconds']:.0f} s ({run['cpu_seconds']:.0f} s of CPU)",
                 f"{run['peak_gb']:.2f} GB",
                 f"{plan['source_balance']:.2f}",
@@ -257,6 +300,18 @@ def plans() -> str:
 
 def result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def machine_of(found: Mapping[str, Any]) -> str:
+    """Names what the result was taken on, as the beginning of a sentence."""
+    cpu, _, cores = found["machine"]["cpu"].partition(", ")
+    return f"On {cores} of an {cpu} and {found['machine']['memory_gib']} GiB, without a GPU"
+
+
+def moved(run: Mapping[str, Any]) -> str:
+    """Names both sides of a plan."""
+    engines = dict(option.split("=") for option in run["destination"].removeprefix("vllm:").split(","))
+    return f"{run['figures']['ranks_source']:,} ranks → {engines['replicas']} engines of TP{engines['tp']}"
 
 
 def meanwhile(found: Mapping[str, Any], end: str = ":") -> str:
@@ -276,7 +331,7 @@ def table(header: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def text(paragraph: str) -> str:
-    """In lines as long as the README's."""
+    """In lines as long as those of the pages."""
     return fill(" ".join(paragraph.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
 
 

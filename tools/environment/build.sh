@@ -4,16 +4,33 @@
 set -euo pipefail
 
 python=$1 venv=$2 lock=$3
+pytorch=https://download.pytorch.org/whl/cpu
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
     echo "error: $python is not Python 3.11, for which $lock was made; name one: make PYTHON=/path/to/python3.11" >&2
     exit 1
 fi
 
-trap 'rm -rf "$venv"' ERR
+# Bytecode is compiled by all cores below; pip would do it one file after the other.
+install() {
+    "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile --no-deps "$@"
+}
+
+trap 'rm -rf "$venv"' EXIT
 rm -rf "$venv"
 "$python" -m venv "$venv"
-# Bytecode is compiled by all cores below; pip would do it one file after the other.
-"$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile --no-deps --requirement "$lock"
-"$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation --editable .
+# PyPI has no CPU build of torch, so it comes first and by itself: from the indexes that pip is configured with, or else
+# from PyTorch's own. The rest of the lock file then finds it installed.
+torch=$(grep '^torch==' "$lock")
+if ! install "$torch" 2>/dev/null; then
+    echo "pip's indexes do not give $torch; trying $pytorch"
+    if ! said=$(install --index-url "$pytorch" "$torch" 2>&1); then
+        echo "error: neither pip's indexes nor $pytorch give $torch (${said##*$'\n'});" \
+            "set PIP_EXTRA_INDEX_URL to an index that has it" >&2
+        exit 1
+    fi
+fi
+install --requirement "$lock"
+install --no-build-isolation --editable .
 "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null || true  # some packages ship files for other Pythons
+trap - EXIT

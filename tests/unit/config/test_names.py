@@ -35,7 +35,7 @@ from megarl.config.names import VERL, keys, suggest
             "actor has the keys layout, optimizer, tokens_per_microbatch, "
             "overlap_communication, recompute, fp8, frozen, offload, threads, megatron_overrides",
         ),
-        ("actor.megatron_extra.model", "megatron_extra is now megatron_overrides"),
+        ("actor.megatron_extra", "megatron_extra is now megatron_overrides"),
         ("rollout.vllm_extra", "vllm_extra is now vllm_overrides"),
         ("run.quux.zyx", "run has the keys name, folder, seed, steps, export"),
         ("critic.tp", "did you mean critic.layout.tp?"),

@@ -14,7 +14,7 @@ from tests.paths import ROOT
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {"targets": "*i64", "sums": "*fp32", "log_sum_exps": "*fp32", "coefficients": "*fp32"}
-OPTIONAL = {"scales": "*fp32", "candidate_ids": "*i1"}
+OPTIONAL = {"scales": "*fp32", "kept": "*i1"}
 OPTIONS = ("has_scale", "has_kept", "block")
 
 

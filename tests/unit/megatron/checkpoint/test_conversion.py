@@ -233,8 +233,8 @@ def test_a_cast_only_where_it_is_asked_for(tmp_path):
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "cast", layout_of(tp=3), bfloat16)
     megatron_to_huggingface(tmp_path / "cast", tmp_path / "back")
     assert_same(weights_of(tmp_path / "back"), {name: tensor.bfloat16() for name, tensor in tensors.items()})
-    huggingface_to_megatron(tmp_path / "hf", tmp_path / "candidate_ids", layout_of(tp=3))
-    megatron_to_huggingface(tmp_path / "candidate_ids", tmp_path / "cast back", options=bfloat16)
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "kept", layout_of(tp=3))
+    megatron_to_huggingface(tmp_path / "kept", tmp_path / "cast back", options=bfloat16)
     assert_same(weights_of(tmp_path / "cast back"), weights_of(tmp_path / "back"))
     assert json.loads((tmp_path / "cast back" / "config.json").read_text())["dtype"] == "bfloat16"
 

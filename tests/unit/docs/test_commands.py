@@ -1,0 +1,118 @@
+"""Every command of the documentation is run. Those that train are run by tests/e2e/test_quickstart.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.published_models import CONFIGS
+from tests.readme import PAGES, README, ROOT, command_blocks, commands, text_of
+from tests.unit.megatron.checkpoint.test_conversion import assert_same, weights_of, write_model
+from tests.unit.resharding.cases import config_of
+from tests.unit.test_convert import convert
+
+MEGARL = [sys.executable, "-m", "megarl.cli"]
+CONVERTER = ".venv/bin/python tools/convert.py "
+CONVERTING = [command.removeprefix(CONVERTER) for command in commands() if command.startswith(CONVERTER)]
+RESHARDING = [command for command in commands() if command.startswith(".venv/bin/megarl reshard")]
+LOOKING = [command for command in commands() if re.match(r"\.venv/bin/megarl (config|algorithms)", command)]
+MEASURING = [command for command in commands() if command.startswith(".venv/bin/python tools/benchmarks/")]
+
+STOP_AFTER_PARSING = """
+import argparse, runpy, shlex, sys
+from pathlib import Path
+
+parse = argparse.ArgumentParser.parse_args
+
+def parse_and_stop(parser, *arguments):
+    parse(parser, *arguments)
+    raise InterruptedError
+
+argparse.ArgumentParser.parse_args = parse_and_stop
+for command in sys.argv[1:]:
+    sys.argv = shlex.split(command)[1:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except InterruptedError:
+        print(command)
+"""
+
+
+def test_every_command_is_run_somewhere():
+    trains = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
+    assert len(trains) == 1
+    converting = {CONVERTER + command for command in CONVERTING}
+    known = {"make quickstart", "make test", *LOOKING, *RESHARDING, *MEASURING, *converting, *trains}
+    assert set(commands()) == known
+
+
+def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
+    assert command_blocks(README)[0] == ["make quickstart", "make test"]
+    assert "\nmake test\nmake test-learn\nmake test-exhaustive\n" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_commands_that_look_at_a_recipe(command):
+    arguments = shlex.split(command)[1:]
+    done = subprocess.run([*MEGARL, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_arithmetic():
+    [checks] = [command for command in LOOKING if "actor.layout.dp=64" in command]
+    overrides = ["actor.layout.pp=1", "actor.layout.last_stage_layers=null", "actor.layout.tp=2"]
+    command = [*MEGARL, *shlex.split(checks)[1:], *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "actor.layout.tp=2: 9 attention heads do not divide by 2" in done.stderr
+
+
+def test_commands_that_plan(tmp_path):
+    """In a folder with a model at the command's path: one with fewer experts, which is planned in less time."""
+    folder = tmp_path / "path" / "to" / "model"
+    folder.mkdir(parents=True)
+    config = CONFIGS["DeepSeek-V3"] | {"n_routed_experts": 32, "moe_intermediate_size": 256}
+    (folder / "config.json").write_text(json.dumps(config))
+    [command] = RESHARDING
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MEGARL_CACHE": str(tmp_path / "cache")}
+    command = [*MEGARL, *shlex.split(command)[1:]]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    labels = [line.split()[0] for line in done.stdout.splitlines()]
+    shown = re.search(r"<!-- reshard:begin -->\n```\n(.*?)```", text_of(README), re.DOTALL).group(1)
+    assert labels == [line.split()[0] for line in shown.splitlines()]
+
+
+def test_commands_that_convert(tmp_path, monkeypatch):
+    """One after the other, in a folder with a model at the commands' path."""
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    config = config_of(num_key_value_heads=2, num_hidden_layers=4)
+    tensors = write_model(tmp_path / "path" / "to" / "model", config)
+    monkeypatch.chdir(tmp_path)
+    shown = [convert(*shlex.split(command)) for command in CONVERTING]
+    assert len(shown) == 4 and all(shown)
+    assert_same(weights_of(tmp_path / "converted" / "hf"), tensors)
+
+
+def test_benchmarks_take_the_options_that_are_shown():
+    """Each script is stopped when it has parsed its options: what it measures takes minutes to hours."""
+    command = [sys.executable, "-c", STOP_AFTER_PARSING, *MEASURING]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(MEASURING) >= 14
+    assert done.stdout.splitlines() == MEASURING
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_targets_that_are_named_exist(page):
+    named = set(re.findall(r"`make ([a-z-]+)`", text_of(page)))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert named <= targets

@@ -1,0 +1,30 @@
+"""What the pages say of extending megarl."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.config.huggingface import FAMILIES
+from tests.readme import README, ROOT, text_of
+
+FAMILY, ALGORITHM = "megarl/resharding/families/README.md", "megarl/algorithms/README.md"
+
+
+def test_the_readme_leads_to_both_pages_side_by_side():
+    assert f"[Adding an algorithm]({ALGORITHM}) and [Adding a family]({FAMILY})" in text_of(README)
+    assert text_of(ALGORITHM).startswith("# Adding an algorithm\n")
+    assert text_of(FAMILY).startswith("# Adding a family\n")
+
+
+def test_adding_a_family_touches_what_its_page_names():
+    """A dense family's name is in no other file of the package, and every family is in every table of the tests. Llama
+    is what these have where they do not say."""
+    named = set(re.findall(r"`((?:megarl|tests)/[a-z_0-9/]+\.py)`", text_of(FAMILY)))
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    tables = {name: (ROOT / name).read_text() for name in named if name.startswith("tests/")}
+    assert len(tables) == 5
+    added = FAMILIES.keys() - {"llama"}
+    assert [(name, family) for name, table in tables.items() for family in added if f'"{family}"' not in table] == []
+    dense = "|".join(family for family, defaults in FAMILIES.items() if "num_experts_per_tok" not in defaults)
+    knowing = [path for path in (ROOT / "megarl").rglob("*.py") if re.search(f'"({dense})"', path.read_text())]
+    assert {str(path.relative_to(ROOT)) for path in knowing} <= named

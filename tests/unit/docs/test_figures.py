@@ -1,0 +1,48 @@
+"""The tables of what was measured are those of the recorded results."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+
+from tests.readme import ROOT, text_of
+from tools.benchmarks import figures
+
+
+@pytest.mark.parametrize("page", figures.PAGES)
+def test_the_figures_are_those_of_the_recorded_results(page):
+    """`python tools/benchmarks/figures.py --write` puts them there."""
+    assert figures.rendered(page, text_of(page)) == text_of(page)
+
+
+def test_a_page_without_its_markers_is_an_error_that_names_them():
+    with pytest.raises(ValueError, match=r"configs/README.md has no <!-- learning:begin -->"):
+        figures.rendered("configs/README.md", "# Recipes\n")
+
+
+def test_new_results_are_written_into_the_pages(tmp_path, monkeypatch):
+    results = tmp_path / "results"
+    shutil.copytree(figures.RESULTS, results)
+    for page in figures.PAGES:
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    monkeypatch.setattr(figures, "RESULTS", results)
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    run = {"first": 0.125, "last": 0.75, "steps": 20, "steps_to_optimum": None, "control_last": 0.0}
+    change(results / "learning.json", runs={"a case": run})
+    change(results / "step_equal.json", cpu_percent_elsewhere=12.3)
+    change(results / "linear_head.json", ratio_of_seconds=0.123)
+    figures.write()
+    learning = (tmp_path / "configs" / "README.md").read_text()
+    rows = re.search(r"<!-- learning:begin -->\n(.*?)\n<!-- learning:end -->", learning, re.DOTALL).group(1)
+    assert rows.splitlines()[2:] == ["| a case | 0.12 | 0.75 | at most 20 | 0.00 |"]
+    busy = "by `python tools/benchmarks/training_step.py`, while other processes had 12 % of the machine's CPU time:"
+    assert busy in " ".join((tmp_path / "tools" / "benchmarks" / "README.md").read_text().split())
+    assert "| 0.12 of the time, " in (tmp_path / "README.md").read_text()
+
+
+def change(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -1,0 +1,55 @@
+"""What the pages of the documentation name exists, and the README stays short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.readme import PAGES, README, ROOT, section, text_of
+
+
+def test_the_readme_is_read_in_one_sitting():
+    assert len(text_of(README).splitlines()) <= 250
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, new = set(), {README}
+    while new:
+        reached |= new
+        new = {target for page in new for target, _ in links(page) if target in PAGES} - reached
+    assert reached == set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_and_files_lead_somewhere(page):
+    for target, anchor in links(page):
+        assert (ROOT / target).exists(), f"{page} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(target), f"{page} links to #{anchor} of {target}, which has no such heading"
+
+
+def test_the_tree_names_what_exists():
+    tree = re.search(r"```\n(.*?)```", section(README, "Where things are"), re.DOTALL).group(1)
+    for line in tree.splitlines():
+        name = line.split()[0]
+        path = ROOT / ("megarl/" if line.startswith("  ") else "") / name
+        assert path.exists(), f"{name} is in the README's tree, but not in the repository"
+
+
+def links(page: str) -> list[tuple[str, str]]:
+    """Returns the file and the anchor of every link that stays in the repository."""
+    found = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text_of(page))
+    folder = (ROOT / page).parent
+    return [(relative(folder / target) if target else page, anchor) for target, anchor in found]
+
+
+def relative(path: Path) -> str:
+    return str(path.resolve().relative_to(ROOT.resolve()))
+
+
+def anchors(page: str) -> set[str]:
+    """Returns the anchors that GitHub gives to the page's headings."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

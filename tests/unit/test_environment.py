@@ -1,0 +1,83 @@
+"""The environment's build finds the CPU build of torch, or says in one line what to set. Python and pip are stubs: the
+first makes a folder with the second in it, which knows the indexes that the test gives it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+BUILD = ROOT / "tools" / "environment" / "build.sh"
+PYTORCH = "https://download.pytorch.org/whl/cpu"
+TORCH = "torch==2.13.0+cpu"
+
+PYTHON = """#!/usr/bin/env bash
+[[ $1 == -m && $2 == venv ]] || exit 0
+mkdir -p "$3/bin"
+cp "$STUBS/pip" "$STUBS/python" "$3/bin"
+"""
+
+PIP = f"""#!/usr/bin/env bash
+echo "$*" >>"$STUBS/calls"
+[[ " $* " == *" {TORCH} "* ]] || exit 0
+for index in $INDEXES_WITH_TORCH; do
+    [[ $index == configured || "$*" == *"--index-url $index "* ]] && exit 0
+done
+echo "ERROR: Could not find a version that satisfies the requirement {TORCH} (from versions: 2.13.0)" >&2
+echo "ERROR: No matching distribution found for {TORCH}" >&2
+exit 1
+"""
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Returns what builds with the indexes that have torch: its end, the calls of pip, and the environment's folder."""
+    for name, stub in (("python", PYTHON), ("pip", PIP)):
+        (tmp_path / name).write_text(stub)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "lock").write_text(f"attrs==26.1.0\n{TORCH}\nvllm-cpu==0.32.0\n")
+    (tmp_path / "calls").touch()
+
+    def run(*indexes: str) -> tuple[subprocess.CompletedProcess[str], list[str], Path]:
+        environment = os.environ | {"STUBS": str(tmp_path), "INDEXES_WITH_TORCH": " ".join(indexes)}
+        arguments = [BUILD, tmp_path / "python", tmp_path / "venv", tmp_path / "lock"]
+        done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done, (tmp_path / "calls").read_text().splitlines(), tmp_path / "venv"
+
+    return run
+
+
+def test_torch_comes_from_the_indexes_that_pip_is_configured_with(build):
+    done, calls, venv = build("configured", PYTORCH)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not any("--index-url" in call for call in calls)
+    assert [call.split("--no-deps ")[1] for call in calls[:2]] == [TORCH, f"--requirement {venv.with_name('lock')}"]
+    assert venv.is_dir()
+
+
+def test_torch_comes_from_pytorchs_index_where_those_have_none(build):
+    done, calls, venv = build(PYTORCH)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [call.endswith(f"--index-url {PYTORCH} {TORCH}") for call in calls] == [False, True, False, False]
+    assert venv.is_dir()
+
+
+def test_one_line_says_what_to_set_where_no_index_has_torch(build):
+    done, calls, venv = build()
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert all(part in line for part in (TORCH, PYTORCH, "No matching distribution", "set PIP_EXTRA_INDEX_URL"))
+    assert len(calls) == 2
+    assert not venv.exists()
+
+
+def test_another_python_is_refused_before_anything_is_made(build, tmp_path):
+    (tmp_path / "python").write_text("#!/usr/bin/env bash\nexit 1\n")
+    done, calls, venv = build("configured")
+    assert done.returncode == 1
+    assert "make PYTHON=" in done.stderr
+    assert not calls and not venv.exists()
