@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megarl import report
 from megarl.algorithms.baselines import MovingAverage
-from megarl.algorithms.kl import metric_name
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.machine import check_gpu_memory, check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
@@ -131,7 +130,7 @@ def update_models(
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
     """The KL's coefficient and its reference go after the policy, where they are to do so."""
     kl = config.algorithm.kl
-    name = metric_name(config.algorithm)
+    name = config.algorithm.kl_metric
     if kl.adaptive_target is not None and name in metrics:  # it is not if no token was trained
         actor.adapt_kl(metrics[name].value, num_samples).result()
     if kl.renews_after(number):

@@ -98,9 +98,9 @@ def _scalars(
         "weight": by_trained_row(item.weight for item in samples),
         "imitation_weight": by_trained_row(item.imitation_weight for item in samples),
         "reward": vector((item.reward for item in samples), torch.float64),
-        "baseline": vector((baseline.value for baseline in baselines), torch.float64),
+        "baseline": vector((baseline.center for baseline in baselines), torch.float64),
         "scale": vector((baseline.scale for baseline in baselines), torch.float64),
-        "token_baseline": vector((baseline.token_value for baseline in baselines), torch.float32),
+        "token_baseline": vector((baseline.token_center for baseline in baselines), torch.float32),
         "token_scale": vector((baseline.token_scale for baseline in baselines), torch.float32),
     }
 

@@ -15,13 +15,13 @@ from megatron.core.utils import unwrap_model
 
 from megarl.core import device
 from megarl.core.types import TokenBatch
-from megarl.megatron.losses import Objective
+from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.inputs import ModelInput
 
 
 def accumulate_gradients(
-    chunks: Sequence[DistributedDataParallel], objective: Objective, batches: Sequence[TokenBatch]
+    chunks: Sequence[DistributedDataParallel], objective: Loss, batches: Sequence[TokenBatch]
 ) -> list[Sums]:
     """Leaves the gradient of Σ w·ℓ over the microbatches of all ranks in the parameters' main_grad. Returns the
     objective's metrics of each microbatch on this rank (none before the last stage)."""

@@ -59,6 +59,6 @@ def sample_bytes(config: Config) -> float:
 def _num_scores(config: Config) -> int:
     """How many models and rewards say something of every token."""
     rewards_tokens = config.has_reward_model or any(function.per_turn for function in config.rewards.functions)
-    process_rewards = rewards_tokens and config.algorithm.advantage.credits_tokens
+    process_rewards = rewards_tokens and config.algorithm.advantage.credits_to_go
     models = (config.has_critic, config.has_implicit_reward, config.has_reward_model, config.kl_in_reward)
     return sum(models) + process_rewards

@@ -12,7 +12,6 @@ import torch
 
 from megarl import finetune, train
 from megarl.algorithms.baselines import MovingAverage
-from megarl.algorithms.kl import metric_name
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.pending import Pending, ready
@@ -139,6 +138,6 @@ def test_a_recipe_trains(folder, recipe):
         assert all(map(math.isfinite, step.values())), step
         assert any(name.endswith("grad_norm") and value > 0 for name, value in step.items())
     assert set(calls) == {name for name in ("old log-probs", "reference log-probs") if passes.needed(config, name)}
-    assert (metric_name(config.algorithm) in metrics[0]) == (config.algorithm.kl.coefficient > 0)
+    assert (config.algorithm.kl_metric in metrics[0]) == (config.algorithm.kl.coefficient > 0)
     if updates > 1 and config.algorithm.correction.old == "trainer":
         assert metrics[0]["policy/ratio_max"] > 1  # in the later updates of a step

@@ -296,11 +296,11 @@ def test_rewards_of_tokens_are_part_of_the_samples_or_compared_by_themselves():
         Score(1.0, {}, token_reward_totals=TokenTotals(1, -1.0, 1.0)),
     ]
     learned = {"1.0.0": TokenTotals(4, 1.0, 1.0), "1.0.1": TokenTotals(4, 8.0, 16.0)}
-    for credit, value, token_value in (("whole", 6.5, 0.0), ("to_go", 1.5, 10 / 11)):
+    for credit, center, token_center in (("whole", 6.5, 0.0), ("to_go", 1.5, 10 / 11)):
         settings = config(f"algorithm.advantage={{estimator: opo, credit: {credit}}}")
         groups, _ = select(settings, GROUPS[:1], scores)
         for item in attach_baselines(settings, groups, learned, {}, MovingAverage()):
-            assert item.baseline == Baseline(value, 1.0, pytest.approx(token_value), 1.0)
+            assert item.baseline == Baseline(center, 1.0, pytest.approx(token_center), 1.0)
 
 
 def test_a_reward_that_holds_the_kl_is_known_before_anybody_is_trained():
@@ -338,7 +338,7 @@ def test_groups_are_compared_by_rewards_with_their_kl():
     groups, _ = select(settings, GROUPS[:1], [*map(score, [1.0, 0.0])])
     kl_reward_totals = {"1.0.0": TokenTotals(4, -3.0, 9.0), "1.0.1": TokenTotals(4, -1.0, 1.0)}
     assert [
-        item.baseline.value for item in attach_baselines(settings, groups, {}, kl_reward_totals, MovingAverage())
+        item.baseline.center for item in attach_baselines(settings, groups, {}, kl_reward_totals, MovingAverage())
     ] == [-1.5, -1.5]
 
 

@@ -51,7 +51,7 @@ class RewardWorker:
         self._readings: dict[str, Reading | Unreadable] = {}
         """Of this step's samples, where the reward model does not read the sampled ids."""
         rewards = config.rewards
-        rewards_tokens = config.algorithm.advantage.credits_tokens
+        rewards_tokens = config.algorithm.advantage.credits_to_go
         self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards.judge, rewards_tokens)
         folder = models.reward_model
         if folder is not None:
@@ -102,7 +102,7 @@ class RewardWorker:
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
     """Of the reward model in this folder."""
-    rewards_tokens = config.algorithm.advantage.credits_tokens
+    rewards_tokens = config.algorithm.advantage.credits_to_go
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
 
 

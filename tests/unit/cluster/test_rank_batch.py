@@ -22,7 +22,7 @@ SAMPLES = {
     for i in range(1, 5)
 }
 VALUES = {f"values {i}": torch.full((i,), float(i)) for i in range(1, 5)}
-BATCH = RankBatch(tuple(SampleRef.unscored(sample.id, sample) for sample in SAMPLES), ((0, 3), (1, 2)))
+BATCH = RankBatch(tuple(SampleRef.unscored(ref, ref) for ref in SAMPLES), ((0, 3), (1, 2)))
 
 
 def scored(batch: RankBatch) -> RankBatch:

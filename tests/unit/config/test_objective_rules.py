@@ -47,7 +47,7 @@ def test_what_only_rollouts_read_is_no_hindrance():
             "sft",
             ["data.rows=prompts"],
             "data.rows=prompts: algorithm.objective.name=sft learns from messages; set data.rows to that, or take one "
-            "of clip,",
+            "of cispo, clip,",
         ),
         (
             "sft",

@@ -1,20 +1,23 @@
-"""Rewards against a baseline: REINFORCE, RLOO, ReMax, GRPO, OPO, GPG and pass@k differ in the baseline and scale only,
-which are scalars; `megarl.algorithms.baselines` has their formulas."""
+"""Rewards against a baseline: estimators of whole samples differ in the baseline and scale only, which are scalars;
+`megarl.algorithms.advantages` has their formulas."""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.shapes import require_one_shape
 
+if TYPE_CHECKING:
+    import torch
 
-def of_samples(reward: torch.Tensor, baseline: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+
+def sample_advantages(reward: torch.Tensor, baseline: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """A_i = (r_i − b_i) / c_i, the same for every token of sample i. All float64 [S]; returns float32 [S]."""
     require_one_shape(reward=reward, baseline=baseline, scale=scale)
     return ((reward - baseline) / scale).float()
 
 
-def of_tokens(
+def token_advantages(
     reward: torch.Tensor, row_sample: torch.Tensor, baseline: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
     """(r_t − b_i) / c_i for each token t of sample i that has a reward of its own, 0 for the others.
@@ -28,4 +31,4 @@ def of_tokens(
     """
     require_one_shape(reward=reward, row_sample=row_sample)
     require_one_shape(baseline=baseline, scale=scale)
-    return torch.nan_to_num((reward - baseline[row_sample]) / scale[row_sample], nan=0.0)
+    return ((reward - baseline[row_sample]) / scale[row_sample]).nan_to_num(nan=0.0)

@@ -1,6 +1,5 @@
 """Policy objectives by hand, and what they share: at the old policy the plain policy gradient, and its derivatives."""
 
-import inspect
 import math
 
 import pytest
@@ -8,17 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms import covariance_loss, policy_loss
-from megarl.algorithms.objectives import OF_SAMPLES, OF_TOKENS, loss_of_policy
+from megarl.algorithms.objectives.dppo_kl import dppo_kl
+from megarl.algorithms.registry import OBJECTIVES
 from megarl.algorithms.sample_segments import SampleSegments
-from megarl.config.objectives import OBJECTIVES, OPTIONS
 
+OF_POLICY = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
+OF_TOKENS = [name for name in OF_POLICY if not OBJECTIVES[name].inputs]
 WITH_DERIVATIVE = ("clip", "unclipped", "kl_penalty", "sapo")
 """Almost everywhere; the others' gradient is another one than that of their value."""
 LOG_PROBS = st.floats(-6, -0.05)
 ADVANTAGES = st.floats(-3, 3)
-
-OF_POLICY = [name for name, reads in OBJECTIVES.items() if reads.is_policy_objective]
 
 
 def evaluate(name: str, ratio: float, advantage: float, old: float = -1.0, **options):
@@ -26,7 +24,7 @@ def evaluate(name: str, ratio: float, advantage: float, old: float = -1.0, **opt
     log_prob = torch.tensor([old + math.log(ratio)], dtype=torch.float64, requires_grad=True)
     start = torch.tensor([old], dtype=torch.float64)
     advantages = torch.tensor([advantage], dtype=torch.float64)
-    out = OF_TOKENS[name](log_prob, start, advantages, **dict(OBJECTIVES[name].options) | options)
+    out = OBJECTIVES[name].loss(log_prob, start, advantages, **dict(OBJECTIVES[name].arguments) | options)
     [slope] = torch.autograd.grad(out.loss.sum(), log_prob)
     return out.loss.item(), slope.item(), bool(out.clipped_low), bool(out.clipped_high)
 
@@ -95,8 +93,8 @@ def test_gradients_are_those_of_the_loss(name):
     torch.manual_seed(0)
     old, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     now = (old + 0.3 * torch.randn(8, dtype=torch.float64)).requires_grad_()
-    options = OBJECTIVES[name].options
-    assert torch.autograd.gradcheck(lambda x: OF_TOKENS[name](x, old, advantage, **options).loss, now)
+    spec = OBJECTIVES[name]
+    assert torch.autograd.gradcheck(lambda x: spec.loss(x, old, advantage, **spec.arguments).loss, now)
 
 
 @given(st.lists(st.tuples(LOG_PROBS, LOG_PROBS, ADVANTAGES), min_size=2, max_size=8), st.randoms())
@@ -106,21 +104,9 @@ def test_tokens_do_not_see_each_other(name, tokens, source):
     order = list(range(len(tokens)))
     source.shuffle(order)
     columns = torch.tensor(tokens, dtype=torch.float64).T
-    options = OBJECTIVES[name].options
-    loss = OF_TOKENS[name](*columns, **options).loss
-    torch.testing.assert_close(OF_TOKENS[name](*columns[:, order], **options).loss, loss[order])
-
-
-def test_the_table_has_the_options_of_every_function():
-    functions = {name: [function] for name, function in (OF_TOKENS | OF_SAMPLES).items()}
-    functions["clip_cov"] = [covariance_loss.clip_cov, covariance_loss.clip_cov_order]
-    functions["kl_cov"] = [covariance_loss.kl_cov]
-    assert set(functions) == set(OF_POLICY)
-    tensors = {"log_prob", "old", "advantage", "samples", "selected", "of_tokens", "draw"}
-    for name, of_name in functions.items():
-        read = {parameter for function in of_name for parameter in inspect.signature(function).parameters} - tensors
-        assert read == set(OBJECTIVES[name].options) - {"covariance_share"}
-    assert {option for reads in OBJECTIVES.values() for option in reads.options} == set(OPTIONS)
+    spec = OBJECTIVES[name]
+    loss = spec.loss(*columns, **spec.arguments).loss
+    torch.testing.assert_close(spec.loss(*columns[:, order], **spec.arguments).loss, loss[order])
 
 
 @pytest.mark.parametrize("name", OF_POLICY)
@@ -129,10 +115,11 @@ def test_wrong_shapes_are_refused(name):
     samples = SampleSegments(mask, torch.zeros(3, dtype=torch.int64), 1)
     for shapes in ((3, 1, 3), (3, 3, 1), (1, 3, 3)):
         with pytest.raises(ValueError, match=r"must share one shape \[N\], got \(\d,\), "):
-            loss_of_policy(name, OBJECTIVES[name].options, *map(torch.zeros, shapes), samples, mask[: shapes[0]])
+            inputs = [{"samples": samples, "selected": mask[: shapes[0]]}[given] for given in OBJECTIVES[name].inputs]
+            OBJECTIVES[name].loss(*map(torch.zeros, shapes), *inputs, **OBJECTIVES[name].arguments)
 
 
 def test_a_probability_of_one_has_a_finite_divergence():
     log_prob = torch.zeros(1, requires_grad=True)
-    out = policy_loss.dppo_kl(log_prob, torch.tensor([-2.0]), torch.ones(1), 0.05)
+    out = dppo_kl(log_prob, torch.tensor([-2.0]), torch.ones(1), 0.05)
     assert torch.isfinite(out.loss).all() and bool(out.clipped_high)

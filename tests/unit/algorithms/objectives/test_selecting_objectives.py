@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.covariance_loss import clip_cov, clip_cov_order, covariance, kl_cov
+from megarl.algorithms.covariance import covariance
+from megarl.algorithms.objectives.clip_cov import clip_cov, random_between_bounds
+from megarl.algorithms.objectives.kl_cov import highest_covariance, kl_cov
 
 SELECTED = torch.tensor([True, False, False])
 RATIO = torch.tensor([1.1, 1.1, 2.0], dtype=torch.float64)
@@ -26,8 +28,13 @@ def test_covariance_by_hand():
 
 
 def test_only_tokens_between_the_bounds_are_drawn():
-    order = clip_cov_order(torch.tensor([0.5, 1.0, 5.0, 5.1]), torch.tensor([0.9, 0.2, 0.0, 0.8]), 1.0, 5.0)
+    order = random_between_bounds(torch.tensor([0.5, 1.0, 5.0, 5.1]), torch.tensor([0.9, 0.2, 0.0, 0.8]), 1.0, 5.0)
     torch.testing.assert_close(order, torch.tensor([-torch.inf, 0.2, 0.0, -torch.inf]))
+
+
+def test_kl_covs_tokens_are_those_of_highest_covariance():
+    covariances = torch.tensor([0.5, 7.0, -3.0])
+    assert highest_covariance(covariances, torch.tensor([0.9, 0.2, 0.0])).equal(covariances)
 
 
 def test_clip_cov_leaves_the_selected_tokens_out():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-
-import torch
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.shapes import require_one_shape
+
+if TYPE_CHECKING:
+    import torch
 
 
 def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[float, float]:
@@ -24,4 +26,4 @@ def whiten(advantage: torch.Tensor, mask: torch.Tensor, mean: float, std: float,
     advantage, mask   float32 and bool [N]
     """
     require_one_shape(advantage=advantage, mask=mask)
-    return torch.where(mask, (advantage - mean) / (std + std_epsilon or 1.0), 0.0)
+    return ((advantage - mean) / (std + std_epsilon or 1.0)).where(mask, 0.0)

@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms import sequence_loss
-from megarl.algorithms.objectives import OF_SAMPLES
+from megarl.algorithms.registry import OBJECTIVES
 from megarl.algorithms.sample_segments import SampleSegments
-from megarl.config.objectives import OBJECTIVES
 
 LENGTHS = (3, 1, 5, 2)
 SPLIT = torch.tensor([True, False, True, True, False, True, False, False, True, True, False])
@@ -63,7 +61,7 @@ def weights(mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
 def test_loss_and_gradient_are_those_of_whole_samples(name, options, seed):
     now, old, advantage, mask, row_sample = data(seed)
     samples = SampleSegments(mask, row_sample, 4)
-    loss = (weights(mask, row_sample) * OF_SAMPLES[name](now, old, advantage, samples, **options).loss).sum()
+    loss = (weights(mask, row_sample) * OBJECTIVES[name].loss(now, old, advantage, samples, **options).loss).sum()
     [gradient] = torch.autograd.grad(loss, now)
     terms = []
     for i in range(3):
@@ -81,7 +79,7 @@ def test_gradients_are_those_of_the_loss(name, options):
     samples, w = SampleSegments(mask, row_sample, 4), weights(mask, row_sample)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        return (w * OF_SAMPLES[name](x, old, advantage, samples, **options).loss).sum()
+        return (w * OBJECTIVES[name].loss(x, old, advantage, samples, **options).loss).sum()
 
     assert torch.autograd.gradcheck(loss, now)
 
@@ -92,9 +90,9 @@ def test_what_is_not_trained_on_is_not_seen(name, options, hidden):
     """Tool tokens in the middle of a sample, whatever their log-probs are."""
     now, old, advantage, mask, row_sample = data(2)
     samples = SampleSegments(mask, row_sample, 4)
-    plain = OF_SAMPLES[name](now, old, advantage, samples, **options).loss[mask]
+    plain = OBJECTIVES[name].loss(now, old, advantage, samples, **options).loss[mask]
     other = torch.where(mask, now, hidden)
-    torch.testing.assert_close(OF_SAMPLES[name](other, old, advantage, samples, **options).loss[mask], plain)
+    torch.testing.assert_close(OBJECTIVES[name].loss(other, old, advantage, samples, **options).loss[mask], plain)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -102,7 +100,7 @@ def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
     now, old, advantage, mask, row_sample = data(0)
     w = weights(mask, row_sample)
     whole = SampleSegments(mask, row_sample, 4)
-    loss = (w * OF_SAMPLES[name](now, old, advantage, whole, **options).loss).sum()
+    loss = (w * OBJECTIVES[name].loss(now, old, advantage, whole, **options).loss).sum()
     [gradient] = torch.autograd.grad(loss, now)
     parts = (SPLIT, ~SPLIT)
     for rows in parts:
@@ -113,7 +111,7 @@ def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
             return values
 
         other = ~rows
-        OF_SAMPLES[name](
+        OBJECTIVES[name].loss(
             now[other],
             old[other],
             advantage[other],
@@ -122,17 +120,17 @@ def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
         )
         replies = iter(given)
         own = SampleSegments(mask[rows], row_sample[rows], 4, lambda values, replies=replies: values + next(replies))
-        part = (w[rows] * OF_SAMPLES[name](now[rows], old[rows], advantage[rows], own, **options).loss).sum()
+        part = (w[rows] * OBJECTIVES[name].loss(now[rows], old[rows], advantage[rows], own, **options).loss).sum()
         torch.testing.assert_close(torch.autograd.grad(part, now)[0][rows], gradient[rows])
 
 
-@pytest.mark.parametrize("name", OF_SAMPLES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_sample_of_one_token_is_that_token(name):
     """With n = 1 the geometric mean is the ratio itself, and the sum is the log-ratio."""
     now, old = torch.tensor([-0.5], dtype=torch.float64, requires_grad=True), torch.tensor([-0.6], dtype=torch.float64)
     samples = SampleSegments(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 1)
-    options = OBJECTIVES[name].options
-    out = OF_SAMPLES[name](now, old, torch.ones(1, dtype=torch.float64), samples, **options)
+    options = OBJECTIVES[name].arguments
+    out = OBJECTIVES[name].loss(now, old, torch.ones(1, dtype=torch.float64), samples, **options)
     assert torch.isfinite(out.loss).all()
     if name != "dro":
         bound = 1.0004 if name == "gspo" else math.exp(0.4)
@@ -142,6 +140,6 @@ def test_a_sample_of_one_token_is_that_token(name):
 def test_gspo_counts_what_it_clips():
     now = torch.tensor([0.1, 0.1, -0.1])
     samples = SampleSegments(torch.ones(3, dtype=torch.bool), torch.tensor([0, 0, 1]), 2)
-    out = sequence_loss.gspo(now, torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), samples, 3e-4, 4e-4)
+    out = OBJECTIVES["gspo"].loss(now, torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), samples, 3e-4, 4e-4)
     assert out.clipped_high.tolist() == [True, True, False] and out.clipped_low.tolist() == [False, False, True]
     torch.testing.assert_close(out.ratio, torch.tensor([0.1, 0.1, -0.1]).exp())

@@ -5,6 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megarl.algorithms.baselines import Member, scale_of
+from megarl.algorithms.specs import GroupEstimator
+from megarl.core.types import Baseline
+
+
+def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str, std_epsilon: float) -> list[Baseline]:
+    """The advantage of each sample, written as a baseline of its reward: `against_all` in units of the deviation over
+    the sets of k, or `against_without`.
+
+    k     where rewards failed, at most the samples left, less one under pass_at_k_baseline="all": of all samples there
+          is one set, whose best is the same for each of them
+    std   "none" leaves out the division. All sets of k are known, so that there is no other deviation than that of the
+          population
+    """
+    rewards = [member.reward for member in group]
+    k = min(k, len(rewards) - (pass_at_k_baseline == "all"))
+    if pass_at_k_baseline == "without":
+        return [Baseline(r - advantage) for r, advantage in zip(rewards, against_without(rewards, k), strict=True)]
+    advantages, deviation = against_all(rewards, k)
+    scale = 1.0 if std == "none" else scale_of(deviation, std_epsilon)
+    return [Baseline(r - advantage, scale) for r, advantage in zip(rewards, advantages, strict=True)]
+
 
 def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
     """Probabilities with which each of the rewards is the best of k that are drawn without replacement; of equal ones
@@ -64,3 +86,12 @@ def _ranks(rewards: Sequence[float]) -> list[int]:
 def _check(rewards: Sequence[float], k: int) -> None:
     if not 1 <= k <= len(rewards):
         raise ValueError(f"k={k}: there are {len(rewards)} samples to choose k from")
+
+
+SPEC = GroupEstimator(
+    name="pass_at_k",
+    formula="(E[max r of k samples, i among them] − E[max r of k samples]) / (std[max r of k samples] + std_epsilon)",
+    paper="Pass@k training, arXiv 2508.10751",
+    compare=pass_at_k,
+    arguments={"k": 4, "pass_at_k_baseline": "all", "std": "population", "std_epsilon": 1e-6},
+)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.shapes import require_list, require_one_shape
+
+if TYPE_CHECKING:
+    import torch
 
 
 def to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -16,7 +19,8 @@ def to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, ga
     returns      float32 [N], 0 where the mask is False
     """
     require_one_shape(reward=reward, mask=mask, row_sample=row_sample)
-    return torch.zeros_like(reward).masked_scatter(mask, discounted_sum(reward[mask], row_sample[mask], gamma))
+    sums = discounted_sum(reward[mask], row_sample[mask], gamma)
+    return reward.new_zeros(reward.shape).masked_scatter(mask, sums)
 
 
 def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | torch.Tensor) -> torch.Tensor:
@@ -31,8 +35,8 @@ def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | 
     require_one_shape(x=x, row_sample=row_sample)
     terms = 1
     while terms < len(x):
-        later = torch.cat((x[terms:], x.new_zeros(terms)))
-        x = x + torch.where(same_sample(row_sample, terms), (discount**terms * later).to(x), 0.0)
+        later = (discount**terms * x.roll(-terms)).to(x)
+        x = x + later.where(same_sample(row_sample, terms), 0.0)
         terms *= 2
     return x
 
@@ -51,11 +55,11 @@ def at_last_token(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Te
 def sum_of_sample(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, num_samples: int) -> torch.Tensor:
     """Σ_t r_t over the trained tokens of each sample: float32 [S]. reward: float32 [N]."""
     require_one_shape(reward=reward, mask=mask, row_sample=row_sample)
-    return reward.new_zeros(num_samples).index_add(0, row_sample, torch.where(mask, reward, 0.0))
+    return reward.new_zeros(num_samples).index_add(0, row_sample, reward.where(mask, 0.0))
 
 
 def same_sample(row_sample: torch.Tensor, distance: int) -> torch.Tensor:
     """bool [N]: whether the row that is `distance` further on exists and belongs to the same sample."""
-    same = torch.zeros_like(row_sample, dtype=torch.bool)
-    same[:-distance] = row_sample[distance:] == row_sample[:-distance]
+    same = row_sample == row_sample.roll(-distance)
+    same[-distance:] = False  # there the roll has come round to the first rows
     return same
