@@ -36,7 +36,7 @@ def run(config: Config, scratch: Path) -> None:
     models = find_models(config)
     check_megatron_settings(config, models)
     with Loop.prepare(config, models, load_offline_data(config, models.actor)) as loop:
-        with Session(config.cluster, loop.folder.logs, scratch) as session:
+        with Session(config, loop.folder.logs, scratch) as session:
             learn(session, config, models, loop)
         print(f"report: {report.write(loop.folder.path)}")
 

@@ -39,7 +39,7 @@ def run(config: Config, scratch: Path) -> None:
     check_gpu_memory(config, models)
     check_megatron_settings(config, models)
     with Loop.prepare(config, models, load_prompts(config, models.actor)) as loop:
-        with Session(config.cluster, loop.folder.logs, scratch) as session:
+        with Session(config, loop.folder.logs, scratch) as session:
             workers = launch_workers(session, config, models, loop.placement, loop.resume_point.checkpoint)
             learn(config, workers, loop)
         print(f"report: {report.write(loop.folder.path)}")

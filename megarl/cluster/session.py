@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +19,8 @@ from ray.exceptions import RayError
 from megarl.cluster.failure import RunFailure, cause, is_cause, is_loss
 from megarl.cluster.supervision import processes
 from megarl.cluster.supervision.watchdog import Watchdog
-from megarl.config.schema import Cluster
+from megarl.config.schema import Config
+from megarl.planning.object_store import FLOOR_MIB, object_store_mib
 
 SETTLE_S = 3.0
 """After a first failure, how long the other calls may take to tell their own: the cause is among them."""
@@ -45,10 +47,10 @@ class Session:
     """Starts Ray and waits for remote calls with a deadline and a diagnosis. Inside `supervised`, which ends what is
     left of its processes."""
 
-    def __init__(self, config: Cluster, logs: Path, scratch: Path):
+    def __init__(self, config: Config, logs: Path, scratch: Path):
         """scratch: the folder for files that are not needed after the run."""
         self.logs, self.scratch = logs.resolve(), scratch
-        self._config = config
+        self._config = config.cluster
         self._watched: dict[str, ActorHandle] = {}
         logging.getLogger("ray").setLevel(logging.ERROR)  # its advice to administrators is not for the console
         os.environ.update(
@@ -59,7 +61,8 @@ class Session:
         ray.init(
             address="local",
             num_cpus=len(os.sched_getaffinity(0)),
-            object_store_memory=config.object_store_mib * 2**20,
+            object_store_memory=object_store_bytes(config),
+            object_spilling_directory=str(scratch / "spilled"),
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
@@ -156,6 +159,15 @@ class Session:
             time.sleep(1.0)
             self._watchdog.check()
         return errors
+
+
+def object_store_bytes(config: Config) -> int:
+    """As the config says; a size that follows from the batch is at most nine tenths of what the machine's shared memory
+    has free, as Ray would put a larger store on the disk."""
+    wanted = object_store_mib(config)
+    if config.cluster.object_store_mib is None:
+        wanted = min(wanted, max(FLOOR_MIB, 9 * shutil.disk_usage("/dev/shm").free // 10 // 2**20))
+    return wanted * 2**20
 
 
 def _lost_among(errors: Mapping[str, Exception], expendable: Collection[str]) -> set[str]:

@@ -364,7 +364,7 @@ class Cluster(Section):
     placement: Literal["colocated", "disaggregated"]
     start_timeout_s: PositiveFloat
     step_timeout_s: PositiveFloat
-    object_store_mib: PositiveInt
+    object_store_mib: PositiveInt | None
 
 
 class Config(Section):

@@ -37,7 +37,7 @@ def drive(folder: Path, result: Path) -> None:
     source = huggingface_holder(read_config(folder), "float32")
     generator = torch.Generator().manual_seed(0)
     weights = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in source.shapes.items()}
-    with supervised() as scratch, session.Session(config.cluster, folder, scratch) as ray_session:
+    with supervised() as scratch, session.Session(config, folder, scratch) as ray_session:
         engines = EngineGroup(ray_session, config, folder, place(config, cores=1).engines)
         engines.start()
         channel = SharedMemory({source.name: publish(weights)})
