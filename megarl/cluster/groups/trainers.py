@@ -67,8 +67,8 @@ class TrainerActor(RankActor):
         return self._worker.update(self._batches.fetch(rank_batch))
 
     def end_step(self) -> None:
+        self._batches.clear()  # first: what they have on the device goes back to it at the end of the step
         self._worker.end_step()
-        self._batches.clear()
 
     def renew_reference(self) -> None:
         self._worker.renew_reference()

@@ -14,6 +14,9 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from megarl.cluster import session as module
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.session import Session
+from megarl.config.load import load
+from megarl.planning.object_store import object_store_mib
+from tests.paths import BASE
 
 NEVER = float("inf")
 
@@ -187,3 +190,28 @@ def test_after_a_loss_the_others_still_have_a_deadline(session: Session) -> None
     calls = {"engine-0": Call(1, ActorDiedError()), "engine-1": Call(NEVER)}
     with pytest.raises(RunFailure, match=r"^rollout: no answer from engine-1 in 100 s; see /logs$"):
         session.gather(calls, "rollout", expendable=EXPENDABLE)
+
+
+GIB = 2**30
+STEP = (
+    *("rollout.context_length=8192", "rollout.max_new_tokens=7168", "batch.samples_per_prompt=16"),
+    *("batch.prompts_per_step=512", "batch.prompts_per_update=512"),
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free", "expected"),
+    [
+        (STEP, 64 * GIB, None),  # as much as the batch asks for
+        (STEP, GIB, 9 * 1024 // 10 * 2**20),
+        (STEP, 100 * 2**20, 256 * 2**20),
+        ((*STEP, "cluster.object_store_mib=3000"), GIB, 3000 * 2**20),
+    ],
+)
+def test_the_object_store_has_room_for_the_batch_as_far_as_there_is_shared_memory(
+    monkeypatch, overrides, free, expected
+):
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    expected = object_store_mib(config) * 2**20 if expected is None else expected
+    assert module.object_store_bytes(config) == expected
