@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 
 from megarl.cluster.failure import RunFailure, cause, is_loss, rank
 from megarl.cluster.pending import Answers, Pending, error_of
-from megarl.cluster.supervision import processes
+from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.cluster.trace import Trace
 from megarl.config.schema import Config
@@ -189,5 +189,5 @@ def object_store_bytes(config: Config) -> int:
     has free, as Ray would put a larger store on the disk."""
     wanted = object_store_mib(config)
     if config.cluster.object_store_mib is None:
-        wanted = min(wanted, max(FLOOR_MIB, 9 * shutil.disk_usage("/dev/shm").free // 10 // 2**20))
+        wanted = min(wanted, max(FLOOR_MIB, 9 * shutil.disk_usage(segments.SHARED_MEMORY).free // 10 // 2**20))
     return wanted * 2**20

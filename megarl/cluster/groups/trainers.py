@@ -38,7 +38,8 @@ class TrainerActor(RankActor):
     """One rank of a model that the run trains: its worker is a TrainerWorker."""
 
     def end_step(self) -> Answer:
-        """Lets go of the step's batches, too: their samples do not come back."""
+        """Lets go of the step's batches: their samples do not come back. They go first, for what they have on the device
+        to go back to it at the end of the step."""
         self._batches.clear()
         return self.call(lambda worker: worker.end_step())
 

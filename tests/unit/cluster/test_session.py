@@ -16,6 +16,9 @@ from megarl.cluster import session as module
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.pending import Answers
 from megarl.cluster.session import Session
+from megarl.config.load import load
+from megarl.planning.object_store import object_store_mib
+from tests.paths import BASE
 
 NEVER = float("inf")
 
@@ -239,3 +242,29 @@ def test_the_deadline_of_another_future_ends_a_wait(session: Session, ray: FakeR
     with pytest.raises(RunFailure, match=r"^rollout: no answer from engine-0 in 20 s; see /logs$"):
         session.submit({"trainer-0": Call(50)}, "update").result()
     assert ray.now == 20
+        session.gather(calls, "rollout", expendable=EXPENDABLE)
+
+
+GIB = 2**30
+STEP = (
+    *("rollout.context_length=8192", "rollout.max_new_tokens=7168", "batch.samples_per_prompt=16"),
+    *("batch.prompts_per_step=512", "batch.prompts_per_update=512"),
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free", "expected"),
+    [
+        (STEP, 64 * GIB, None),  # as much as the batch asks for
+        (STEP, GIB, 9 * 1024 // 10 * 2**20),
+        (STEP, 100 * 2**20, 256 * 2**20),
+        ((*STEP, "cluster.object_store_mib=3000"), GIB, 3000 * 2**20),
+    ],
+)
+def test_the_object_store_has_room_for_the_batch_as_far_as_there_is_shared_memory(
+    monkeypatch, overrides, free, expected
+):
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    expected = object_store_mib(config) * 2**20 if expected is None else expected
+    assert module.object_store_bytes(config) == expected
