@@ -24,16 +24,16 @@ class GrpoReference:
 
     def log_probs(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
         logits = self.logits(model, sample)
-        for i, kept in enumerate(sample.candidate_ids):
-            if kept:
+        for i, kept in enumerate(sample.candidate_ids or ()):
+            if len(kept):
                 others = torch.ones_like(logits, dtype=torch.bool)
                 others[:, [sample.response_ids[i], *kept]] = False
                 logits = logits.masked_fill(others & (torch.arange(len(logits)) == i)[:, None], -torch.inf)
-        return torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        return torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.response_ids).long()[:, None])[:, 0]
 
     def logits(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
         """Of the distributions that the response tokens come from [R, V]."""
-        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        ids = torch.tensor(sample.token_ids[None]).long()
         return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1] / self.temperature
 
     def loss(

@@ -32,6 +32,7 @@ from tests.parity import (
     assert_equal,
     canonical,
     config_of,
+    local_batch,
     random_groups,
     rank_batches,
     reduced_gradients,
@@ -225,7 +226,7 @@ class World:
         samples = [sample for group in groups for sample, _ in group]
         generator = torch.Generator().manual_seed(3)
         scored = {sample.id: Categorical(logits=reference.logits(reference.model, sample)) for sample in samples}
-        now = {s.id: scored[s.id].log_prob(torch.tensor(s.response_ids)).detach().float() for s in samples}
+        now = {s.id: scored[s.id].log_prob(torch.tensor(s.response_ids).long()).detach().float() for s in samples}
         others = {
             name: {i: x + shift + spread * torch.randn(x.shape, generator=generator) for i, x in now.items()}
             for name, spread, shift in (("old", 0.2, 0.0), ("rollout_logprobs", 0.3, 0.0), ("reference", 0.2, -0.1))
@@ -234,7 +235,7 @@ class World:
             others[name] = {i: torch.randn(x.shape, generator=generator) for i, x in now.items()}
         sampled = [
             [
-                (dataclasses.replace(s, response_logprobs=tuple(others["rollout_logprobs"][s.id].tolist())), reward)
+                (dataclasses.replace(s, response_logprobs=others["rollout_logprobs"][s.id]), reward)
                 for s, reward in group
             ]
             for group in groups
@@ -298,7 +299,7 @@ class World:
         responses = []
         for sample, own, mask, chosen in zip(samples, advantage, masks, selected, strict=True):
             scored = self.scored[sample.id]
-            now, entropy = scored.log_prob(torch.tensor(sample.response_ids))[mask], scored.entropy()[mask]
+            now, entropy = scored.log_prob(torch.tensor(sample.response_ids).long())[mask], scored.entropy()[mask]
             of = {name: self.others[name][sample.id][mask] for name in ("old", "rollout_logprobs", "reference")}
             policies = ((of | {"now": now.detach()})[case.old], of["rollout_logprobs"], of["reference"])
             unequal = differ(own[mask]) or differ(case.factor((policies[0] - policies[1]).exp()))
@@ -378,11 +379,9 @@ def of_ranks(
         given = {name: world.others[name] for name in (*names, *(["reference"] if cases[name].kl else []))}
         if config.kl_in_reward:
             given["kl_reward"] = rewarded_with_kl(worker, world)
-        share = rank_batches(config, worker.packing, world.groups, "actor", given, greedy, average)[
-            worker.data_parallel_rank
-        ]
-        samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
-        batches = worker._training_batches(samples, share.microbatches)
+        of_ranks = rank_batches(config, worker.packing, world.groups, "actor", given, greedy, average)
+        batch = local_batch(of_ranks[worker.data_parallel_rank])
+        batches = worker._training_batches(batch)
         parts = step.accumulate_gradients(worker.chunks, worker.objective, batches)
         metrics: dict[str, Metric] = merge(map(read, parts)) if parallel.reports_metrics() else {}
         results[name] = RankResult(worker.holder, reduced_gradients(worker), {}, metrics)
@@ -392,10 +391,9 @@ def of_ranks(
 def rewarded_with_kl(worker: ActorWorker, world: World) -> Tokens:
     """What the ranks together make of log-probs from passes."""
     worker._kept = {name: world.others[name] for name in ("old", "reference")}
-    share = rank_batches(worker._config, worker.packing, world.groups)[worker.data_parallel_rank]
-    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+    batch = local_batch(rank_batches(worker._config, worker.packing, world.groups)[worker.data_parallel_rank])
     of_ranks: list[Tokens] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, worker.score_tokens(samples, share.microbatches))
+    dist.all_gather_object(of_ranks, worker.score_tokens(batch))
     worker._kept = {}
     return {name: own for of_rank in of_ranks for name, own in of_rank.items()}
 

@@ -20,6 +20,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config, Role
 from megarl.core.metrics import Metric
 from megarl.core.types import Prompt, Sample, SampleInfo, TokenTotals, VersionRun
+from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Packing
 from megarl.megatron.model.build import named_parameters
@@ -150,25 +151,30 @@ def train(
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.packing = dataclasses.replace(worker.packing, **packing)
     for groups in updates:
-        share, samples = own_share(config, worker, groups, given)
+        batch = own_batch(config, worker, groups, given)
         if config.algorithm.kl.coefficient:
-            worker.keep_log_probs("reference", samples, share.microbatches)
+            worker.keep_log_probs("reference", batch)
         if config.kl_in_reward:
-            worker.keep_log_probs("old", samples, share.microbatches)
+            worker.keep_log_probs("old", batch)
             of_ranks: list = [None] * config.actor.layout.world_size
-            dist.all_gather_object(of_ranks, worker.score_tokens(samples, share.microbatches))
+            dist.all_gather_object(of_ranks, worker.score_tokens(batch))
             kl = {name: own for of_rank in of_ranks for name, own in of_rank.items()}
-            share, samples = own_share(config, worker, groups, (given or {}) | {"kl_reward": kl})
+            batch = own_batch(config, worker, groups, (given or {}) | {"kl_reward": kl})
         gradients = capture_gradients(worker)
-        metrics = worker.update(samples, share.microbatches)
+        metrics = worker.update(batch)
         worker.end_step()
     weights = {name: p.clone() for name, p in worker.parameters().items()}
     return RankResult(worker.holder, gradients, weights, metrics)
 
 
-def own_share(config: Config, worker: ActorWorker, groups: list[Group], scores: TokenScores | None):
-    share = rank_batches(config, worker.packing, groups, scores=scores)[worker.data_parallel_rank]
-    return share, [item.training_sample(item.sample, item.scores) for item in share.samples]
+def own_batch(config: Config, worker: ActorWorker, groups: list[Group], scores: TokenScores | None) -> LocalBatch:
+    return local_batch(rank_batches(config, worker.packing, groups, scores=scores)[worker.data_parallel_rank])
+
+
+def local_batch(rank_batch: RankBatch) -> LocalBatch:
+    """What a rank makes of it where references are what they refer to."""
+    samples = [item.training_sample(item.sample, item.scores) for item in rank_batch.samples]
+    return LocalBatch(samples, rank_batch.microbatches)
 
 
 def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:

@@ -73,14 +73,14 @@ class PpoReference:
             self.optimizers[model].step()
 
     def log_probs(self, sample: Sample) -> torch.Tensor:
-        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        ids = torch.tensor(sample.token_ids[None]).long()
         first = len(sample.prompt.token_ids) - 1
         logits = self.actor(ids).logits[0] / self.settings.temperature
         return torch.log_softmax(logits, -1)[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
 
     def values(self, sample: Sample) -> torch.Tensor:
         """Of the state before each response token."""
-        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        ids = torch.tensor(sample.token_ids[None]).long()
         hidden = self.critic.model(ids).last_hidden_state[0]
         return self.critic.score(hidden)[len(sample.prompt.token_ids) - 1 : -1, 0]
 
@@ -89,7 +89,7 @@ class PpoReference:
         settings, mask = self.settings, torch.tensor(sample.response_mask)
         is_policy_objective, of_critic = settings.gae_lambda, settings.critic_lambda or settings.gae_lambda
         if settings.length_alpha is not None:
-            is_policy_objective = max(0.0, 1 - 1 / (settings.length_alpha * max(sum(sample.response_mask), 1)))
+            is_policy_objective = max(0.0, 1 - 1 / (settings.length_alpha * max(int(sample.response_mask.sum()), 1)))
         values = values[mask].tolist()
         of_tokens = [0.0] * len(values) if self.of_tokens is None else self.of_tokens[sample.id][mask].tolist()
         of_tokens[-1:] = [reward + last for last in of_tokens[-1:]]
@@ -141,7 +141,7 @@ class SharedTrunkReference(PpoReference):
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.lr, eps=settings.eps, weight_decay=0.0)
 
     def values(self, sample: Sample) -> torch.Tensor:
-        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        ids = torch.tensor(sample.token_ids[None]).long()
         hidden = self.actor.model(ids).last_hidden_state[0]
         return self.head(hidden)[len(sample.prompt.token_ids) - 1 : -1, 0]
 

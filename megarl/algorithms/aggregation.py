@@ -82,7 +82,8 @@ def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], abov
     The mean that VAPO's loss of positive examples is (https://arxiv.org/abs/2504.05118, eq. 10).
     """
     positive = [n if outcome > above else 0 for n, outcome in zip(num_tokens, outcomes, strict=True)]
-    return [1.0 / sum(positive) if n else 0.0 for n in positive]
+    total = sum(positive)
+    return [1.0 / total if n else 0.0 for n in positive]
 
 
 def sample_weights(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -13,6 +13,8 @@ from megarl.data.packing import Microbatch
 
 if TYPE_CHECKING:
     import torch
+
+    from megarl.data.local_batch import LocalBatch
 
 Scores = dict[str, ray.ObjectRef]
 """Sample id -> where a model's scores of its response tokens are: float32 [R]."""
@@ -23,11 +25,17 @@ def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
     return {sample: ray.put(own) for sample, own in scores.items()}
 
 
+def join_scores(parts: Sequence[Scores]) -> Scores:
+    """Joins the scores that several processes have put there."""
+    return {sample: ref for part in parts for sample, ref in part.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRef:
     """One sample of an update, as the driver hands it out: where its tokens are, and other models' scores of them (by
     their name in TokenBatch), and the scalars beside them."""
 
+    sample_id: str
     sample: ray.ObjectRef
     reward: float
     baseline: Baseline
@@ -36,12 +44,9 @@ class SampleRef:
     imitation_weight: float = 0.0
 
     @classmethod
-    def unscored(cls, sample: ray.ObjectRef) -> SampleRef:
+    def unscored(cls, sample_id: str, sample: ray.ObjectRef) -> SampleRef:
         """For a forward-only pass that comes before the sample has a reward."""
-        return cls(sample, 0.0, NO_BASELINE, 0.0)
-
-    def fetch(self) -> TrainingSample:
-        return self.training_sample(ray.get(self.sample), {name: ray.get(ref) for name, ref in self.scores.items()})
+        return cls(sample_id, sample, 0.0, NO_BASELINE, 0.0)
 
     def training_sample(self, sample: Sample, scores: Mapping[str, torch.Tensor]) -> TrainingSample:
         return TrainingSample(sample, self.reward, self.baseline, self.weight, scores, self.imitation_weight)
@@ -64,5 +69,51 @@ class RankBatch:
             microbatches=tuple(tuple(position[index] for index in members) for members in microbatches),
         )
 
-    def fetch(self) -> list[TrainingSample]:
-        return [item.fetch() for item in self.samples]
+    def with_scores(self, name: str, scores: Scores) -> RankBatch:
+        """The same batch, with what another model says of its tokens under this name."""
+        samples = [replace(item, scores={**item.scores, name: scores[item.sample_id]}) for item in self.samples]
+        return replace(self, samples=tuple(samples))
+
+    @property
+    def key(self) -> tuple:
+        """Equal for batches of the same samples in the same microbatches, whatever is known of the samples."""
+        return tuple(item.sample for item in self.samples), self.microbatches
+
+    def training_samples(self, samples: Sequence[Sample] | None = None) -> list[TrainingSample]:
+        """Fetches all that the batch refers to in one call. samples: None where they are still to be fetched."""
+        scores = [ref for item in self.samples for ref in item.scores.values()]
+        fetched = iter(_get([*(item.sample for item in self.samples if samples is None), *scores]))
+        samples = [next(fetched) for _ in self.samples] if samples is None else samples
+        return [
+            item.training_sample(sample, {name: next(fetched) for name in item.scores})
+            for item, sample in zip(self.samples, samples, strict=True)
+        ]
+
+    def fetch(self) -> LocalBatch:
+        from megarl.data.local_batch import LocalBatch
+
+        return LocalBatch(self.training_samples(), self.microbatches)
+
+
+class FetchedBatches:
+    """Batches that a rank has fetched in this step: of the same samples once, for all passes and updates."""
+
+    def __init__(self) -> None:
+        self._fetched: dict[tuple, tuple[RankBatch, LocalBatch]] = {}
+
+    def fetch(self, rank_batch: RankBatch) -> LocalBatch:
+        earlier, batch = self._fetched.get(rank_batch.key, (None, None))
+        if batch is None:
+            batch = rank_batch.fetch()
+        elif earlier != rank_batch:  # rewards, baselines or scores have come since
+            batch = batch.renewed(rank_batch.training_samples([item.sample for item in batch.samples]))
+        self._fetched[rank_batch.key] = rank_batch, batch
+        return batch
+
+    def clear(self) -> None:
+        """At the end of a step, whose samples do not come back."""
+        self._fetched.clear()
+
+
+def _get(refs: Sequence[ray.ObjectRef]) -> list[Any]:
+    return ray.get([*refs]) if refs else []

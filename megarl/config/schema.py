@@ -351,7 +351,7 @@ class Cluster(Section):
     placement: Literal["colocated", "disaggregated"]
     start_timeout_s: PositiveFloat
     step_timeout_s: PositiveFloat
-    object_store_mib: PositiveInt
+    object_store_mib: PositiveInt | None
 
 
 class Config(Section):
@@ -408,6 +408,10 @@ class Config(Section):
     def samples_greedily(self) -> bool:
         """Whether each prompt has a greedy response beside its samples, which is scored and not trained on."""
         return self.algorithm.advantage.spec.comparison == "greedy"
+
+    def trains_actor_in(self, step: int) -> bool:
+        """Whether the actor is trained in this step, counted from 1: at first, only a critic may be."""
+        return not self.has_critic or step > self.critic.warmup_steps
 
     @property
     def has_implicit_reward(self) -> bool:

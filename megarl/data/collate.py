@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from megarl.core.types import TokenBatch, TrainingSample
+from megarl.core.types import CandidateIds, Sample, TokenBatch, TrainingSample
 from megarl.data.packing import Packing, round_up
 
 PADDING = 0
@@ -19,6 +22,9 @@ NO_TOKEN = -1
 Reads = Literal["states", "tokens"]
 """Which row of the pack a head reads for a response token: that of the state in which it was sampled (the token before
 it), or its own."""
+
+TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
+"""What passes and other models say of response tokens: name as in TokenBatch (old, …) -> sample id -> float32 [R]."""
 
 
 def collate(
@@ -32,93 +38,175 @@ def collate(
 
     samples     none for an empty microbatch, which consists of padding
     truncates   whether log-probs are of the tokens only that the engine kept
-    scores      of the response tokens: name as in TokenBatch, such as old -> sample id -> float32 [R]
+    scores      as in TokenScores
     """
-    pack = _Pack(packing, reads)
-    for item in samples:
-        pack.add(item)
-    pack.pad()
-    mask = torch.tensor([flag for item in samples for flag in item.sample.response_mask], dtype=torch.bool)
-    row_sample = _long([i for i, item in enumerate(samples) for _ in item.sample.response_ids])
-    weight = _float([item.weight for item in samples])[row_sample]
+    members = [item.sample for item in samples]
+    layout = _Layout.of(members, packing)
+    lengths = [len(sample.response_ids) for sample in members]
+    mask = torch.from_numpy(_concatenate((sample.response_mask for sample in members), np.bool_))
+    row_sample = torch.from_numpy(np.repeat(np.arange(len(samples)), lengths))
     batch = TokenBatch(
-        tokens=_long(pack.tokens),
-        positions=_long(pack.positions),
-        document_tokens=_long([token for document in pack.documents for token in document]),
-        boundaries=torch.tensor([0, *map(len, pack.documents)], dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        rows=_long(pack.rows),
-        targets=_long([token for item in samples for token in item.sample.response_ids]),
+        tokens=torch.from_numpy(layout.tokens(members)),
+        positions=torch.from_numpy(layout.positions()),
+        document_tokens=torch.from_numpy(layout.document_tokens()),
+        boundaries=torch.from_numpy(layout.boundaries()),
+        rows=torch.from_numpy(layout.rows(reads)),
+        targets=torch.from_numpy(_concatenate((sample.response_ids for sample in members), np.int64)),
         row_sample=row_sample,
-        rollout_logprobs=_float([value for item in samples for value in item.sample.response_logprobs]),
+        rollout_logprobs=torch.from_numpy(_concatenate((sample.response_logprobs for sample in members), np.float32)),
         mask=mask,
-        weight=torch.where(mask, weight, 0.0),
-        imitation_weight=torch.where(mask, _float([item.imitation_weight for item in samples])[row_sample], 0.0),
-        reward=_double([item.reward for item in samples]),
-        baseline=_double([item.baseline.center for item in samples]),
-        scale=_double([item.baseline.scale for item in samples]),
-        token_baseline=_float([item.baseline.token_center for item in samples]),
-        token_scale=_float([item.baseline.token_scale for item in samples]),
-        candidate_ids=_candidate_ids(samples) if truncates else None,
-        **{name: _by_row(samples, by_sample) for name, by_sample in scores.items()},
+        candidate_ids=_candidate_ids(members) if truncates else None,
+        **_scalars(samples, row_sample, mask),
     )
+    batch = with_scores(batch, samples, scores)
     batch.validate()
     return batch
 
 
-class _Pack:
-    """Tokens and their positions, and for every document where its tokens stand."""
-
-    def __init__(self, packing: Packing, reads: Reads):
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.documents: list[list[int]] = []
-        self.rows: list[int] = []
-        self._packing, self._reads = packing, reads
-        self._prompts: dict[str, list[int]] = {}
-
-    def add(self, item: TrainingSample) -> None:
-        prompt = item.sample.prompt
-        standing = self._prompts.get(prompt.id) if self._packing.shares_prompts else None
-        if standing is None:
-            standing = self._append(prompt.token_ids, 0)
-            self._prompts[prompt.id] = standing
-        response = self._append(item.sample.response_ids, len(prompt.token_ids))
-        document = standing + response
-        # The hidden state of a token predicts the one after it.
-        self.rows.extend(document[len(standing) - 1 : -1] if self._reads == "states" else response)
-        missing = self._packing.padded(len(document)) - len(document)
-        self.documents.append(document + self._append((PADDING,) * missing, len(document)))
-
-    def pad(self) -> None:
-        total = round_up(max(len(self.tokens), 1), self._packing.pack_multiple)
-        if missing := total - len(self.tokens):
-            self.documents.append(self._append((PADDING,) * missing, 0))
-
-    def _append(self, token_ids: Sequence[int], first_position: int) -> list[int]:
-        start = len(self.tokens)
-        self.tokens.extend(token_ids)
-        self.positions.extend(range(first_position, first_position + len(token_ids)))
-        return list(range(start, len(self.tokens)))
+def with_scalars(batch: TokenBatch, samples: Sequence[TrainingSample]) -> TokenBatch:
+    """The batch of these samples, which had other rewards, baselines or weights when it was collated."""
+    return replace(batch, **_scalars(samples, batch.row_sample, batch.mask))
 
 
-def _by_row(samples: Sequence[TrainingSample], by_sample: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([torch.empty(0), *(by_sample[item.sample.id].cpu() for item in samples)])
+def with_scores(batch: TokenBatch, samples: Sequence[TrainingSample], scores: TokenScores) -> TokenBatch:
+    """The batch of these samples with what has been said of their tokens since."""
+    return replace(batch, **{name: _by_row(batch, samples, by_sample) for name, by_sample in scores.items()})
 
 
-def _candidate_ids(samples: Sequence[TrainingSample]) -> torch.Tensor | None:
+def _by_row(
+    batch: TokenBatch, samples: Sequence[TrainingSample], by_sample: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    device = batch.tokens.device
+    parts = [by_sample[item.sample.id].to(device) for item in samples]
+    return torch.cat([torch.empty(0, device=device), *parts])
+
+
+def _scalars(
+    samples: Sequence[TrainingSample], row_sample: torch.Tensor, mask: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What each sample brings beside its tokens, on the device of its rows."""
+    device = row_sample.device
+
+    def vector(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([*values], dtype=dtype, device=device)
+
+    def by_trained_row(values: Iterable[float]) -> torch.Tensor:
+        return torch.where(mask, vector(values, torch.float32)[row_sample], 0.0)
+
+    baselines = [item.baseline for item in samples]
+    return {
+        "weight": by_trained_row(item.weight for item in samples),
+        "imitation_weight": by_trained_row(item.imitation_weight for item in samples),
+        "reward": vector((item.reward for item in samples), torch.float64),
+        "baseline": vector((baseline.center for baseline in baselines), torch.float64),
+        "scale": vector((baseline.scale for baseline in baselines), torch.float64),
+        "token_baseline": vector((baseline.token_center for baseline in baselines), torch.float32),
+        "token_scale": vector((baseline.token_scale for baseline in baselines), torch.float32),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the tokens of S samples stand in a pack. A sample's document is its prompt, which may stand before another
+    sample's response, and then its response with the padding after it.
+
+    prompt_starts, prompt_lengths         int64 [S]
+    prompt_is_new                         bool [S]: whether the prompt stands right before this sample's response
+    response_starts, response_lengths     int64 [S]
+    paddings                              int64 [S]
+    num_tokens                            of all samples
+    last_padding                          tokens of the document that fills up the pack
+    """
+
+    prompt_starts: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64]
+    prompt_is_new: NDArray[np.bool_]
+    response_starts: NDArray[np.int64]
+    response_lengths: NDArray[np.int64]
+    paddings: NDArray[np.int64]
+    num_tokens: int
+    last_padding: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], packing: Packing) -> _Layout:
+        places: list[tuple[int, int, bool, int, int, int]] = []
+        standing: dict[str, int] = {}
+        end = 0
+        for sample in samples:
+            prompt, num_response = sample.prompt, len(sample.response_ids)
+            num_prompt = len(prompt.token_ids)
+            assert num_prompt or not num_response, f"sample {sample.id}: no token comes before its response"
+            start = standing.get(prompt.id) if packing.shares_prompts else None
+            is_new = start is None
+            if is_new:
+                start = standing[prompt.id] = end
+                end += num_prompt
+            padding = packing.padded(num_prompt + num_response) - num_prompt - num_response
+            places.append((start, num_prompt, is_new, end, num_response, padding))
+            end += num_response + padding
+        columns = np.array(places, np.int64).reshape(-1, 6).T
+        last_padding = round_up(max(end, 1), packing.pack_multiple) - end
+        starts, prompts, are_new, responses, lengths, paddings = columns
+        return cls(starts, prompts, are_new.astype(np.bool_), responses, lengths, paddings, end, last_padding)
+
+    def tokens(self, samples: Sequence[Sample]) -> NDArray[np.int64]:
+        segments = []
+        for sample, is_new, padding in zip(samples, self.prompt_is_new.tolist(), self.paddings.tolist(), strict=True):
+            if is_new:
+                segments.append(sample.prompt.token_ids)
+            segments.append(sample.response_ids)
+            if padding:
+                segments.append(np.full(padding, PADDING, np.int32))
+        segments.append(np.full(self.last_padding, PADDING, np.int32))
+        return _concatenate(segments, np.int64)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Within the document. They go on from a prompt to its response, even where the prompt stands elsewhere."""
+        new_prompts = np.where(self.prompt_is_new, self.prompt_lengths, 0)
+        lengths = new_prompts + self.response_lengths + self.paddings
+        return _ranges(np.append(self.prompt_lengths - new_prompts, 0), np.append(lengths, self.last_padding))
+
+    def document_tokens(self) -> NDArray[np.int64]:
+        firsts = np.stack((self.prompt_starts, self.response_starts), 1).ravel()
+        lengths = np.stack((self.prompt_lengths, self.response_lengths + self.paddings), 1).ravel()
+        return _ranges(np.append(firsts, self.num_tokens), np.append(lengths, self.last_padding))
+
+    def boundaries(self) -> NDArray[np.int32]:
+        lengths = self.prompt_lengths + self.response_lengths + self.paddings
+        last = [self.last_padding] if self.last_padding else []
+        return np.cumsum(np.concatenate(([0], lengths, last)), dtype=np.int32)
+
+    def rows(self, reads: Reads) -> NDArray[np.int64]:
+        """The hidden state of a token predicts the one after it."""
+        rows = _ranges(self.response_starts, self.response_lengths)
+        if reads == "tokens":
+            return rows
+        rows -= 1
+        first = (np.cumsum(self.response_lengths) - self.response_lengths)[self.response_lengths > 0]
+        rows[first] = (self.prompt_starts + self.prompt_lengths - 1)[self.response_lengths > 0]
+        return rows
+
+
+def _ranges(firsts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """first, first + 1, … of each range, one range after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(lengths.sum()) + np.repeat(firsts - ends + lengths, lengths)
+
+
+def _concatenate(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    """Also of no array."""
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")
+
+
+def _candidate_ids(samples: Sequence[Sample]) -> torch.Tensor | None:
     """See TokenBatch."""
-    rows = [ids for item in samples for ids in item.sample.candidate_ids or ((),) * len(item.sample.response_ids)]
-    width = max(map(len, rows), default=0)
-    return _long([[*ids, *(NO_TOKEN,) * (width - len(ids))] for ids in rows]) if width else None
-
-
-def _long(values: list[int] | list[list[int]]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def _float(values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32)
-
-
-def _double(values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    if all(sample.candidate_ids is None for sample in samples):
+        return None
+    lists = [sample.candidate_ids or CandidateIds.none(len(sample.response_ids)) for sample in samples]
+    counts = _concatenate((np.diff(candidates.offsets) for candidates in lists), np.int64)
+    width = int(counts.max(initial=0))
+    if width == 0:
+        return None
+    rows = np.full((len(counts), width), NO_TOKEN, np.int64)
+    rows[np.arange(width) < counts[:, None]] = _concatenate((candidates.ids for candidates in lists), np.int64)
+    return torch.from_numpy(rows)

@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_messages, arithmetic_preferences
@@ -134,10 +136,10 @@ def _sample(prompt_id: str, number: int, num_prompt_tokens: int, tokens: Tokens)
     response = ids[num_prompt_tokens:]
     return Sample(
         id=f"{prompt_id}.{number}",
-        prompt=Prompt(prompt_id, "", tuple(ids[:num_prompt_tokens])),
-        response_ids=tuple(response),
-        response_logprobs=(0.0,) * len(response),
-        response_mask=tuple(said[num_prompt_tokens:]),
+        prompt=Prompt(prompt_id, "", ids[:num_prompt_tokens]),
+        response_ids=response,
+        response_logprobs=np.zeros(len(response), np.float32),
+        response_mask=said[num_prompt_tokens:],
         versions=(VersionRun(0, len(response)),),
         finish_reason="stop",
         text="",
@@ -147,6 +149,9 @@ def _sample(prompt_id: str, number: int, num_prompt_tokens: int, tokens: Tokens)
 def _hash(rows: Sequence[Sequence[Sample]]) -> str:
     digest = hashlib.sha256()
     for row in rows:
-        tokens = [(sample.prompt.token_ids, sample.response_ids, sample.response_mask) for sample in row]
+        tokens = [
+            [values.tolist() for values in (sample.prompt.token_ids, sample.response_ids, sample.response_mask)]
+            for sample in row
+        ]
         digest.update(json.dumps(tokens).encode() + b"\n")
     return digest.hexdigest()

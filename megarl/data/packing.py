@@ -105,49 +105,71 @@ def bundle(
 
     Raises ValueError for a unit that alone has more tokens: it is never split over microbatches.
     """
-    members: list[list[int]] = []
-    unfinished: dict[str, list[int]] = {}
+    bundles: list[_Counts] = []
+    unfinished: dict[str, _Counts] = {}
+    most = len(lengths) if most_samples is None else most_samples
     for unit in units or [(index,) for index in range(len(lengths))]:
-        _check_fits(unit, lengths, packing)
-        prompt = lengths[unit[0]].prompt
-        begun = unfinished.get(prompt) if packing.shares_prompts else None
-        has_room = begun is not None and (most_samples is None or len(begun) + len(unit) <= most_samples)
-        if has_room and _num_tokens([*begun, *unit], lengths, packing) <= packing.token_budget:
-            begun.extend(unit)
+        counts = _Counts.of(unit, lengths, packing)
+        _check_fits(counts, packing)
+        prompt = lengths[unit[0]]
+        begun = unfinished.get(prompt.prompt) if packing.shares_prompts else None
+        if begun is not None and begun.has_room(counts, prompt.prompt_tokens, most, packing.token_budget):
+            begun.add(counts, prompt.prompt_tokens)
         else:
-            members.append([*unit])
-            unfinished[prompt] = members[-1]
+            bundles.append(counts)
+            unfinished[prompt.prompt] = counts
     return [
-        Bundle(tuple(group), _num_tokens(group, lengths, packing), _cost(group, lengths, packing)) for group in members
+        Bundle(tuple(own.samples), own.num_tokens, packing.cost.of(own.num_tokens, own.num_scored, own.num_attended))
+        for own in bundles
     ]
 
 
-def _check_fits(unit: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> None:
-    needed = packing.padded(_num_tokens(unit, lengths, packing))
+@dataclass(slots=True)
+class _Counts:
+    """Of samples of one prompt: their tokens in the pack, the scored ones, and the pairs of tokens of which one attends
+    to the other."""
+
+    samples: list[int]
+    num_tokens: int
+    num_scored: int
+    num_attended: int
+
+    @classmethod
+    def of(cls, unit: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> _Counts:
+        num_tokens = num_scored = num_attended = 0
+        for index in unit:
+            own = lengths[index]
+            total = own.prompt_tokens + own.response_tokens
+            num_tokens += own.response_tokens if packing.shares_prompts else packing.padded(total)
+            num_scored += own.response_tokens
+            num_attended += total * (total + 1) // 2
+        prompt_tokens = lengths[unit[0]].prompt_tokens if packing.shares_prompts else 0
+        return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended)
+
+    def has_room(self, other: _Counts, prompt_tokens: int, most_samples: int, token_budget: int) -> bool:
+        """Whether the other samples of the prompt may be added."""
+        num_tokens = self.num_tokens + other.num_tokens - prompt_tokens
+        return len(self.samples) + len(other.samples) <= most_samples and num_tokens <= token_budget
+
+    def add(self, other: _Counts, prompt_tokens: int) -> None:
+        """The prompt, which they have in common, stands in the pack once."""
+        self.samples += other.samples
+        self.num_tokens += other.num_tokens - prompt_tokens
+        self.num_scored += other.num_scored
+        self.num_attended += other.num_attended
+
+
+def _check_fits(unit: _Counts, packing: Packing) -> None:
+    needed = packing.padded(unit.num_tokens)
     if needed > packing.token_budget:
-        what, kind = f"sample {unit[0]} alone", "sample"
-        if len(unit) > 1:
-            what, kind = f"the pair of samples {unit[0]} and {unit[1]}", "pair"
+        what, kind = f"sample {unit.samples[0]} alone", "sample"
+        if len(unit.samples) > 1:
+            what, kind = f"the pair of samples {unit.samples[0]} and {unit.samples[1]}", "pair"
         raise ValueError(
             f"tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, and {what} has {needed}; a "
             f"{kind} is never split over microbatches, so raise it to at least {needed} (divided by the "
             "context-parallel ranks)"
         )
-
-
-def _num_tokens(group: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> int:
-    """Of samples of one prompt, in the pack."""
-    if packing.shares_prompts:
-        return lengths[group[0]].prompt_tokens + sum(lengths[i].response_tokens for i in group)
-    return sum(packing.padded(lengths[i].num_tokens) for i in group)
-
-
-def _cost(group: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> float:
-    return packing.cost.of(
-        _num_tokens(group, lengths, packing),
-        sum(lengths[i].response_tokens for i in group),
-        sum(lengths[i].num_tokens * (lengths[i].num_tokens + 1) // 2 for i in group),
-    )
 
 
 def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:

@@ -91,7 +91,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
     return Prompt(
         id=f"{Path(config.data.source).name}:{row.number}",
         text=tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-        token_ids=tuple(token_ids),
+        token_ids=token_ids,
         answer=row.answer,
         messages=tuple(as_messages(row.prompt, "user")),
     )
@@ -117,5 +117,5 @@ def too_long(length: int, what: str, config: Config, place: str) -> bool:
 def _hash(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.token_ids, prompt.answer], sort_keys=True).encode() + b"\n")
+        digest.update(json.dumps([prompt.token_ids.tolist(), prompt.answer], sort_keys=True).encode() + b"\n")
     return digest.hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import torch
 from megatron.core import parallel_state
@@ -12,6 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
+from megarl.core import device
 from megarl.core.types import TokenBatch
 from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
@@ -90,14 +92,30 @@ def _run(
         )
         return output, lambda scored: loss_of(item, scored)
 
-    inputs = [ModelInput.of(batch) for batch in batches]
     longest = max(len(batch.tokens) for batch in batches)
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(inputs) for _ in chunks],
-        model=list(chunks),
-        num_microbatches=len(batches),
-        seq_length=longest,  # packs differ in length; each stage learns the real one from the one before it
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with ThreadPoolExecutor(max_workers=1, initializer=device.claim, initargs=(None,)) as thread:
+        inputs = _Inputs(batches, thread)
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(inputs) for _ in chunks],
+            model=list(chunks),
+            num_microbatches=len(batches),
+            seq_length=longest,  # packs differ in length; each stage learns the real one from the one before it
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+class _Inputs:
+    """What the model reads of each microbatch. The thread prepares the next one while this one is computed; it has no
+    collectives. Chunks of a model share them."""
+
+    def __init__(self, batches: Sequence[TokenBatch], thread: Executor):
+        self._batches, self._thread = batches, thread
+        self._prepared: list[Future[ModelInput]] = []
+
+    def __iter__(self) -> Iterator[ModelInput]:
+        for number in range(len(self._batches)):
+            for batch in self._batches[len(self._prepared) : number + 2]:
+                self._prepared.append(self._thread.submit(ModelInput.of, batch))
+            yield self._prepared[number].result()

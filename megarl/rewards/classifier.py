@@ -70,7 +70,7 @@ class ClassifierReward:
         """Indexes of the sampled tokens whose scores count."""
         if self._settings.step_end is None:
             return range(len(sample.response_ids))
-        pieces = [self._tokenizer.decode([token]) for token in sample.response_ids]
+        pieces = [self._tokenizer.decode([token]) for token in sample.response_ids.tolist()]
         return step_ends(pieces, self._settings.step_end)
 
     def _scored_of(self, sample: Sample, reading: Reading) -> Sequence[int]:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 Aggregation = Literal["mean", "sum", "min", "last"]
 
 _AGGREGATIONS: dict[Aggregation, Callable[[Sequence[float]], float]] = {
@@ -24,27 +27,29 @@ def aggregated(how: Aggregation, scores: Sequence[float]) -> float:
     return _AGGREGATIONS[how](scores) if all(map(math.isfinite, scores)) else math.nan
 
 
-def on_trained_tokens(scores: Mapping[int, float], mask: Sequence[bool]) -> list[float]:
+def on_trained_tokens(scores: Mapping[int, float], mask: ArrayLike) -> list[float]:
     """Scores of some tokens (by index) as rewards of all, NaN for one that has none.
 
     A token that is not trained on is no action: its score is a reward of the last trained one before it, which led to
     it. What comes before the first trained one follows from none of them, and is left out.
     """
-    rewards, action = [math.nan] * len(mask), None
-    for i, trained in enumerate(mask):
+    flags = np.asarray(mask, np.bool_).tolist()
+    rewards, action = [math.nan] * len(flags), None
+    for i, trained in enumerate(flags):
         action = i if trained else action
         if i in scores and action is not None:
             rewards[action] = scores[i] if math.isnan(rewards[action]) else rewards[action] + scores[i]
     return rewards
 
 
-def turn_ends(mask: Sequence[bool]) -> list[int]:
+def turn_ends(mask: ArrayLike) -> list[int]:
     """Indexes of the tokens that end a turn, ascending. A turn is a run of trained tokens: what stands between two of
     them is not the policy's, such as the answer of a tool."""
-    return [i for i, trained in enumerate(mask) if trained and not any(mask[i + 1 : i + 2])]
+    trained = np.append(np.asarray(mask, np.bool_), False)
+    return np.flatnonzero(trained[:-1] & ~trained[1:]).tolist()
 
 
-def on_turns(rewards: Sequence[float], mask: Sequence[bool]) -> list[float]:
+def on_turns(rewards: Sequence[float], mask: ArrayLike) -> list[float]:
     """Rewards of the turns, in their order, as rewards of tokens: that of the last token of each, NaN elsewhere."""
     return on_trained_tokens(dict(zip(turn_ends(mask), rewards, strict=True)), mask)
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megarl.config.classifier import Kind
 from megarl.config.schema import RewardModel
 from megarl.core.types import Prompt, Sample, VersionRun
@@ -91,10 +93,10 @@ class Reader:
     def _decoded(self, sample: Sample, count: int) -> str:
         """The text of the first tokens of the response, as it follows on the prompt's: some tokenizers drop a space
         before the first token."""
-        context = sample.prompt.token_ids[-CONTEXT:]
+        context = sample.prompt.token_ids[-CONTEXT:].tolist()
         before, whole = (
             self._actor_tokenizer.decode([*context, *ids], skip_special_tokens=True)
-            for ids in ((), sample.response_ids[:count])
+            for ids in ((), sample.response_ids[:count].tolist())
         )
         return whole[len(before) :]
 
@@ -104,7 +106,7 @@ class Reader:
         return self._before(sample) + sample.text
 
     def _before(self, sample: Sample) -> str:
-        return self._actor_tokenizer.decode(sample.prompt.token_ids, skip_special_tokens=True)
+        return self._actor_tokenizer.decode(sample.prompt.token_ids.tolist(), skip_special_tokens=True)
 
     def _rendered(self, sample: Sample, response: str) -> str:
         from jinja2.exceptions import TemplateError
@@ -129,10 +131,17 @@ class Reader:
 def _reading(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...]) -> Reading:
     """first: of the tokens that count."""
     # No two samples have a prompt in common, which ends with the first token that counts.
-    prompt, response = Prompt(sample.id, "", tuple(ids[:first])), tuple(ids[first:])
+    prompt, response = Prompt(sample.id, "", ids[:first]), ids[first:]
     n = len(response)
     assert len(ends) == n, f"sample {sample.id}: {n} tokens with {len(ends)} ends"
     read = Sample(
-        sample.id, prompt, response, (0.0,) * n, (True,) * n, (VersionRun(0, n),), sample.finish_reason, sample.text
+        id=sample.id,
+        prompt=prompt,
+        response_ids=response,
+        response_logprobs=np.zeros(n, np.float32),
+        response_mask=np.ones(n, np.bool_),
+        versions=(VersionRun(0, n),),
+        finish_reason=sample.finish_reason,
+        text=sample.text,
     )
     return Reading(read, ends)

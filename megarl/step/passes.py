@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megarl.algorithms.specs import COMPARISONS
+from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.pending import Pending, join
+from megarl.cluster.rank_batch import RankBatch
 from megarl.config.schema import KL, Config
 
 PassName = Literal["old log-probs", "reference log-probs", "implicit rewards", "critic values"]
@@ -90,3 +94,10 @@ def describe(config: Config) -> list[str]:
 
 def needed(config: Config, name: PassName) -> bool:
     return {p.name: p.needed for p in passes(config)}[name]
+
+
+def make_policy_passes(config: Config, actor: TrainerGroup, batches: Sequence[Sequence[RankBatch]]) -> Pending[list]:
+    """Submits the passes that the algorithm needs: log-probs of the policy before its updates, and of its reference,
+    which stay with its ranks."""
+    policies = [policy for policy in ("old", "reference") if needed(config, f"{policy} log-probs")]
+    return join([actor.keep_log_probs(policy, batches) for policy in policies])

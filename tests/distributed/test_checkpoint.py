@@ -34,9 +34,10 @@ from tests.parity import (
     assert_same_training,
     capture_gradients,
     config_of,
+    local_batch,
     plain_training,
     random_groups,
-    shares,
+    rank_batches,
 )
 from tests.tiny_model import write_tiny_llama, write_tiny_model
 
@@ -117,12 +118,11 @@ def latent_reference(latent: Path) -> Outcome:
 
 def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
     """A step of one update."""
-    share = shares(config, worker.packing, UPDATES[number])[worker.data_parallel_rank]
-    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+    batch = local_batch(rank_batches(config, worker.packing, UPDATES[number])[worker.data_parallel_rank])
     gradients = capture_gradients(worker)
     if config.algorithm.kl.coefficient:
-        worker.keep_log_probs("reference", samples, share.microbatches)
-    metrics = worker.update(samples, share.microbatches)
+        worker.keep_log_probs("reference", batch)
+    metrics = worker.update(batch)
     worker.end_step()
     if config.algorithm.kl.adaptive_target is not None:
         worker.adapt_kl(divergence=1.0, num_samples=12)

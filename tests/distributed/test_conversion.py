@@ -31,7 +31,7 @@ from megarl.run.checkpoints import Checkpoints
 from tests.distributed.test_families import DEEPSEEK, DENSE, QWEN3_MOE
 from tests.distributed.test_ppo_parity import PLAIN, ppo_config, train_critic
 from tests.forked import run_ranks
-from tests.parity import RankResult, canonical, config_of, random_groups, shares, whole_tensors
+from tests.parity import RankResult, canonical, config_of, local_batch, random_groups, rank_batches, whole_tensors
 from tests.parity import train as trained
 from tests.tiny_model import write_tiny_model
 
@@ -79,10 +79,9 @@ def logits(store, rank: int, config: Config, folder: Path, checkpoint: Path) -> 
 
     if worker.chunks[-1].module.post_process:
         worker.chunks[-1].module.output_layer.register_forward_pre_hook(capture, with_kwargs=True)
-    [share] = shares(config, worker.packing, [GROUPS[0]])
-    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
-    worker.keep_log_probs("old", samples, share.microbatches)
-    order = [samples[i].sample for members in share.microbatches for i in members] if captured else []
+    batch = local_batch(*rank_batches(config, worker.packing, [GROUPS[0]]))
+    worker.keep_log_probs("old", batch)
+    order = [item.sample for members in batch.members for item in members] if captured else []
     sizes = [len(sample.response_ids) for sample in order]
     parts = torch.cat(captured).split(sizes) if captured else ()
     return {sample.id: part for sample, part in zip(order, parts, strict=True)}
@@ -99,7 +98,7 @@ def test_megatron_loads_it_under_another_layout_and_has_the_logits_of_transforme
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     for sample, _ in GROUPS[0]:
         ours = torch.cat([part[sample.id] for part in last], -1)[:, : SIZES["vocab_size"]]
-        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        ids = torch.tensor(sample.token_ids[None]).long()
         with torch.no_grad():
             theirs = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
         difference = (ours - theirs).abs().max()
@@ -198,9 +197,8 @@ def train_and_save_critic(store, rank: int, config: Config, model: Path, folder:
         inner(self)
         self.save_checkpoint(folder, "critic")
         saved.append(self.finish_checkpoint(folder))
-        [share] = shares(config, self.packing, GROUPS, "critic")
-        samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
-        saved.append(self.score_tokens(samples, share.microbatches))
+        batch = local_batch(*rank_batches(config, self.packing, GROUPS, "critic"))
+        saved.append(self.score_tokens(batch))
 
     CriticWorker.end_step = end_step
     result, _ = train_critic(store, rank, config, model, [[GROUPS]], {})
@@ -226,7 +224,7 @@ def test_the_critic_of_a_run_exports_as_a_classifier_that_gives_its_values(tmp_p
     values = {name: value for _, _, own in ranks for name, value in own.items()}
     for sample, _ in GROUPS[0]:
         start = len(sample.prompt.token_ids)
-        ids = sample.prompt.token_ids + sample.response_ids
+        ids = sample.token_ids.tolist()
         with torch.no_grad():
             theirs = [model(torch.tensor([ids[:end]])).logits.item() for end in range(start, len(ids))]
         assert torch.allclose(values[sample.id], torch.tensor(theirs), atol=TOLERANCE), sample.id

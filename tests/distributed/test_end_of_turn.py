@@ -17,7 +17,7 @@ from megarl.megatron import step
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.reward_model import RewardModelWorker
 from tests.forked import run_ranks
-from tests.parity import config_of, random_groups, rank_batches
+from tests.parity import config_of, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama
 
 PLACEMENTS = pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
@@ -36,10 +36,7 @@ def trained(store, rank: int, config: Config, folder: Path) -> tuple[dict, list[
     """Parameters before an update; what is done to the device at the end of the step, with the parameters then."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     before, done = copies(worker), []
-    rank_batch = rank_batches(config, worker.packing, random_groups(0))[worker.data_parallel_rank]
-    worker.update(
-        [item.training_sample(item.sample, item.scores) for item in rank_batch.samples], rank_batch.microbatches
-    )
+    worker.update(local_batch(rank_batches(config, worker.packing, random_groups(0))[worker.data_parallel_rank]))
     device.synchronize = lambda: done.append(("synchronized", copies(worker)))
     device.release_cache = lambda: done.append(("released", copies(worker)))
     worker.end_step()
@@ -65,13 +62,11 @@ def scored(store, rank: int, config: Config, folder: Path) -> list[str]:
     worker, done = RewardModelWorker(config, folder, rank, store, threads=1), []
     samples = [sample for group in random_groups(0) for sample, _ in group]
     [microbatches] = schedule([Lengths.of(SampleInfo.of(sample)) for sample in samples], worker.packing)
-    rank_batch = RankBatch.of([SampleRef.unscored(sample) for sample in samples], microbatches)
+    batch = local_batch(RankBatch.of([SampleRef.unscored(sample) for sample in samples], microbatches))
     compute = step.score
     step.score = lambda *args: done.append("scored") or compute(*args)
     device.release_cache = lambda: done.append("released")
-    scores = worker.score_tokens(
-        [item.training_sample(item.sample, {}) for item in rank_batch.samples], rank_batch.microbatches
-    )
+    scores = worker.score_tokens(batch)
     assert scores.keys() == {sample.id for sample in samples}
     return done
 

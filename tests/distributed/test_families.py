@@ -13,7 +13,16 @@ from megarl.config.schema import Config
 from megarl.core.types import Sample
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
-from tests.parity import Group, assert_same_training, config_of, plain_training, random_groups, shares, train
+from tests.parity import (
+    Group,
+    assert_same_training,
+    config_of,
+    local_batch,
+    plain_training,
+    random_groups,
+    rank_batches,
+    train,
+)
 from tests.tiny_model import write_tiny_model
 
 LOGITS_TOLERANCE = 1e-5
@@ -92,10 +101,9 @@ def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) 
     """In one process, by sample id: the logits [R, vocabulary] for its response."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     captured = capture_logits(worker)
-    [share] = shares(config, worker.packing, groups)
-    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
-    worker.keep_log_probs("old", samples, share.microbatches)
-    order = [samples[i].sample for members in share.microbatches for i in members]
+    batch = local_batch(*rank_batches(config, worker.packing, groups))
+    worker.keep_log_probs("old", batch)
+    order = [item.sample for members in batch.members for item in members]
     parts = torch.cat(captured).split([len(sample.response_ids) for sample in order])
     return {sample.id: part for sample, part in zip(order, parts, strict=True)}
 
@@ -115,7 +123,7 @@ def capture_logits(worker: ActorWorker) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def transformers_logits(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
-    ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+    ids = torch.tensor(sample.token_ids[None]).long()
     return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.metrics import merge
-from megarl.core.types import Sample
+from megarl.core.types import CandidateIds, Sample
 from tests.forked import run_ranks
 from tests.parity import Group, assert_same_training, config_of, plain_training, random_groups, train
 from tests.tiny_model import write_tiny_llama
@@ -55,8 +55,8 @@ def truncated(groups: list[Group], seed: int) -> list[Group]:
     """As if the engine had kept one to five tokens at most positions of most samples, not always the sampled one."""
     source = random.Random(seed)
 
-    def kept(sample: Sample) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(source.sample(range(100), source.randrange(6))) for _ in sample.response_ids)
+    def kept(sample: Sample) -> CandidateIds:
+        return CandidateIds.of([source.sample(range(100), source.randrange(6)) for _ in sample.response_ids])
 
     return [
         [(dataclasses.replace(s, candidate_ids=kept(s)) if source.random() < 0.8 else s, reward) for s, reward in group]
@@ -75,8 +75,9 @@ def test_truncated_policies_equal_plain_torch(folder, layout):
     trained = [
         (target, kept)
         for s in samples
-        for target, kept, flag in zip(s.response_ids, s.candidate_ids, s.response_mask, strict=bool(s.candidate_ids))
-        if kept and flag
+        if s.candidate_ids is not None
+        for target, kept, flag in zip(s.response_ids, s.candidate_ids, s.response_mask, strict=True)
+        if len(kept) and flag
     ]
     metrics = merge([rank.metrics for rank in ranks if rank.metrics])
     assert metrics["policy/candidates_mean"].value == pytest.approx(

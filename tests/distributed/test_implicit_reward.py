@@ -22,8 +22,9 @@ from tests.parity import (
     RankResult,
     assert_equal,
     config_of,
+    local_batch,
     random_groups,
-    shares,
+    rank_batches,
     whole_tensors,
 )
 from tests.tiny_model import write_tiny_llama
@@ -51,17 +52,16 @@ def train(store, rank: int, config: Config, folder: Path, steps: list[list[Group
     worker = ImplicitRewardWorker(config, folder, rank, store, threads=1)
     rewards = []
     for groups in steps:
-        share = shares(config, worker.packing, groups, "implicit_reward")[worker.data_parallel_rank]
-        samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
-        rewards.append(worker.score_tokens(samples, share.microbatches))
-        metrics = worker.update(samples, share.microbatches)
+        batch = local_batch(rank_batches(config, worker.packing, groups, "implicit_reward")[worker.data_parallel_rank])
+        rewards.append(worker.score_tokens(batch))
+        metrics = worker.update(batch)
         worker.end_step()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics), rewards
 
 
 def log_probs(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
     """Of the response, at temperature 1."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+    ids = torch.tensor(sample.token_ids[None]).long()
     first = len(sample.prompt.token_ids)
     return model(ids).logits[0, first - 1 : -1].log_softmax(-1).gather(1, ids[0, first:, None])[:, 0]
 

@@ -23,7 +23,7 @@ from megarl.megatron.workers.actor import ActorWorker
 from megarl.step.dispatch import dispatch
 from megarl.step.scoring import ScoredSample
 from tests.forked import run_ranks
-from tests.parity import EPS, LR, TOLERANCE, RankResult, assert_equal, config_of, whole_tensors
+from tests.parity import EPS, LR, TOLERANCE, RankResult, assert_equal, config_of, local_batch, whole_tensors
 from tests.tiny_model import EOS_ID, tiny_tokenizer, write_tiny_llama
 
 LAYOUTS = {
@@ -169,11 +169,11 @@ def train(store, rank: int, config: Config, folder: Path) -> RankResult:
     rows = load_offline_data(config, folder).rows
     for number in (0, 1):
         chosen = [sample for row in rows[number * ROWS // 2 :][: ROWS // 2] for sample in row]
-        share = dispatch(config, [handed(sample) for sample in chosen], worker.packing)[worker.data_parallel_rank]
-        samples = [item.training_sample(item.sample, {}) for item in share.samples]
+        handed_out = dispatch(config, [handed(sample) for sample in chosen], worker.packing)
+        batch = local_batch(handed_out[worker.data_parallel_rank])
         if isinstance(worker, ActorWorker) and config.has_reference:
-            worker.keep_log_probs("reference", samples, share.microbatches)
-        metrics = worker.update(samples, share.microbatches)
+            worker.keep_log_probs("reference", batch)
+        metrics = worker.update(batch)
         worker.end_step()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)
 

@@ -14,7 +14,7 @@ from megarl.megatron.model.build import named_parameters
 from megarl.megatron.offload import Offload, Part
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
-from tests.parity import config_of, random_groups, shares
+from tests.parity import config_of, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama
 
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
@@ -28,8 +28,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def update(worker: ActorWorker, config: Config, seed: int) -> None:
-    share = shares(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]
-    worker.update([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
+    worker.update(local_batch(rank_batches(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]))
     worker.end_step()
 
 

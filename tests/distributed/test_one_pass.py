@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.cluster.groups.ranks import worker_class
 from megarl.config.schema import Config, Role
-from megarl.core.types import TrainingSample
-from megarl.data.packing import Microbatch
+from megarl.data.local_batch import LocalBatch
 from megarl.megatron import step
 from megarl.megatron.model import head
 from megarl.megatron.workers.actor import ActorWorker
@@ -23,7 +22,7 @@ from megarl.megatron.workers.implicit_reward import ImplicitRewardWorker
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.ops import linear_head
 from tests.forked import run_ranks
-from tests.parity import config_of, random_groups, shares
+from tests.parity import config_of, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama
 
 WAITING = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
@@ -62,10 +61,9 @@ def update_of_role(store, rank: int, config: Config, folder: Path, role: Role) -
 
 def of_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, int, set[str]]:
     worker._config = config
-    share = shares(config, worker.packing, random_groups(0), worker.role)[0]
-    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
-    make_passes(worker, samples, share.microbatches)
-    batches = worker._training_batches(samples, share.microbatches)
+    batch = local_batch(rank_batches(config, worker.packing, random_groups(0), worker.role)[0])
+    make_passes(worker, batch)
+    batches = worker._training_batches(batch)
     waits, calls = Waits(), []
 
     def watched(function):
@@ -85,12 +83,12 @@ def of_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, int
     return waits.found, len(calls), len(batches), {name for part in parts for name in part}
 
 
-def make_passes(worker: TrainerWorker, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> None:
+def make_passes(worker: TrainerWorker, batch: LocalBatch) -> None:
     if isinstance(worker, CriticWorker | ImplicitRewardWorker):
-        worker.score_tokens(samples, microbatches)
+        worker.score_tokens(batch)
     elif isinstance(worker, ActorWorker):
         for policy in ("old", "reference") if worker._config.has_reference else ("old",):
-            worker.keep_log_probs(policy, samples, microbatches)
+            worker.keep_log_probs(policy, batch)
 
 
 def assert_never_waits(result: tuple[set[str], int, int, set[str]], name: str, metrics: set[str]) -> None:

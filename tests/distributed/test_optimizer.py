@@ -12,7 +12,7 @@ from megarl.config.schema import Config
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
-from tests.parity import TOLERANCE, assert_equal, canonical, config_of, random_groups, shares, train
+from tests.parity import TOLERANCE, assert_equal, canonical, config_of, local_batch, random_groups, rank_batches, train
 from tests.tiny_model import write_tiny_llama
 
 
@@ -66,9 +66,9 @@ def spoiled_update(store, rank: int, config: Config, folder: Path, factor: float
         return factor * loss, sums
 
     ActorWorker.objective = staticmethod(spoiled)  # of this forked process alone
-    share = shares(config, worker.packing, random_groups(0))[worker.data_parallel_rank]
+    batch = local_batch(rank_batches(config, worker.packing, random_groups(0))[worker.data_parallel_rank])
     with pytest.raises(RuntimeError) as error:
-        worker.update([item.training_sample(item.sample, {}) for item in share.samples], share.microbatches)
+        worker.update(batch)
     return str(error.value)
 
 

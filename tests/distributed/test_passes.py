@@ -16,7 +16,7 @@ from megarl.megatron.workers.actor import ActorWorker
 from megarl.step import passes
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
-from tests.parity import TokenScores, config_of, random_groups, reduced_gradients, shares
+from tests.parity import TokenScores, config_of, local_batch, random_groups, rank_batches, reduced_gradients
 from tests.tiny_model import write_tiny_llama
 
 Gradients = dict[str, torch.Tensor]
@@ -42,11 +42,10 @@ def gradients(
 def of_update(worker: ActorWorker, config: Config, given: TokenScores, old_pass: bool) -> Gradients:
     worker._config = config
     groups = random_groups(0)
-    share = shares(config, worker.packing, groups, scores=given)[worker.data_parallel_rank]
-    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+    batch = local_batch(rank_batches(config, worker.packing, groups, scores=given)[worker.data_parallel_rank])
     if old_pass:
-        worker.keep_log_probs("old", samples, share.microbatches)
-    batches = worker._training_batches(samples, share.microbatches)
+        worker.keep_log_probs("old", batch)
+    batches = worker._training_batches(batch)
     assert not parallel.is_last_stage(None) or all((batch.old is not None) == old_pass for batch in batches)
     step.accumulate_gradients(worker.chunks, worker.objective, batches)
     worker.end_step()
@@ -93,7 +92,7 @@ def test_with_one_update_a_step_the_old_policy_is_the_current_one(folder, layout
 
 
 @pytest.mark.parametrize(
-    ("exclude", "given"),
+    ("left_out", "given"),
     [
         ("reference log-probs", {"reference": tokens(1)}),
         ("critic values", {"values": tokens(2)}),

@@ -29,8 +29,9 @@ from tests.parity import (
     RankResult,
     assert_equal,
     config_of,
+    local_batch,
     random_groups,
-    shares,
+    rank_batches,
     whole_tensors,
 )
 from tests.ppo_reference import PpoReference, PpoSettings, SharedTrunkReference
@@ -122,13 +123,10 @@ def train_critic(store, rank: int, config: Config, folder: Path, steps: list[lis
     worker = CriticWorker(config, folder, rank, store, threads=1)
     values: Values = []
     for updates in steps:
-        own = [shares(config, worker.packing, groups, "critic", given)[worker.data_parallel_rank] for groups in updates]
-        own = [
-            ([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
-            for share in own
-        ]
-        values.append({name: value for share in own for name, value in worker.score_tokens(*share).items()})
-        metrics = [worker.update(*share) for share in own][-1]
+        of_ranks = [rank_batches(config, worker.packing, groups, "critic", given) for groups in updates]
+        batches = [local_batch(of_update[worker.data_parallel_rank]) for of_update in of_ranks]
+        values.append({name: value for batch in batches for name, value in worker.score_tokens(batch).items()})
+        metrics = [worker.update(batch) for batch in batches][-1]
         worker.end_step()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics), values
 
@@ -146,15 +144,12 @@ def train_actor(
     move_value_head(worker)
     for i, updates in enumerate(steps):
         scores = given if values is None else given | {"values": values[i]}
-        own = [shares(config, worker.packing, groups, "actor", scores)[worker.data_parallel_rank] for groups in updates]
-        own = [
-            ([item.training_sample(item.sample, item.scores) for item in share.samples], share.microbatches)
-            for share in own
-        ]
+        of_ranks = [rank_batches(config, worker.packing, groups, "actor", scores) for groups in updates]
+        batches = [local_batch(of_update[worker.data_parallel_rank]) for of_update in of_ranks]
         if len(updates) > 1 or config.actor_has_values:
-            for share in own:
-                worker.keep_log_probs("old", *share)
-        metrics = [worker.update(*share) for share in own][-1]
+            for batch in batches:
+                worker.keep_log_probs("old", batch)
+        metrics = [worker.update(batch) for batch in batches][-1]
         worker.end_step()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)
 

@@ -11,7 +11,7 @@ from megarl.config.schema import Config
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
-from tests.parity import canonical, config_of, random_groups, shares, train
+from tests.parity import canonical, config_of, local_batch, random_groups, rank_batches, train
 from tests.tiny_model import write_tiny_llama
 
 ULP = 2.0**-8
@@ -41,10 +41,9 @@ def small_updates(store, rank: int, config: Config, folder: Path, num_updates: i
     """The main weights after the first update and after all, as whole tensors, and the model's own after all."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     start = {name: p.detach().clone() for name, p in named_parameters(worker.chunks).items()}
-    share = shares(config, worker.packing, random_groups(0))[0]
-    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+    batch = local_batch(rank_batches(config, worker.packing, random_groups(0))[0])
     for _ in range(num_updates):
-        worker.update(samples, share.microbatches)
+        worker.update(batch)
     live = named_parameters(worker.chunks)
     main = {name: p.main_param.detach().view_as(p) for name, p in live.items()}
     return {"start": start, "main": main, "live": {name: p.detach() for name, p in live.items()}}

@@ -16,7 +16,7 @@ from megarl.core.types import Sample, SampleInfo
 from megarl.data.packing import Lengths, schedule
 from megarl.megatron.workers.reward_model import RewardModelWorker
 from tests.forked import run_ranks
-from tests.parity import TOLERANCE, config_of, random_groups
+from tests.parity import TOLERANCE, config_of, local_batch, random_groups
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 
 LAYOUTS = {
@@ -57,9 +57,7 @@ def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Ten
     worker = RewardModelWorker(config, folder, rank, store, threads=1)
     microbatches = schedule([Lengths.of(SampleInfo.of(sample)) for sample in SAMPLES], worker.packing)
     rank_batches = [RankBatch.of([SampleRef.unscored(sample) for sample in SAMPLES], own) for own in microbatches]
-    share = rank_batches[worker.data_parallel_rank]
-    samples = [item.training_sample(item.sample, {}) for item in share.samples]
-    scores = worker.score_tokens(samples, share.microbatches)
+    scores = worker.score_tokens(local_batch(rank_batches[worker.data_parallel_rank]))
     away = [not parameter.untyped_storage().nbytes() for parameter in worker.parameters().values()]
     assert all(away) if config.reward_model.offload else not any(away)
     return scores
@@ -79,7 +77,7 @@ def rewards_of(folder: Path, *overrides: str) -> list[float]:
 def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
     """Of the response's tokens; a sequence classifier gives only that of the last."""
     with torch.no_grad():
-        logits = model(torch.tensor([sample.prompt.token_ids + sample.response_ids])).logits.flatten()
+        logits = model(torch.tensor(sample.token_ids[None]).long()).logits.flatten()
     return logits[-len(sample.response_ids) :].tolist()
 
 
@@ -104,7 +102,7 @@ def test_steps_are_scored_where_they_end(reward_model, aggregation, combine):
     [marker] = tiny_tokenizer().encode(STEP_END)
     expected, marked = [], 0
     for sample in SAMPLES:
-        scores, ids = token_scores(model, sample), sample.response_ids
+        scores, ids = token_scores(model, sample), sample.response_ids.tolist()
         marked += ids.count(marker)
         expected.append(combine([s for i, s in enumerate(scores) if ids[i] == marker or i == len(ids) - 1]))
     assert marked > 0

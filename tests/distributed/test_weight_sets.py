@@ -10,7 +10,7 @@ import torch
 from megarl.config.schema import Config
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
-from tests.parity import config_of, random_groups, shares
+from tests.parity import config_of, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama
 
 
@@ -24,12 +24,11 @@ def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> 
     worker = ActorWorker(config, folder, rank, store, threads=1)
     scored = []
     for seed in range(2):
-        share = shares(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]
-        samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+        batch = local_batch(rank_batches(config, worker.packing, random_groups(seed))[worker.data_parallel_rank])
         if with_passes:
-            worker.keep_log_probs("reference", samples, share.microbatches)
+            worker.keep_log_probs("reference", batch)
             scored.append(torch.cat(list(worker._kept.pop("reference").values())))
-        worker.update(samples, share.microbatches)
+        worker.update(batch)
         worker.end_step()
     state = [part.optimizer.state[p] for part in worker.optimizer.chained_optimizers for p in part.optimizer.state]
     tensors = {f"state {i} {name}": value for i, values in enumerate(state) for name, value in values.items()}
@@ -40,18 +39,17 @@ def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> 
 def ratios(store, rank: int, config: Config, folder: Path) -> list[float]:
     """Largest |log π − log π_ref| of an update's samples: after an update, after a renewal, and an update later."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    share = shares(config, worker.packing, random_groups(0))[worker.data_parallel_rank]
-    samples = [item.training_sample(item.sample, item.scores) for item in share.samples]
+    batch = local_batch(rank_batches(config, worker.packing, random_groups(0))[worker.data_parallel_rank])
 
     def largest() -> float:
         for policy in ("old", "reference"):
-            worker.keep_log_probs(policy, samples, share.microbatches)
+            worker.keep_log_probs(policy, batch)
         old, reference = (torch.cat(list(worker._kept.pop(name).values())) for name in ("old", "reference"))
         return float((old - reference).abs().max())
 
     found = []
     for renew in (False, True, False):
-        worker.renew_reference() if renew else worker.update(samples, share.microbatches)
+        worker.renew_reference() if renew else worker.update(batch)
         worker.end_step()
         found.append(largest())
     return found

@@ -61,7 +61,7 @@ def assert_log_probs_are_of(folder: Path, samples: list[Sample]) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert len(samples) == 3
     for sample in samples:
-        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        ids = torch.tensor(sample.token_ids[None]).long()
         with torch.no_grad():
             log_probs = model(ids).logits.log_softmax(-1)[0, len(sample.prompt.token_ids) - 1 : -1]
         expected = log_probs.gather(1, ids[0, len(sample.prompt.token_ids) :, None])[:, 0]

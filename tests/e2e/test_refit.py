@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.types import NO_BASELINE, Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.resharding.families import huggingface_holder, vllm_holder
@@ -126,7 +127,8 @@ class EngineSide:
 
     def greedy(self, prompts):
         asked = [SamplingRequest(f"{i}", prompt, seed=0, greedy=True) for i, prompt in enumerate(prompts)]
-        return [(s.response_ids, s.response_logprobs) for s in asyncio.run(self.engine.generate(asked))]
+        samples = asyncio.run(self.engine.generate(asked))
+        return [(sample.response_ids.tolist(), sample.response_logprobs.tolist()) for sample in samples]
 
     def sample_through_a_refit(self, prompts, version):
         """Samples of which some have been begun before the refit, and samples that are asked for after it while those
@@ -208,12 +210,12 @@ class TrainerSide:
     def update(self, samples):
         """Advantages alternate in sign, so that every update moves the weights."""
         training = [TrainingSample(s, i % 2, Baseline(0.5, 0.5), 0.01) for i, s in enumerate(samples)]
-        self.worker.update(training, [tuple(range(len(samples)))])
+        self.worker.update(LocalBatch(training, [tuple(range(len(samples)))]))
         self.worker.end_step()
 
     def log_probs(self, samples):
         training = [TrainingSample(s, 0.0, NO_BASELINE, 0.0) for s in samples]
-        self.worker.keep_log_probs("old", training, [tuple(range(len(samples)))])
+        self.worker.keep_log_probs("old", LocalBatch(training, [tuple(range(len(samples)))]))
         kept = {name: values.tolist() for name, values in self.worker._kept.get("old", {}).items()}
         self.worker.end_step()
         return kept
@@ -233,7 +235,7 @@ class TwoModels:
     def log_probs(self, sample: Sample, keep: bool = True) -> list[float]:
         """keep: the second model takes over the first one's keys and values of the tokens that this has read."""
         first, second = self._models
-        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        ids = torch.tensor(sample.token_ids[None]).long()
         # The last token that the first model has sampled is read by the second.
         read = len(sample.prompt.token_ids) + sample.versions[0].count - 1
         before = first(ids[:, :read], use_cache=True)
@@ -429,7 +431,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         trained = trainers.log_probs(samples)
         for sample in samples:
             assert difference(sample.response_logprobs, trained[sample.id]) <= 1e-4
-        kept = [ids for sample in samples for ids in sample.candidate_ids]
+        kept = [ids for sample in samples for ids in sample.candidate_ids or ()]
         assert bool(kept) == bool(truncated) and all(1 <= len(ids) <= 7 for ids in kept)
         trainers.call("update", samples)
         engine.call("refit", version)
@@ -452,7 +454,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     from_fresh = {sample.id: sample for sample in fresh.call("sample", prompts())}
     for sample in of_new_weights:
         assert sample.versions == (VersionRun(3, len(sample.response_ids)),)
-        assert sample.response_ids == from_fresh[sample.id].response_ids
+        assert sample.response_ids.tolist() == from_fresh[sample.id].response_ids.tolist()
         assert difference(sample.response_logprobs, from_fresh[sample.id].response_logprobs) <= 1e-5
 
     engines = [engine, fresh]
@@ -471,8 +473,8 @@ def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sam
         old, new = sample.versions
         assert (old.version, old.count, new.version) == (2, STEPS_BEFORE_REFIT, 3)
         whole = next(other for other in uninterrupted if other.id == sample.id)
-        assert sample.response_ids[: old.count] == whole.response_ids[: old.count]
-        assert sample.response_logprobs[: old.count] == whole.response_logprobs[: old.count]
+        assert sample.response_ids[: old.count].tolist() == whole.response_ids[: old.count].tolist()
+        assert sample.response_logprobs[: old.count].tolist() == whole.response_logprobs[: old.count].tolist()
         assert difference(sample.response_logprobs, reference.call("log_probs", sample)) <= 1e-4
         recomputed = reference.call("log_probs", sample, False)
         assert difference(sample.response_logprobs, recomputed) > 1e-3, "of old and new keys and values alike"

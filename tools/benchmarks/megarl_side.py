@@ -19,6 +19,7 @@ from training_case import Case
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Lengths, Microbatch, schedule
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.workers.actor import ActorWorker
@@ -47,13 +48,11 @@ def main() -> None:
     samples = samples_of(case)
     rank_batches = schedule(lengths_of(samples), worker.packing)
     share = rank_batches[worker.data_parallel_rank]
-    own = [[samples[i] for microbatch in part for i in microbatch] for part in (share[:1], share)]
-    packs = [local(part) for part in (share[:1], share)]
-    worker.update(own[0], packs[0])  # fills caches and memory pools
+    worker.update(LocalBatch(samples, share[:1]))  # fills caches and memory pools
     seconds = []
     for _ in range(case.updates):
         start = time.perf_counter()
-        worker.update(own[1], packs[1])
+        worker.update(LocalBatch(samples, share))
         worker.end_step()
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -123,12 +122,6 @@ def samples_of(case: Case) -> list[TrainingSample]:
 
 def lengths_of(samples: list[TrainingSample]) -> list[Lengths]:
     return [Lengths(s.sample.id, len(s.sample.prompt.token_ids), len(s.sample.response_ids)) for s in samples]
-
-
-def local(microbatches: list[Microbatch]) -> list[Microbatch]:
-    """The same, with the samples numbered in their order of appearance."""
-    numbers = iter(range(sum(map(len, microbatches))))
-    return [tuple(next(numbers) for _ in microbatch) for microbatch in microbatches]
 
 
 def closed_form(

@@ -98,6 +98,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     from megarl_side import RandomActor, closed_form, config_of, lengths_of, samples_of
 
     from megarl.core import device
+    from megarl.data.local_batch import LocalBatch
     from megarl.data.packing import schedule
 
     case.write(folder)
@@ -108,11 +109,11 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     seconds = []
     for _ in range(2 + case.updates):  # two to warm up
         start = time.perf_counter()
-        worker.update(samples, rank_batches[0])
+        worker.update(LocalBatch(samples, rank_batches[0]))
         device.synchronize()
         seconds.append(time.perf_counter() - start)
     with torch.profiler.profile() as profile:  # of all devices that there are
-        worker.update(samples, rank_batches[0])
+        worker.update(LocalBatch(samples, rank_batches[0]))
         device.synchronize()
     return {
         "device": torch.cuda.get_device_name() if device.on_cuda() else "CPU",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,9 @@ from megarl.algorithms.kl import adapted
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
-from megarl.core.types import TokenBatch, TrainingSample
+from megarl.core.types import TokenBatch
+from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
-from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
 from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
 from megarl.megatron.token_selection import with_selection
@@ -51,21 +51,17 @@ class ActorWorker(TrainerWorker):
             return partial(preference_loss, algorithm.objective, not self._config.is_offline)
         return partial(imitation_loss, algorithm.objective)
 
-    def keep_log_probs(
-        self, policy: Policy, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> None:
+    def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> None:
         """Forward-only pass; the log-probs stay here, for the update of the same samples, and so do the values that
         come with the policy's."""
         weights = self._weight_snapshots.swapped_in("reference") if policy == "reference" else nullcontext()
         with weights:
-            scored = self._forward(samples, microbatches)
+            scored = self._forward(batch)
         self._keep(policy, {name: columns[:, 0] for name, columns in scored.items()})
         if policy == "old" and self._config.actor_has_values:
             self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})
 
-    def score_tokens(
-        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> dict[str, torch.Tensor]:
+    def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """After both passes of these samples: sample id -> reward of each response token for being close to the
         reference, float32 [R] on the host. One rank of each data-parallel replica returns them."""
         if not parallel.returns_results():
@@ -75,21 +71,19 @@ class ActorWorker(TrainerWorker):
             name: kl_reward(
                 old[name].cpu(),
                 reference[name].cpu(),
-                torch.tensor(mask, dtype=torch.bool),
+                torch.tensor(mask),
                 self.kl_coefficient,
                 settings.estimator,
                 settings.level,
             )
-            for name, mask in ((item.sample.id, item.sample.response_mask) for item in samples)
+            for name, mask in ((item.sample.id, item.sample.response_mask) for item in batch.samples)
         }
 
-    def _training_batches(
-        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> list[TokenBatch]:
-        batches, algorithm = super()._training_batches(samples, microbatches), self._config.algorithm
+    def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
+        batches, algorithm = super()._training_batches(batch), self._config.algorithm
         if not algorithm.objective.spec.selects_tokens or not parallel.is_last_stage(None):
             return batches
-        return with_selection(algorithm, batches, [[samples[i] for i in members] for members in microbatches])
+        return with_selection(algorithm, batches, batch.members)
 
     def adapt_kl(self, divergence: float, num_samples: int) -> None:
         """After a step with this mean divergence from the reference."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +10,8 @@ from torch.distributed import Store
 
 from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
-from megarl.core.types import TrainingSample
+from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
-from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
 from megarl.megatron.losses import Loss, value_loss
 from megarl.megatron.workers.trainer import TrainerWorker
@@ -32,13 +30,11 @@ class CriticWorker(TrainerWorker):
     def objective(self) -> Loss:
         return partial(value_loss, self._config.algorithm.value)
 
-    def score_tokens(
-        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> dict[str, torch.Tensor]:
+    def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Forward-only pass: sample id -> value of the state before each response token, float32 [R] on the host.
 
         They stay here, too, for the update of the same samples. One rank of each data-parallel replica returns them.
         """
-        values = {name: columns[:, 0] for name, columns in self._forward(samples, microbatches).items()}
+        values = {name: columns[:, 0] for name, columns in self._forward(batch).items()}
         self._keep("values", values)
         return {name: value.cpu() for name, value in values.items()} if parallel.returns_results() else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from torch.distributed import Store
 
 from megarl.algorithms.implicit_reward import token_reward
 from megarl.config.schema import Config
-from megarl.core.types import TokenBatch, TrainingSample
+from megarl.core.types import TokenBatch
+from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
-from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
 from megarl.megatron.losses import Loss, implicit_reward_loss
 from megarl.megatron.workers.trainer import TrainerWorker
@@ -33,18 +32,16 @@ class ImplicitRewardWorker(TrainerWorker):
     def objective(self) -> Loss:
         return partial(implicit_reward_loss, self._config.implicit_reward)
 
-    def score_tokens(
-        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> dict[str, torch.Tensor]:
+    def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Two forward-only passes: sample id -> what each response token adds to the reward, float32 [R] on the host.
 
         The reference's log-probs stay here, for the update of the same samples. One rank of each data-parallel replica
         returns the rewards.
         """
         with self._weight_snapshots.swapped_in("reference"):
-            reference = self._log_probs(samples, microbatches)
+            reference = self._log_probs(batch)
         self._keep("reference", reference)
-        log_probs = self._log_probs(samples, microbatches)
+        log_probs = self._log_probs(batch)
         if not parallel.returns_results():
             return {}
         config = self._config.implicit_reward
@@ -53,13 +50,9 @@ class ImplicitRewardWorker(TrainerWorker):
             for name, log_prob in log_probs.items()
         }
 
-    def _log_probs(
-        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> dict[str, torch.Tensor]:
-        return {name: columns[:, 0] for name, columns in self._forward(samples, microbatches).items()}
+    def _log_probs(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
+        return {name: columns[:, 0] for name, columns in self._forward(batch).items()}
 
-    def _training_batches(
-        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> list[TokenBatch]:
+    def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
         """It learns from the samples' rewards, not from advantages."""
-        return self._collate(samples, microbatches, self._kept)
+        return self._scored(batch, self._kept)

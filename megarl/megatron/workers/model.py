@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from megarl.config.classifier import BIAS, WEIGHT
 from megarl.config.schema import Config, MegatronRole
 from megarl.config.value_head import value_head_shapes
 from megarl.core import device
-from megarl.core.types import TokenBatch, TrainingSample
-from megarl.data.collate import Reads, collate
+from megarl.core.types import TokenBatch
+from megarl.data.collate import Reads
+from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
-from megarl.data.packing import Microbatch
 from megarl.megatron import parallel, step
 from megarl.megatron.model.build import build_model, kernels, named_weights
 from megarl.megatron.model.layer_spec import uses_transformer_engine
@@ -29,7 +29,7 @@ from megarl.resharding.transports.safetensors import SafetensorsFolder
 
 
 class ModelWorker:
-    """Samples come and go as `Sample`s; tensors made from them stay here. Each role derives a class of its own."""
+    """Samples come as a `LocalBatch`; tensors made from them stay here. Each role derives a class of its own."""
 
     role: MegatronRole
     reads: Reads = "states"
@@ -106,28 +106,15 @@ class ModelWorker:
             plan = make_plan([source], [self.holder.zeroed(missing)])
             execute(plan.into(self.holder.name), self.parameters(), transport)
 
-    def _forward(
-        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> dict[str, torch.Tensor]:
+    def _forward(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Forward-only pass: sample id -> what the head gives for its response tokens, float32 [R, columns]; empty
         before the last stage."""
-        scored = step.score(self.chunks, self._collate(samples, microbatches, {}))
+        scored = step.score(self.chunks, self._collate(batch))
         results = {}
-        for microbatch, columns in zip(microbatches, scored, strict=False):
-            members = [samples[i].sample for i in microbatch]
-            parts = columns.split([len(sample.response_ids) for sample in members])
-            results |= {sample.id: part for sample, part in zip(members, parts, strict=True)}
+        for members, columns in zip(batch.members, scored, strict=False):
+            parts = columns.split([len(item.sample.response_ids) for item in members])
+            results |= {item.sample.id: part for item, part in zip(members, parts, strict=True)}
         return results
 
-    def _collate(
-        self,
-        samples: Sequence[TrainingSample],
-        microbatches: Sequence[Microbatch],
-        scores: Mapping[str, Mapping[str, torch.Tensor]],
-    ) -> list[TokenBatch]:
-        return [
-            collate(
-                [samples[i] for i in members], self.packing, **scores, reads=self.reads, truncates=self.truncates
-            ).to(device.device())
-            for members in microbatches
-        ]
+    def _collate(self, batch: LocalBatch) -> list[TokenBatch]:
+        return batch.token_batches(self.packing, self.reads, self.truncates, device.device())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,9 +12,8 @@ from torch.distributed import Store
 from megarl.config.classifier import score_head_of
 from megarl.config.schema import Config
 from megarl.core import device
-from megarl.core.types import TrainingSample
+from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
-from megarl.data.packing import Microbatch
 from megarl.megatron import parallel
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.model import ModelWorker
@@ -31,13 +30,11 @@ class RewardModelWorker(ModelWorker):
         if freed := self._move_out():
             print(f"reward_model: {freed / 1e9:.3f} GB freed on the device while it does not score", flush=True)
 
-    def score_tokens(
-        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> dict[str, torch.Tensor]:
+    def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Forward-only pass: sample id -> score of each response token, float32 [R] on the host; of a sequence
         classifier that of the last one, [1]. One rank of each data-parallel replica returns them."""
         with self._present():
-            scores = {name: columns[:, 0] for name, columns in self._forward(samples, microbatches).items()}
+            scores = {name: columns[:, 0] for name, columns in self._forward(batch).items()}
         if not parallel.returns_results():
             return {}
         first = -1 if self._kind == "sequence" else 0

@@ -16,8 +16,9 @@ from megarl.config.value_head import without_value_head
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord
 from megarl.core.metrics import Metric, merge
-from megarl.core.types import TokenBatch, TrainingSample
-from megarl.data.packing import Microbatch
+from megarl.core.types import TokenBatch
+from megarl.data.collate import TokenScores, with_scores
+from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step
 from megarl.megatron.advantages import with_advantages
 from megarl.megatron.checkpoint import sharded
@@ -101,10 +102,10 @@ class TrainerWorker(ModelWorker, ABC):
         """This rank's part of what engines should have. plan: the export's."""
         return own_checksums(wanted, plan, self.holder.name, self.parameters())
 
-    def update(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]) -> dict[str, Metric]:
+    def update(self, batch: LocalBatch) -> dict[str, Metric]:
         """One optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Returns metrics on the ranks that
         report for their replica, nothing on the others."""
-        batches = self._training_batches(samples, microbatches)
+        batches = self._training_batches(batch)
         optimizer = self._settings.optimizer
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
         set_rates(self.optimizer, rate, optimizer.weight_decay)
@@ -192,17 +193,19 @@ class TrainerWorker(ModelWorker, ABC):
         selected = select_tensors(key, patterns, huggingface_holder(self._hf_config).shapes)
         return whole_parameters(key, selected, self.holder)
 
-    def _training_batches(
-        self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]
-    ) -> list[TokenBatch]:
+    def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
         """What the update trains on: the samples, what passes and other models gave for them, and their advantages."""
-        names = samples[0].scores if samples else ()
-        handed = {name: {item.sample.id: item.scores[name] for item in samples} for name in names}
-        batches = self._collate(samples, microbatches, self._kept | handed)
+        names = batch.samples[0].scores if batch.samples else ()
+        handed = {name: {item.sample.id: item.scores[name] for item in batch.samples} for name in names}
+        batches = self._scored(batch, self._kept | handed)
         algorithm = self._config.algorithm
         # Only the last stage reads them, and a critic's values are on no other.
         estimated = algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
         return with_advantages(algorithm, batches) if estimated else batches
+
+    def _scored(self, batch: LocalBatch, scores: TokenScores) -> list[TokenBatch]:
+        pairs = zip(self._collate(batch), batch.members, strict=True)
+        return [with_scores(token_batch, members, scores) for token_batch, members in pairs]
 
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
         """For the update of the same samples, on the last stage, which alone has scores and reads them."""

@@ -42,7 +42,7 @@ class VllmClassifier:
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Of each sample's response tokens, float32 [R]; of a sequence classifier that of its last token, [1]."""
         outputs = self._llm.encode(
-            [{"prompt_token_ids": [*sample.prompt.token_ids, *sample.response_ids]} for sample in samples],
+            [{"prompt_token_ids": sample.token_ids.tolist()} for sample in samples],
             pooling_task=self._task,
             use_tqdm=False,
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from megarl.config.schema import Rollout
 from megarl.core import device
-from megarl.core.types import Sample, VersionRun
+from megarl.core.types import CandidateIds, Sample, VersionRun
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel
@@ -145,7 +145,7 @@ class VllmEngine:
         The salt keeps requests apart in the prefix cache: those of one refit's weights reuse no keys and values of
         another's, which samples that it interrupted still need and go on adding to.
         """
-        prompt = tokens_input(list(request.prompt.token_ids), cache_salt=str(self._num_refits))
+        prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=str(self._num_refits))
         return self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
 
     def _withdraw(self, names: Sequence[str]) -> None:
@@ -189,25 +189,28 @@ class VllmEngine:
 
 
 def _sample(request: SamplingRequest, completion: CompletionOutput) -> Sample:
-    ids = tuple(completion.token_ids)
     assert completion.finish_reason in ("stop", "length"), f"{request.sample_id}: {completion.finish_reason}"
     told = completion.logprobs  # flat: for each position the sampled token, then the most likely ones
     return Sample(
         id=request.sample_id,
         prompt=request.prompt,
-        response_ids=ids,
-        response_logprobs=tuple(told.logprobs[start] for start in told.start_indices),
-        response_mask=(True,) * len(ids),
+        response_ids=completion.token_ids,
+        response_logprobs=[told.logprobs[start] for start in told.start_indices],
+        response_mask=np.ones(len(completion.token_ids), np.bool_),
         versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in completion.weight_versions),
         finish_reason=completion.finish_reason,
         text=completion.text,
-        candidate_ids=_kept_ids(told),
+        candidate_ids=_candidate_ids(told),
     )
 
 
-def _kept_ids(told: FlatLogprobs) -> tuple[tuple[int, ...], ...]:
+def _candidate_ids(told: FlatLogprobs) -> CandidateIds | None:
     """Of the most likely tokens, those with a probability. Where several are as likely as the last of them, the engine
     keeps more than it tells."""
-    ranges = [range(start + 1, end) for start, end in zip(told.start_indices, told.end_indices, strict=True)]
-    kept = tuple(tuple(told.token_ids[i] for i in of_token if told.logprobs[i] > -math.inf) for of_token in ranges)
-    return kept if any(kept) else ()
+    starts, ends = (np.asarray(indices, np.int64) for indices in (told.start_indices, told.end_indices))
+    is_kept = np.asarray(told.logprobs) > -np.inf
+    is_kept[starts] = False  # the sampled token
+    if not is_kept.any():
+        return None
+    counts = np.append(0, np.cumsum(is_kept))
+    return CandidateIds(np.asarray(told.token_ids)[is_kept], np.append(0, counts[ends]))

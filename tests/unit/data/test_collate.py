@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from tests.packing import packing
 
@@ -57,7 +57,7 @@ def test_prompt_of_two_samples_stands_twice():
 
 def test_kept_tokens_of_each_row_are_filled_up():
     one, other = two_of_one_prompt()
-    one = replace(one, sample=replace(one.sample, candidate_ids=((21, 7, 8), ())))
+    one = replace(one, sample=replace(one.sample, candidate_ids=CandidateIds.of([(21, 7, 8), ()])))
     assert collate([other], packing(1, True)).candidate_ids is None
     batch = collate([one, other], packing(1, True))
     assert batch.candidate_ids.tolist() == [[21, 7, 8], *([[-1, -1, -1]] * 4)]

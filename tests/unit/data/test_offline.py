@@ -53,9 +53,9 @@ def read(
 def texts(sample) -> tuple[str, str, str]:
     """The prompt, the response, and of the latter what is trained on (the rest as dots)."""
     tokenizer = tiny_tokenizer()
-    pieces = [tokenizer.decode([token]) for token in sample.response_ids]
+    pieces = [tokenizer.decode([token]) for token in sample.response_ids.tolist()]
     marked = "".join(p if flag else "." * len(p) for p, flag in zip(pieces, sample.response_mask, strict=True))
-    return tokenizer.decode(sample.prompt.token_ids), "".join(pieces), marked
+    return tokenizer.decode(sample.prompt.token_ids.tolist()), "".join(pieces), marked
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

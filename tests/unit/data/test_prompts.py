@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import yaml
 from transformers import AutoTokenizer
@@ -41,8 +42,8 @@ def test_text_becomes_one_user_message_in_the_chat_template(model_folder, tmp_pa
     assert prompt.id == "train.jsonl:1"
     assert prompt.answer == 0
     reference = AutoTokenizer.from_pretrained(model_folder)
-    assert prompt.token_ids == tuple(reference(prompt.text, add_special_tokens=False)["input_ids"])
-    assert all(type(token_id) is int for token_id in prompt.token_ids)
+    assert prompt.token_ids.tolist() == reference(prompt.text, add_special_tokens=False)["input_ids"]
+    assert prompt.token_ids.dtype == np.int32
 
 
 def test_messages_keep_their_roles(model_folder, tmp_path):
@@ -72,7 +73,7 @@ def test_size_takes_the_first_rows(model_folder, tmp_path):
 
 def test_the_hash_covers_ids_and_answers_in_order(model_folder, tmp_path):
     prompts = load_prompts(config_of(jsonl(tmp_path, "a", "b")), model_folder)
-    lines = "".join(json.dumps([list(p.token_ids), p.answer]) + "\n" for p in prompts.prompts)
+    lines = "".join(json.dumps([p.token_ids.tolist(), p.answer]) + "\n" for p in prompts.prompts)
     assert prompts.data_hash == hashlib.sha256(lines.encode()).hexdigest()
     hashes = {load_prompts(config_of("arithmetic", size=9, seed=seed), model_folder).data_hash for seed in (0, 0, 1)}
     assert len(hashes) == 2

@@ -1,0 +1,41 @@
+"""A rank's part of an update or a pass, where the rank computes it: samples and their microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megarl.core.types import TokenBatch, TrainingSample
+from megarl.data.collate import Reads, collate, with_scalars
+from megarl.data.packing import Microbatch, Packing
+
+
+class LocalBatch:
+    """Collates its microbatches once, however many passes and updates read them. microbatches index into samples."""
+
+    def __init__(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]):
+        self.samples = tuple(samples)
+        self.microbatches = tuple(microbatches)
+        self._collated: dict[tuple[Packing, Reads, bool, torch.device], list[TokenBatch]] = {}
+
+    @property
+    def members(self) -> list[list[TrainingSample]]:
+        """The samples of each microbatch."""
+        return [[self.samples[index] for index in microbatch] for microbatch in self.microbatches]
+
+    def token_batches(self, packing: Packing, reads: Reads, truncates: bool, device: torch.device) -> list[TokenBatch]:
+        """The microbatches as `collate` makes them, on the device."""
+        key = packing, reads, truncates, device
+        if key not in self._collated:
+            self._collated[key] = [collate(own, packing, reads, truncates).to(device) for own in self.members]
+        return self._collated[key]
+
+    def renewed(self, samples: Sequence[TrainingSample]) -> LocalBatch:
+        """The same samples with the rewards, baselines, weights and scores that they have by now."""
+        renewed = LocalBatch(samples, self.microbatches)
+        renewed._collated = {
+            key: [with_scalars(batch, own) for batch, own in zip(batches, renewed.members, strict=True)]
+            for key, batches in self._collated.items()
+        }
+        return renewed
