@@ -96,13 +96,13 @@ class Case:
 
 
 MEANS, SUMS, TOKENS = "sequence_mean_of_token_means", "sequence_mean_of_token_sums", "token_mean"
-OVER_MAX, OF_PROMPTS = "sequence_mean_over_max_tokens", "prompt_mean_of_token_means"
+OVER_MAX, PROMPTS = "sequence_mean_over_max_tokens", "prompt_mean_of_token_means"
 CASES = {
     "dual clip": Case("name: clip, dual_clip: 1.3", plain.clip(1.3), TOKENS),
     "unclipped": Case(
         "name: unclipped",
         plain.unclipped,
-        OF_PROMPTS,
+        PROMPTS,
         "weight: token, weight_limit: 1.2",
         plain.truncated(plain.of_token, 1.2),
         "estimator: k1",
@@ -166,7 +166,7 @@ CASES = {
     "DPPO, KL": Case(
         "name: dppo_kl, divergence_limit: 0.0003",
         plain.dppo(plain.binary_kl, 0.0003),
-        OF_PROMPTS,
+        PROMPTS,
         kl="estimator: abs, level: sequence",
         divergence=plain.divergence("abs", "sequence", False),
     ),
@@ -188,7 +188,7 @@ CASES = {
     "VAPO's positive examples": Case(
         "name: clip, imitation_coefficient: 0.4, imitation_above: 0.7", plain.clip(torch.inf), MEANS, imitation=0.4
     ),
-    "entropy bonus": Case("name: clip, entropy_coefficient: 0.4", plain.clip(torch.inf), OF_PROMPTS, entropy=0.4),
+    "entropy bonus": Case("name: clip, entropy_coefficient: 0.4", plain.clip(torch.inf), PROMPTS, entropy=0.4),
     "DRO": Case("name: dro, tau: 0.3", plain.dro("sequence"), MEANS),
     "DRO of tokens": Case("name: dro, tau: 0.3, level: token", plain.dro("token"), SUMS),
     "the rollout's ratio": Case("name: clip", plain.clip(torch.inf), MEANS, "old: rollout", old="rollout_logprobs"),

@@ -34,8 +34,9 @@ def _advantages() -> Iterator[str]:
         yield f"  {name}: {estimator.formula}"
         yield f"    {estimator.paper}; {COMPARISONS[estimator.comparison]}"
         yield f"    {_given(estimator.options)}"
+    always = " and ".join(name for name, estimator in ESTIMATORS.items() if "credit" not in estimator.options)
     yield "  credit=whole | to_go: of rewards of single tokens, a reward model's or PRIME's, arXiv 2502.01456, and of"
-    yield "    a KL in the reward; gae and reinforce_plus_plus: always to_go"
+    yield f"    a KL in the reward; {always}: always to_go"
 
 
 def _objectives() -> Iterator[str]:

@@ -14,7 +14,7 @@ from megarl.algorithms.registry import OBJECTIVES
 from megarl.config.document import show
 from megarl.config.schema import Advantage, Config
 
-OF_ADVANTAGES: Mapping[str, Any] = {
+ADVANTAGE_KEYS: Mapping[str, Any] = {
     "algorithm.advantage.estimator": "grpo",
     **{f"algorithm.advantage.{name}": None for name in Advantage.model_fields if name != "estimator"},
     "algorithm.objective.entropy_coefficient": 0.0,
@@ -28,7 +28,7 @@ OF_ADVANTAGES: Mapping[str, Any] = {
 }
 """Key -> the value with which it asks for nothing: what belongs to objectives of advantages only."""
 
-OF_ROLLOUTS: Mapping[str, Any] = {
+ROLLOUT_KEYS: Mapping[str, Any] = {
     "rollout.temperature": 1.0,
     "rollout.top_p": 1.0,
     "rollout.top_k": None,
@@ -71,13 +71,13 @@ def keys_of_advantages_have_a_reader(config: Config) -> str | None:
     objective = config.algorithm.objective
     if objective.spec.is_policy_objective:
         return None
-    return _unread(config, OF_ADVANTAGES, f"algorithm.objective.name={objective.name} has no advantages")
+    return _unread(config, ADVANTAGE_KEYS, f"algorithm.objective.name={objective.name} has no advantages")
 
 
 def keys_of_rollouts_have_a_reader(config: Config) -> str | None:
     if not config.is_offline:
         return None
-    return _unread(config, OF_ROLLOUTS, f"with data.rows={config.data.rows} nothing is sampled")
+    return _unread(config, ROLLOUT_KEYS, f"with data.rows={config.data.rows} nothing is sampled")
 
 
 def aggregation_has_a_reader(config: Config) -> str | None:

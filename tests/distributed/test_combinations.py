@@ -22,11 +22,11 @@ from tests.estimator_reference import AVERAGE, GREEDY, Divergence
 from tests.marks import exhaustive_but
 from tests.objective_cases import KL, LAYOUTS, Case, World, check, expected
 
-OF_ESTIMATORS = estimator_reference.CASES
+ESTIMATOR_CASES = estimator_reference.CASES
 FIRST_CASES: dict[str, str] = {}
 for title, of_objective in objective_cases.CASES.items():
     FIRST_CASES.setdefault(of_objective.name, title)
-OF_OBJECTIVES = list(FIRST_CASES.values())
+OBJECTIVE_TITLES = list(FIRST_CASES.values())
 """The first case of each objective."""
 
 
@@ -49,19 +49,19 @@ KLS = [
 def case(world: World, i: int, j: int) -> Case:
     """Of estimator i and objective j. Over a row or a column, i + j takes every value modulo the number of aggregations
     (5), and i + 3j modulo that of corrections (7), if there are as many columns or rows."""
-    estimator_case = list(OF_ESTIMATORS.values())[i]
+    estimator_case = list(ESTIMATOR_CASES.values())[i]
     keys, estimate, given = estimator_case
     correction, factor = CORRECTIONS[(i + 3 * j) % len(CORRECTIONS)]
     aggregations = get_args(Aggregation)
     with_objective = replace(
-        objective_cases.CASES[OF_OBJECTIVES[j]],
+        objective_cases.CASES[OBJECTIVE_TITLES[j]],
         aggregation=aggregations[(i + j) % len(aggregations)],
         correction=correction,
         factor=factor,
         estimator=f"estimator: {keys}",
         given=given,
     )
-    form = KLS[(len(OF_OBJECTIVES) * i + j) % len(KLS)]
+    form = KLS[(len(OBJECTIVE_TITLES) * i + j) % len(KLS)]
     if form is None:
         return replace(with_objective, kl="", divergence=None, reported=None, estimate=estimate(Divergence(), world))
     placed, level, estimator, straight_through = form
@@ -90,7 +90,7 @@ def world(tmp_path_factory) -> World:
 
 @pytest.fixture(scope="module")
 def cases(world) -> dict[str, Case]:
-    pairs = product(enumerate(OF_ESTIMATORS), enumerate(OF_OBJECTIVES))
+    pairs = product(enumerate(ESTIMATOR_CASES), enumerate(OBJECTIVE_TITLES))
     return {f"{estimator} with {objective}": case(world, i, j) for (i, estimator), (j, objective) in pairs}
 
 
@@ -100,10 +100,10 @@ def of_single_samples(world, cases) -> dict[str, tuple[float, dict[str, torch.Te
 
 
 def test_every_pair_is_among_the_cases(cases):
-    assert {case.name for case in OF_ESTIMATORS.values()} == set(ESTIMATORS)
+    assert {case.name for case in ESTIMATOR_CASES.values()} == set(ESTIMATORS)
     assert {c.name for c in cases.values()} == {name for name, spec in OBJECTIVES.items() if spec.is_policy_objective}
     choices = {"aggregation": get_args(Aggregation), "correction": CORRECTIONS}
-    for (axis, titles), other in product(((0, OF_ESTIMATORS), (-1, OF_OBJECTIVES)), choices):
+    for (axis, titles), other in product(((0, ESTIMATOR_CASES), (-1, OBJECTIVE_TITLES)), choices):
         pairs = {(name.split(" with ")[axis], getattr(c, other)) for name, c in cases.items()}
         assert len(pairs) == len(titles) * len(choices[other]), (axis, other)
     assert len({c.reported and c.reported[0] for c in cases.values()}) == len(KLS)

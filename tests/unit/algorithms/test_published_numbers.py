@@ -220,7 +220,7 @@ def test_verls_aggregations(name, mode):
     assert_equal((weights(mode) * -rows("now")).sum(), theirs("verl", f"aggregation/{name}"))
 
 
-OF_GROUP, OF_TOKENS = "sequence_mean_of_token_means", "token_mean"
+SEQUENCE_MEAN, TOKEN_MEAN = "sequence_mean_of_token_means", "token_mean"
 CLIP = dict(clip_low=0.2, clip_high=0.2)
 ADVANTAGE = of_samples(BATCH["advantages"])[ROW_SAMPLE]
 
@@ -260,24 +260,24 @@ GSPO, GMPO = objective("gspo", clip_low=0.1, clip_high=0.15), objective("gmpo", 
 @pytest.mark.parametrize(
     ("library", "name", "mode", "loss"),
     [
-        ("verl", "clip", OF_TOKENS, objective("clip", clip_low=0.2, clip_high=0.28, dual_clip=3.0)),
-        ("verl", "dppo_tv", OF_TOKENS, objective("dppo_tv", divergence_limit=0.15)),
-        ("verl", "dppo_kl", OF_TOKENS, objective("dppo_kl", divergence_limit=0.05)),
-        ("verl", "gspo", OF_GROUP, GSPO),
-        ("verl", "gmpo", OF_GROUP, GMPO),
-        ("verl", "sapo", OF_GROUP, objective("sapo", tau_positive=1.0, tau_negative=1.05)),
-        ("verl", "cispo", OF_TOKENS, objective("cispo", clip_low=None, clip_high=4.0)),
-        ("verl", "clip_cov", OF_TOKENS, clip_cov),
-        ("verl", "kl_cov", OF_TOKENS, kl_cov),
-        ("trl", "grpo", OF_GROUP, objective("clip", clip_low=0.2, clip_high=0.28, dual_clip=3.0)),
-        ("trl", "bnpo", OF_TOKENS, objective("clip", **CLIP)),
-        ("trl", "dapo", OF_TOKENS, objective("clip", clip_low=0.2, clip_high=0.28)),
+        ("verl", "clip", TOKEN_MEAN, objective("clip", clip_low=0.2, clip_high=0.28, dual_clip=3.0)),
+        ("verl", "dppo_tv", TOKEN_MEAN, objective("dppo_tv", divergence_limit=0.15)),
+        ("verl", "dppo_kl", TOKEN_MEAN, objective("dppo_kl", divergence_limit=0.05)),
+        ("verl", "gspo", SEQUENCE_MEAN, GSPO),
+        ("verl", "gmpo", SEQUENCE_MEAN, GMPO),
+        ("verl", "sapo", SEQUENCE_MEAN, objective("sapo", tau_positive=1.0, tau_negative=1.05)),
+        ("verl", "cispo", TOKEN_MEAN, objective("cispo", clip_low=None, clip_high=4.0)),
+        ("verl", "clip_cov", TOKEN_MEAN, clip_cov),
+        ("verl", "kl_cov", TOKEN_MEAN, kl_cov),
+        ("trl", "grpo", SEQUENCE_MEAN, objective("clip", clip_low=0.2, clip_high=0.28, dual_clip=3.0)),
+        ("trl", "bnpo", TOKEN_MEAN, objective("clip", **CLIP)),
+        ("trl", "dapo", TOKEN_MEAN, objective("clip", clip_low=0.2, clip_high=0.28)),
         ("trl", "dr_grpo", "sequence_mean_over_max_tokens", objective("clip", **CLIP)),
         ("trl", "luspo", "sequence_mean_of_token_sums", objective("clip", **CLIP)),
-        ("trl", "cispo", OF_TOKENS, objective("cispo", clip_low=None, clip_high=4.0)),  # its bound is of ρ: 5
-        ("trl", "sapo", OF_GROUP, objective("sapo", tau_positive=1.0, tau_negative=1.05)),
-        ("trl", "gspo", OF_GROUP, GSPO),
-        ("trl", "gmpo", OF_GROUP, GMPO),
+        ("trl", "cispo", TOKEN_MEAN, objective("cispo", clip_low=None, clip_high=4.0)),  # its bound is of ρ: 5
+        ("trl", "sapo", SEQUENCE_MEAN, objective("sapo", tau_positive=1.0, tau_negative=1.05)),
+        ("trl", "gspo", SEQUENCE_MEAN, GSPO),
+        ("trl", "gmpo", SEQUENCE_MEAN, GMPO),
     ],
 )
 def test_objectives(library, name, mode, loss):
@@ -290,7 +290,7 @@ def test_objectives(library, name, mode, loss):
 def test_trls_grpo_with_a_kl():
     def total(now: torch.Tensor) -> torch.Tensor:
         clipped = objective("clip", clip_low=0.2, clip_high=0.28)(now, rows("old"), ADVANTAGE).loss
-        return (weights(OF_GROUP) * (clipped + 0.3 * kl.estimate("k3", now - rows("reference")))).sum()
+        return (weights(SEQUENCE_MEAN) * (clipped + 0.3 * kl.estimate("k3", now - rows("reference")))).sum()
 
     assert_loss("trl", "loss/grpo_with_kl", total)
 
@@ -299,7 +299,7 @@ def test_verls_policy_gradient():
     """Its GPG, whose ratio would be 1."""
 
     def total(now: torch.Tensor) -> torch.Tensor:
-        return (weights(OF_TOKENS) * objective("unclipped")(now, now.detach(), ADVANTAGE).loss).sum()
+        return (weights(TOKEN_MEAN) * objective("unclipped")(now, now.detach(), ADVANTAGE).loss).sum()
 
     assert_loss("verl", "loss/gpg", total)
 
@@ -309,7 +309,7 @@ def test_verls_dro():
 
     def total(now: torch.Tensor) -> torch.Tensor:
         losses = objective("dro", tau=0.3, level="token")(now, rows("old"), ADVANTAGE).loss
-        return (weights(OF_TOKENS) * losses).sum() / 0.3
+        return (weights(TOKEN_MEAN) * losses).sum() / 0.3
 
     assert_loss("verl", "loss/dro", total)
 
@@ -319,7 +319,7 @@ def test_verls_value_loss():
 
     def total(values: torch.Tensor) -> torch.Tensor:
         losses = squared_error(values, rows("values"), rows("returns"), clip=0.2).loss
-        return 0.5 * (weights(OF_TOKENS) * losses).sum()
+        return 0.5 * (weights(TOKEN_MEAN) * losses).sum()
 
     assert_loss("verl", "loss/value", total, of="values_now")
 

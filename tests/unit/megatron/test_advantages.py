@@ -85,11 +85,13 @@ def estimated(settings: Algorithm, **given: dict[str, list[float]]) -> list[list
     return [own.tolist() for own in batch.advantage.split([len(mask) for mask in MASKS.values()])]
 
 
-OF_SAMPLES = [name for name, spec in ESTIMATORS.items() if isinstance(spec, SampleEstimator) and not spec.whitens]
-OF_TOKENS = [name for name, spec in ESTIMATORS.items() if isinstance(spec, TokenEstimator)]
+SAMPLE_ESTIMATORS = [
+    name for name, spec in ESTIMATORS.items() if isinstance(spec, SampleEstimator) and not spec.whitens
+]
+TOKEN_ESTIMATORS = [name for name, spec in ESTIMATORS.items() if isinstance(spec, TokenEstimator)]
 
 
-@pytest.mark.parametrize("estimator", OF_SAMPLES)
+@pytest.mark.parametrize("estimator", SAMPLE_ESTIMATORS)
 def test_a_sample_has_one_advantage_at_its_trained_tokens(estimator):
     found = estimated(algorithm(estimator))
     assert found == [[0.75, 0, 0.75, 0.75, 0], [-0.75], [0, -0.25, -0.25], [0, 0]]
@@ -127,7 +129,7 @@ def of_turns() -> dict[str, list[float]]:
     return {name: on_turns(rewards, MASKS[name]) for name, rewards in TURNS.items()}
 
 
-@pytest.mark.parametrize("estimator", OF_SAMPLES)
+@pytest.mark.parametrize("estimator", SAMPLE_ESTIMATORS)
 def test_rewards_of_turns_are_part_of_the_samples_or_count_for_what_led_to_them(estimator):
     """2 + 7, −1 + 1 and 0 + 3; or (2 − 1)/4 and (5 − 1)/4, 0, (3 − 1)/4, compared by themselves."""
     whole = estimated(algorithm(estimator), process_reward=of_turns())
@@ -184,7 +186,7 @@ def test_two_lambdas_and_a_length():
     assert batch.returns[:5].tolist() == pytest.approx([2, 0, 2, 2, 0])
 
 
-@pytest.mark.parametrize("estimator", [*OF_SAMPLES, *OF_TOKENS])
+@pytest.mark.parametrize("estimator", [*SAMPLE_ESTIMATORS, *TOKEN_ESTIMATORS])
 def test_neighbours_in_the_pack_are_not_seen(estimator):
     """Each sample alone has the advantages that it has between others, in any order."""
     settings = algorithm(estimator, "advantage.whiten=false", "advantage.gamma=0.9")

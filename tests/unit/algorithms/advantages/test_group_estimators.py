@@ -11,7 +11,7 @@ from megarl.algorithms.baselines import Member
 from megarl.algorithms.registry import ESTIMATORS
 from megarl.core.types import Baseline, TokenTotals
 
-GROUP = [name for name, spec in ESTIMATORS.items() if spec.compares_samples]
+GROUP_ESTIMATORS = [name for name, spec in ESTIMATORS.items() if spec.compares_samples]
 REWARDS = st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=7)
 
 
@@ -51,7 +51,7 @@ def test_by_hand(options, expected):
     assert advantages([1.0, 0.0, 0.0, 1.0], [1, 2, 3, 2], **options) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("estimator", GROUP)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_groups_of_one_and_of_equal_rewards(estimator):
     assert advantages([5.0], estimator=estimator) == [0.0]
     assert advantages([5.0], estimator=estimator, group_of_one="reward") == [5.0]
@@ -72,14 +72,14 @@ def test_nothing_is_added_to_a_deviation_of_zero(std, reward, num_samples):
 
 
 @pytest.mark.parametrize("credit", ["whole", "to_go"])
-@pytest.mark.parametrize("estimator", GROUP)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_a_sample_alone_has_no_advantage_by_its_tokens_either(estimator, credit):
     [baseline] = baselines([Member(5.0, 2, TokenTotals.of([1.0]))], estimator, credit=credit)
     assert (5.0 - baseline.center) / baseline.scale == 0
     assert (1.0 - baseline.token_center) / baseline.token_scale == 0
 
 
-@pytest.mark.parametrize("estimator", GROUP)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @given(rewards=REWARDS, shift=st.floats(-5, 5), order=st.randoms(use_true_random=False))
 def test_no_shift_is_seen_and_no_order(estimator, rewards, shift, order):
     options = dict(estimator=estimator, **({"k": 2} if estimator == "pass_at_k" else {}))

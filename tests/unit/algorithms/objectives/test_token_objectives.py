@@ -11,8 +11,8 @@ from megarl.algorithms.objectives.dppo_kl import dppo_kl
 from megarl.algorithms.registry import OBJECTIVES
 from megarl.algorithms.sample_segments import SampleSegments
 
-OF_POLICY = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
-OF_TOKENS = [name for name in OF_POLICY if not OBJECTIVES[name].inputs]
+POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
+TOKEN_OBJECTIVES = [name for name in POLICY_OBJECTIVES if not OBJECTIVES[name].inputs]
 WITH_DERIVATIVE = ("clip", "unclipped", "kl_penalty", "sapo")
 """Almost everywhere; the others' gradient is another one than that of their value."""
 LOG_PROBS = st.floats(-6, -0.05)
@@ -83,7 +83,7 @@ def test_token_objectives_by_hand(name, options, ratio, advantage, loss, slope, 
 
 
 @given(LOG_PROBS, ADVANTAGES)
-@pytest.mark.parametrize("name", OF_TOKENS)
+@pytest.mark.parametrize("name", TOKEN_OBJECTIVES)
 def test_at_the_old_policy_all_have_the_plain_policy_gradient(name, old, advantage):
     assert evaluate(name, 1.0, advantage, old)[1] == pytest.approx(-advantage, abs=1e-9)
 
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_the_loss(name):
 
 
 @given(st.lists(st.tuples(LOG_PROBS, LOG_PROBS, ADVANTAGES), min_size=2, max_size=8), st.randoms())
-@pytest.mark.parametrize("name", OF_TOKENS)
+@pytest.mark.parametrize("name", TOKEN_OBJECTIVES)
 def test_tokens_do_not_see_each_other(name, tokens, source):
     """A permutation of the tokens permutes the losses."""
     order = list(range(len(tokens)))
@@ -109,7 +109,7 @@ def test_tokens_do_not_see_each_other(name, tokens, source):
     torch.testing.assert_close(spec.loss(*columns[:, order], **spec.arguments).loss, loss[order])
 
 
-@pytest.mark.parametrize("name", OF_POLICY)
+@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
 def test_wrong_shapes_are_refused(name):
     mask = torch.ones(3, dtype=torch.bool)
     samples = SampleSegments(mask, torch.zeros(3, dtype=torch.int64), 1)
