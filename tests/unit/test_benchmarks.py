@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.forked_script import run_script
 from tests.paths import ROOT
 
 FOLDER = ROOT / "tools" / "benchmarks"
@@ -32,7 +33,9 @@ SCRIPTS = (
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_script_explains_itself(script):
-    assert "usage:" in output_of(script, "--help")
+    done = run_script(FOLDER / script, "--help", cwd=FOLDER)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage:" in done.stdout
 
 
 def test_operations_of_an_update_are_six_for_each_weight_and_token_and_those_of_attention():

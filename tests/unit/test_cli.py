@@ -54,7 +54,10 @@ def test_config_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == dump(load(QUICKSTART, ["run.steps=3"]))
 
 
-def test_config_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_explain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_with_config: Path
+) -> None:
+    monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
     assert run(monkeypatch, "config", "explain", QUICKSTART, "actor.layout.dp=2") == 0
     assert "x dp 2 = world size" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from tests.forked_script import run_script
 from tests.paths import ROOT
 from tests.unit.megatron.checkpoint.test_conversion import left_in, write_model
 from tests.unit.resharding.cases import config_of
@@ -61,8 +62,7 @@ def test_what_a_person_sees_of_a_checkpoint(model):
 
 def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
     arguments = ["--hf", model / "hf", "--out", tmp_path / "out", "--tp", "2"]
-    command = [sys.executable, TOOL, "hf-to-megatron", *arguments]
-    done = subprocess.run(command, cwd=TOOL.parents[1], capture_output=True, text=True, timeout=300)
+    done = run_script(TOOL, "hf-to-megatron", *arguments, cwd=ROOT)
     expected = "convert: error: --tp=2: num_key_value_heads 3 does not divide by 2; choose a divisor\n"
     assert (done.returncode, done.stderr) == (2, expected)
     with pytest.raises(ValueError, match=r"^vpp=2: virtual stages .* and pp=1 is a single one"):
@@ -70,10 +70,10 @@ def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
     assert left_in(tmp_path) == set()
 
 
-def run_as_command(body: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the tool with another command, of these lines."""
+def with_command(body: str) -> str:
+    """A script that runs the tool with another command, of these lines."""
     lines = "\n    ".join(body.splitlines())
-    code = f"""
+    return f"""
 import os, signal, sys
 sys.path.insert(0, "tools")
 import convert
@@ -83,25 +83,26 @@ def another():
 sys.argv = ["convert.py", "another"]
 convert.main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=TOOL.parents[1], capture_output=True, text=True, timeout=300
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
-def test_a_termination_unwinds_what_is_under_way():
+def test_a_termination_unwinds_what_is_under_way(tmp_path):
     stuck = """
 try:
     os.kill(os.getpid(), signal.SIGTERM)
 finally:
     print("tidied up")
 """
-    assert run_as_command(stuck) == (143, "tidied up\n", "")
+    (tmp_path / "stuck.py").write_text(with_command(stuck))
+    done = run_script(tmp_path / "stuck.py", cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "tidied up\n", "")
 
 
 def test_no_compiler_is_loaded():
+    """In a process of its own, as the one that runs the tests has it; and Megatron's import prints nothing."""
     loaded = """
 import megarl.megatron.checkpoint.conversion
 print(*sorted({"torch._dynamo", "torch.distributed.checkpoint"} & sys.modules.keys()))
 """
-    assert run_as_command(loaded) == (0, "torch.distributed.checkpoint\n", "")
+    command = [sys.executable, "-c", with_command(loaded)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "torch.distributed.checkpoint\n", "")

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,11 @@ for command in sys.argv[1:]:
 """
 
 
+def run_megarl(*arguments: str, cache: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MEGARL_CACHE": str(cache)}
+    return subprocess.run([*MEGARL, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
 def test_every_command_is_run_somewhere():
     trains = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
     assert len(trains) == 1
@@ -59,32 +65,29 @@ def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
 
 
 @pytest.mark.parametrize("command", LOOKING)
-def test_commands_that_look_at_a_recipe(command):
-    arguments = shlex.split(command)[1:]
-    done = subprocess.run([*MEGARL, *arguments], cwd=ROOT, capture_output=True, text=True)
+def test_commands_that_look_at_a_recipe(command, cache_with_config):
+    done = run_megarl(*shlex.split(command)[1:], cache=cache_with_config)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_arithmetic():
+def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_arithmetic(cache_with_config):
     [checks] = [command for command in LOOKING if "actor.layout.dp=64" in command]
     overrides = ["actor.layout.pp=1", "actor.layout.last_stage_layers=null", "actor.layout.tp=2"]
-    command = [*MEGARL, *shlex.split(checks)[1:], *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_megarl(*shlex.split(checks)[1:], *overrides, cache=cache_with_config)
     assert done.returncode == 2
     assert "actor.layout.tp=2: 9 attention heads do not divide by 2" in done.stderr
 
 
 def test_commands_that_plan(tmp_path):
-    """In a folder with a model at the command's path: one with fewer experts, which is planned in less time."""
+    """In a folder with a model at the command's path: one with fewer layers and experts, planned in less time."""
     folder = tmp_path / "path" / "to" / "model"
     folder.mkdir(parents=True)
-    config = CONFIGS["DeepSeek-V3"] | {"n_routed_experts": 32, "moe_intermediate_size": 256}
+    fewer = {"num_hidden_layers": 16, "n_routed_experts": 32, "moe_intermediate_size": 256}
+    config = CONFIGS["DeepSeek-V3"] | fewer
     (folder / "config.json").write_text(json.dumps(config))
     [command] = RESHARDING
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MEGARL_CACHE": str(tmp_path / "cache")}
-    command = [*MEGARL, *shlex.split(command)[1:]]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run_megarl(*shlex.split(command)[1:], cache=tmp_path / "cache", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     labels = [line.split()[0] for line in done.stdout.splitlines()]
     shown = re.search(r"<!-- reshard:begin -->\n```\n(.*?)```", text_of(README), re.DOTALL).group(1)

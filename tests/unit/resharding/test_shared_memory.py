@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,52 +15,42 @@ import torch
 
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 
-TRAINER = """
-import pickle, sys
-import torch
-from megarl.resharding.transports.shared_memory import publish
 
-buffer = torch.zeros(1000)  # as Megatron keeps them: parameters are views of one buffer
-parameters = {"row": torch.nn.Parameter(torch.empty(0)), "matrix": torch.nn.Parameter(torch.empty(0))}
-parameters["row"].data = buffer[3:10]
-parameters["matrix"].data = buffer[16:46].view(5, 6).t()
-optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
-published = publish(parameters)
-assert publish(parameters) == published
-sys.stdout.buffer.write(pickle.dumps(published) + b"END")
-sys.stdout.buffer.flush()
-for line in sys.stdin:
-    (parameters["row"].sum() - (parameters["matrix"] * torch.arange(30.0).view(6, 5)).sum()).backward()
-    optimizer.step()
-    assert buffer[3] == parameters["row"][0]
-    sys.stdout.buffer.write(b"END")
-    sys.stdout.buffer.flush()
-"""
+def train(connection: Connection) -> None:
+    """A trainer's process: sends what it publishes, and updates whenever it is asked to."""
+    torch.set_num_threads(1)
+    buffer = torch.zeros(1000)  # as Megatron keeps them: parameters are views of one buffer
+    parameters = {"row": torch.nn.Parameter(torch.empty(0)), "matrix": torch.nn.Parameter(torch.empty(0))}
+    parameters["row"].data = buffer[3:10]
+    parameters["matrix"].data = buffer[16:46].view(5, 6).t()
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
+    published = publish(parameters)
+    assert publish(parameters) == published
+    connection.send(published)
+    while connection.recv():
+        (parameters["row"].sum() - (parameters["matrix"] * torch.arange(30.0).view(6, 5)).sum()).backward()
+        optimizer.step()
+        assert buffer[3] == parameters["row"][0]
+        connection.send("updated")
 
 
 class Trainer:
     def __init__(self):
-        self.process = subprocess.Popen([sys.executable, "-c", TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.published = pickle.loads(self._answer())
+        context = multiprocessing.get_context("fork")
+        self.connection, there = context.Pipe()
+        self.process = context.Process(target=train, args=(there,), daemon=True)
+        self.process.start()
+        there.close()  # so that a trainer that has died is noticed
+        self.published = self.connection.recv()
 
     def update(self) -> None:
-        self.process.stdin.write(b"update\n")
-        self.process.stdin.flush()
-        self._answer()
+        self.connection.send("update")
+        assert self.connection.recv() == "updated"
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(timeout=10)
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def _answer(self) -> bytes:
-        answer = b""
-        while not answer.endswith(b"END"):
-            byte = self.process.stdout.read(1)
-            assert byte, "the trainer has died"
-            answer += byte
-        return answer.removesuffix(b"END")
+        self.process.kill()
+        self.process.join(timeout=10)
+        self.connection.close()
 
 
 @pytest.fixture

@@ -1,0 +1,59 @@
+"""Runs a script as its user would, in a fork of this process: torch and Megatron are not imported again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import BinaryIO
+
+TIMEOUT_S = 120
+
+
+def run_script(script: Path, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT ARGUMENTS` in the folder cwd: its exit code and what it printed."""
+    command = [str(script), *map(str, arguments)]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(command, cwd, out, err))
+        process.start()
+        process.join(TIMEOUT_S)
+        process.kill()
+        process.join()
+        return subprocess.CompletedProcess(command, process.exitcode, *map(_text, (out, err)))
+
+
+def _text(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode()
+
+
+def _run(command: list[str], cwd: Path, out: BinaryIO, err: BinaryIO) -> None:
+    for descriptor, file in ((1, out), (2, err)):
+        os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", closefd=False) for descriptor in (1, 2))
+    os.chdir(cwd)
+    sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+    code = _exit_code(command[0])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without the parent's exit handlers
+
+
+def _exit_code(script: str) -> int:
+    """As Python ends: a SystemExit has the code or what to print, anything else is a traceback."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
