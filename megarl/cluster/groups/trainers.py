@@ -38,8 +38,8 @@ class TrainerActor(RankActor):
     """One rank of a model that the run trains: its worker is a TrainerWorker."""
 
     def end_step(self) -> Answer:
-        """Lets go of the step's batches: their samples do not come back. They go first, for what they have on the device
-        to go back to it at the end of the step."""
+        """Lets go of the step's batches, whose samples do not come back: first, so that the end of the step gives back
+        what they have on the device."""
         self._batches.clear()
         return self.call(lambda worker: worker.end_step())
 

@@ -242,7 +242,6 @@ def test_the_deadline_of_another_future_ends_a_wait(session: Session, ray: FakeR
     with pytest.raises(RunFailure, match=r"^rollout: no answer from engine-0 in 20 s; see /logs$"):
         session.submit({"trainer-0": Call(50)}, "update").result()
     assert ray.now == 20
-        session.gather(calls, "rollout", expendable=EXPENDABLE)
 
 
 GIB = 2**30
