@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -36,7 +39,8 @@ def accumulate_gradients(
     for chunk in chunks:
         chunk.zero_grad_buffer()
         chunk.train()
-    return _run(chunks, batches, loss_of, forward_only=False)
+    with _inputs(batches) as inputs:
+        return get_forward_backward_func()(**_schedule(chunks, batches, inputs, loss_of), forward_only=False)
 
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
@@ -70,14 +74,15 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
 
     for chunk in chunks:
         chunk.eval()
-    with torch.no_grad():
-        return _run(chunks, batches, keep, forward_only=True)
+    with torch.no_grad(), _inputs(batches) as inputs:
+        return get_forward_backward_func()(**_schedule(chunks, batches, inputs, keep), forward_only=True)
 
 
-def _run(
-    chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], loss_of: Callable, forward_only: bool
-) -> list:
-    """Megatron's schedule for this layout. Returns what loss_of gives beside the loss, per microbatch."""
+def _schedule(
+    chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], inputs: _Inputs, loss_of: Callable
+) -> dict[str, Any]:
+    """The arguments of Megatron's schedule for this layout, which returns what loss_of gives beside the loss, per
+    microbatch."""
 
     def forward_step(iterator: Iterator[ModelInput], chunk: DistributedDataParallel):
         item = next(iterator)
@@ -90,20 +95,23 @@ def _run(
             attention_mask=None,
             packed_seq_params=item.attention,
         )
-        return output, lambda scored: loss_of(item, scored)
+        return output, partial(loss_of, item)
 
-    longest = max(len(batch.tokens) for batch in batches)
+    return dict(
+        forward_step_func=forward_step,
+        data_iterator=[iter(inputs) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(batches),
+        # Packs differ in length; each stage learns the real one from the one before it.
+        seq_length=max(len(batch.tokens) for batch in batches),
+        micro_batch_size=1,
+    )
+
+
+@contextmanager
+def _inputs(batches: Sequence[TokenBatch]) -> Iterator[_Inputs]:
     with ThreadPoolExecutor(max_workers=1, initializer=device.claim, initargs=(None,)) as thread:
-        inputs = _Inputs(batches, thread)
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(inputs) for _ in chunks],
-            model=list(chunks),
-            num_microbatches=len(batches),
-            seq_length=longest,  # packs differ in length; each stage learns the real one from the one before it
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        yield _Inputs(batches, thread)
 
 
 class _Inputs:
