@@ -1,6 +1,7 @@
 """What tests of several folders share. An example of hypothesis may take as long as it does on a busy machine."""
 
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -9,6 +10,13 @@ from hypothesis import settings
 
 settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")
+
+
+def pytest_collection_finish() -> None:
+    """Gives torch one thread, as ranks have. On tiny tensors threads wait for each other, which took most of the CPU's
+    time: that of plain references is a tenth with one."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
