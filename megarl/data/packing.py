@@ -151,7 +151,7 @@ class _Counts:
         return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended)
 
     def has_room(self, other: _Counts, prompt_tokens: int, most_samples: int, token_budget: int) -> bool:
-        """Whether the other samples of the prompt may be added."""
+        """Returns whether the other samples of the prompt may be added."""
         num_tokens = self.num_tokens + other.num_tokens - prompt_tokens
         return len(self.samples) + len(other.samples) <= most_samples and num_tokens <= token_budget
 
