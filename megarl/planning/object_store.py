@@ -1,4 +1,4 @@
-"""What a step's samples take of Ray's object store, in closed form."""
+"""The room that a step's samples take in Ray's object store, in closed form."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ import math
 from megarl.config.schema import Config
 
 FLOOR_MIB = 256
-"""For what lies there beside samples: plans of refits, checksums, answers."""
+"""The room for what lies there beside samples: plans of refits, checksums, answers."""
 
 ID_BYTES = 4
 LOGPROB_BYTES = 4
 FLAG_BYTES = 1 / 8
 SCORE_BYTES = 4
 OFFSET_BYTES = 4
-"""Where a token's candidates begin, if the engine keeps only some."""
+"""The bytes of the offset at which a token's candidates begin, if the engine keeps only some."""
 
 TEXT_BYTES = 6
-"""Of a token's text in UTF-8: of English it has four or five, of Chinese about as many."""
+"""The bytes of a token's text in UTF-8, at most: English has four or five, Chinese about as many."""
 
 OBJECT_BYTES = 2048
-"""Of a sample beside its tokens and their text, and of the scores of one: names, shapes, what rewards compare with."""
+"""The bytes of a sample beside its tokens and their text, and of the scores of one: names, shapes, answers that rewards
+compare with."""
 
 
 def object_store_mib(config: Config) -> int:
-    """cluster.object_store_mib, or what follows from the batch: room for all samples of a step, each as long as it may
-    be, with the scores of its tokens. Shorter ones leave some of it unused, which takes no memory then. What finds no
-    room, Ray writes to the disk."""
+    """Returns cluster.object_store_mib, or what follows from the batch: room for all samples of a step, each as long as
+    it may be, with the scores of its tokens. Shorter ones leave some of it unused, which takes no memory then. Ray
+    writes to the disk what finds no room."""
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
     return FLOOR_MIB + math.ceil(num_samples(config) * sample_bytes(config) / 2**20)
 
 
 def num_samples(config: Config) -> int:
-    """At most, of a step: those of all rounds of dynamic sampling stay until its end."""
+    """Returns the samples of a step, at most: those of all rounds of dynamic sampling stay until its end."""
     batch = config.batch
     if config.is_offline:
         return batch.prompts_per_step * config.trained_per_prompt
@@ -42,7 +43,7 @@ def num_samples(config: Config) -> int:
 
 
 def sample_bytes(config: Config) -> float:
-    """Of one sample as long as it may be, pickled, its scores included."""
+    """Returns the bytes of one sample as long as it may be, pickled, its scores included."""
     context = config.rollout.context_length
     response = context if config.is_offline else min(config.rollout.max_new_tokens, context)
     num_scores = _num_scores(config)
@@ -57,7 +58,7 @@ def sample_bytes(config: Config) -> float:
 
 
 def _num_scores(config: Config) -> int:
-    """How many models and rewards say something of every token."""
+    """Returns how many models and rewards give every token a score."""
     rewards_tokens = config.has_reward_model or any(function.per_turn for function in config.rewards.functions)
     process_rewards = rewards_tokens and config.algorithm.advantage.credits_to_go
     models = (config.has_critic, config.has_implicit_reward, config.has_reward_model, config.kl_in_reward)
