@@ -22,9 +22,10 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.run.loop import Loop, exit_status
-from megarl.step.dispatch import samples_of, updates_of
-from megarl.step.scoring import ScoredSample
-from megarl.train import follow_policy, train_actor
+from megarl.step.dispatch import dispatch, samples_of, updates_of
+from megarl.step.passes import make_policy_passes
+from megarl.step.scoring import Metrics, ScoredSample
+from megarl.train import follow_policy
 
 
 def main(config: Config, scratch: Path) -> int:
@@ -36,7 +37,7 @@ def run(config: Config, scratch: Path) -> None:
     models = find_models(config)
     check_megatron_settings(config, models)
     with Loop.prepare(config, models, load_offline_data(config, models.actor)) as loop:
-        with Session(config.cluster, loop.folder.logs, scratch) as session:
+        with Session(config, loop.folder.logs, scratch) as session:
             learn(session, config, models, loop)
         print(f"report: {report.write(loop.folder.path)}")
 
@@ -44,19 +45,19 @@ def run(config: Config, scratch: Path) -> None:
 def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) -> None:
     """All steps, by trainer ranks that it starts, to the trained model."""
     actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
-    actor.start()
+    actor.start().result()
     if loop.resume_point.checkpoint is not None:
-        actor.load_checkpoint(loop.resume_point.checkpoint)
+        actor.load_checkpoint(loop.resume_point.checkpoint).result()
     print(f"kernels: {actor.kernels}", flush=True)
     loop.run([actor], lambda: step(config, actor, loop))
     loop.export(lambda out: export(config, actor, models, out))
-    actor.close()
+    actor.close().result()
 
 
 def export(config: Config, actor: TrainerGroup, models: ModelFolders, out: Path) -> None:
     hf_config = trained_hf_config(config, "actor", models.hf_config)
     plan = make_plan(actor.holders, [huggingface_holder(hf_config, config.model.dtype)])
-    actor.export(plan, SharedMemory(actor.publish()), out)
+    actor.export(plan, SharedMemory(actor.publish().result()), out).result()
 
 
 def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:
@@ -65,8 +66,7 @@ def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:
     rows: list[Sequence[Sample]] = loop.take(config.batch.prompts_per_step)
     groups = [[ScoredSample(RemoteSample.put(sample), outcome=0.0) for sample in row] for row in rows]
     with watch.phase("train"):
-        metrics = train_actor(config, actor, [samples_of(update) for update in updates_of(config, groups)], {})
-        follow_policy(config, actor, loop.state.step, metrics, len(rows))
+        metrics = train(config, actor, groups, loop.state.step)
     times, infos = watch.metrics(), [item.sample.info for group in groups for item in group]
     num_tokens = sum(info.num_tokens for info in infos)
     return {
@@ -76,3 +76,13 @@ def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:
         "data/trained_tokens": sum(info.num_trained_tokens for info in infos),
         "throughput/tokens_per_second": num_tokens / times["time/step"],
     }
+
+
+def train(config: Config, actor: TrainerGroup, groups: Sequence[Sequence[ScoredSample]], number: int) -> Metrics:
+    """The passes that the objective needs, and one optimizer step for every prompts_per_update rows."""
+    updates = [samples_of(update) for update in updates_of(config, groups)]
+    batches = [dispatch(config, samples, actor.packing) for samples in updates]
+    make_policy_passes(config, actor, batches).result()
+    metrics = actor.train(batches).result()
+    follow_policy(config, actor, number, metrics, len(groups))
+    return metrics

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, pstdev, stdev
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,13 +91,13 @@ def of_samples(compare: Compare, kl: Divergence = Divergence(), learned: Tokens 
                     for t in range(len(sample.response_ids))
                 ]
             if learned is not None:
-                credit_tokens(advantages, [sample for sample, _ in group], learned)
+                credit_to_go(advantages, [sample for sample, _ in group], learned)
         return advantages
 
     return estimate
 
 
-def credit_tokens(advantages: dict[str, list[float]], group: Sequence[Sample], learned: Tokens) -> None:
+def credit_to_go(advantages: dict[str, list[float]], group: Sequence[Sample], learned: Tokens) -> None:
     means = [fmean([learned[sample.id][t] for t in trained(sample)] or [0.0]) for sample in group]
     for i, sample in enumerate(group):
         others = fmean(mean for j, mean in enumerate(means) if j != i)
@@ -197,3 +198,52 @@ def whitened(estimate: Estimate) -> Estimate:
 
 def trained(sample: Sample) -> list[int]:
     return [t for t, flag in enumerate(sample.response_mask) if flag]
+
+
+AVERAGE, GREEDY = 0.4, {"0": 0.5, "1": 1.0, "2": 0.0}
+"""What some estimators compare rewards with: the mean of earlier steps, and by prompt that of a greedy response."""
+
+
+class EstimatorCase(NamedTuple):
+    """An estimator's name and keys; what it amounts to with a KL in the reward, given what other models say of tokens
+    (World of tests/objective_cases.py); and which of these they are."""
+
+    keys: str
+    estimate: Callable[[Divergence, Any], Estimate]
+    given: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.keys.partition(",")[0]
+
+
+def compared(name: str, compare: Compare) -> EstimatorCase:
+    return EstimatorCase(name, lambda kl, world: of_samples(compare, kl))
+
+
+CASES: dict[str, EstimatorCase] = {
+    "policy gradient": compared("policy_gradient", nothing),
+    "REINFORCE": compared("reinforce", constant(AVERAGE)),
+    "REINFORCE++": EstimatorCase("reinforce_plus_plus, gamma: 0.9", lambda kl, world: whitened(to_come(0.9, kl))),
+    "REINFORCE++, group baseline": EstimatorCase(
+        "reinforce_plus_plus_baseline",
+        lambda kl, world: whitened(of_samples(group_mean, kl)),
+    ),
+    "RLOO": compared("rloo", mean_of_others),
+    "PRIME": EstimatorCase(
+        "rloo, credit: to_go",
+        lambda kl, world: of_samples(mean_of_others, kl, world.lists("implicit_reward")),
+        ("implicit_reward",),
+    ),
+    "ReMax": compared("remax", by_prompt(GREEDY)),
+    "GRPO": compared("grpo", standardised),
+    "OPO": compared("opo", weighted_by_length),
+    "GPG": EstimatorCase("gpg", lambda kl, world: amplified(kl)),
+    "pass@k": compared("pass_at_k, k: 2", best_of(2)),
+    "GAE": EstimatorCase(
+        "gae, gamma: 0.9, gae_lambda: 0.8",
+        lambda kl, world: whitened(temporal_differences(0.9, 0.8, world.lists("values"), kl)),
+        ("values",),
+    ),
+}
+"""Each estimator, in one case at least."""

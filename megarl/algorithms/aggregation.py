@@ -8,7 +8,8 @@ tokens of S samples to one weight per sample.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 
 def sequence_mean_of_token_means(num_tokens: Sequence[int]) -> list[float]:
@@ -44,10 +45,34 @@ def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]
     return [1.0 / (len(totals) * totals[prompt]) if n else 0.0 for prompt, n in zip(prompts, num_tokens, strict=True)]
 
 
-MODES = {
-    "sequence_mean_of_token_means": sequence_mean_of_token_means,
-    "sequence_mean_of_token_sums": sequence_mean_of_token_sums,
-    "token_mean": token_mean,
+class Aggregation(NamedTuple):
+    """formula: the weight of one token in the loss of an update. weights: (trained tokens of each sample, its prompt,
+    the longest response) -> that of each sample."""
+
+    formula: str
+    weights: Callable[[Sequence[int], Sequence[str], int], list[float]]
+
+
+AGGREGATIONS: Mapping[str, Aggregation] = {
+    "sequence_mean_of_token_means": Aggregation(
+        "1 / (samples · tokens of the sample): GRPO, arXiv 2402.03300",
+        lambda num_tokens, prompts, max_tokens: sequence_mean_of_token_means(num_tokens),
+    ),
+    "sequence_mean_of_token_sums": Aggregation(
+        "1 / samples", lambda num_tokens, prompts, max_tokens: sequence_mean_of_token_sums(num_tokens)
+    ),
+    "sequence_mean_over_max_tokens": Aggregation(
+        "1 / (samples · rollout.max_new_tokens): Dr.GRPO, arXiv 2503.20783",
+        lambda num_tokens, prompts, max_tokens: sequence_mean_over_max_tokens(num_tokens, max_tokens),
+    ),
+    "prompt_mean_of_token_means": Aggregation(
+        "1 / (prompts · tokens of the prompt's samples)",
+        lambda num_tokens, prompts, max_tokens: prompt_mean_of_token_means(num_tokens, prompts),
+    ),
+    "token_mean": Aggregation(
+        "1 / tokens of the update: DAPO, arXiv 2503.14476",
+        lambda num_tokens, prompts, max_tokens: token_mean(num_tokens),
+    ),
 }
 
 
@@ -57,7 +82,8 @@ def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], abov
     The mean that VAPO's loss of positive examples is (https://arxiv.org/abs/2504.05118, eq. 10).
     """
     positive = [n if outcome > above else 0 for n, outcome in zip(num_tokens, outcomes, strict=True)]
-    return [1.0 / sum(positive) if n else 0.0 for n in positive]
+    total = sum(positive)
+    return [1.0 / total if n else 0.0 for n in positive]
 
 
 def sample_weights(
@@ -72,14 +98,8 @@ def sample_weights(
                     as in the papers, with a loss of 0, or "exclude"
     """
     counted = [i for i, n in enumerate(num_tokens) if n or empty_samples == "include"]
-    counted_weights = _weights(mode, [num_tokens[i] for i in counted], [prompts[i] for i in counted], max_tokens)
+    counted_weights = AGGREGATIONS[mode].weights(
+        [num_tokens[i] for i in counted], [prompts[i] for i in counted], max_tokens
+    )
     weights = dict(zip(counted, counted_weights, strict=True))
     return [weights.get(i, 0.0) for i in range(len(num_tokens))]
-
-
-def _weights(mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int) -> list[float]:
-    if mode == "sequence_mean_over_max_tokens":
-        return sequence_mean_over_max_tokens(num_tokens, max_tokens)
-    if mode == "prompt_mean_of_token_means":
-        return prompt_mean_of_token_means(num_tokens, prompts)
-    return MODES[mode](num_tokens)

@@ -3,13 +3,15 @@ policy at the start of a step, μ the one that sampled, as the engine computed i
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.algorithms.ratio import ratio_of
-from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.shapes import require_one_shape
+
+if TYPE_CHECKING:
+    import torch
+
+    from megarl.algorithms.sample_segments import SampleSegments
 
 
 class Factors(NamedTuple):
@@ -46,7 +48,7 @@ def factors(
     weight, mask the levels of w and m; None makes them 1
     """
     require_one_shape(log_ratio=log_ratio, mask=samples.mask)
-    factor, used, limited, masked = torch.ones_like(log_ratio), None, None, None
+    factor, used, limited, masked = log_ratio.new_ones(log_ratio.shape), None, None, None
     if weight is not None:
         full = _ratio(weight, log_ratio, samples)
         used = full if weight_limit is None else full.clamp(max=weight_limit)
@@ -55,7 +57,7 @@ def factors(
     if mask is not None:
         ratio = _ratio(mask, log_ratio, samples)
         masked = (ratio < mask_low) | (ratio > mask_high)
-        factor = torch.where(masked, 0.0, factor)
+        factor = factor.masked_fill(masked, 0.0)
     return Factors(factor, used, limited, masked)
 
 

@@ -5,10 +5,12 @@ PRIME (https://arxiv.org/abs/2502.01456, eq. 2 and 3).
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.shapes import require_one_shape
+
+if TYPE_CHECKING:
+    import torch
 
 
 def token_reward(log_prob: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.Tensor:
@@ -23,5 +25,7 @@ def outcome_cross_entropy(reward: torch.Tensor, success: torch.Tensor) -> torch.
     reward    float32 [S], the sum of each sample's token rewards
     success   float32 [S], 1 for a sample that succeeded, else 0
     """
+    from torch.nn.functional import softplus
+
     require_one_shape(reward=reward, success=success)
-    return F.softplus(reward) - success * reward
+    return softplus(reward) - success * reward

@@ -8,10 +8,20 @@ says.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.algorithms.ratio import bounded
-from megarl.config.schema import Algorithm
+
+if TYPE_CHECKING:
+    import torch
+
+
+class KLEstimator(NamedTuple):
+    """formula: of d. function: of log-ratios d, float32 [N]."""
+
+    formula: str
+    function: Callable[[torch.Tensor], torch.Tensor]
 
 
 def k1(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -24,10 +34,19 @@ def k2(log_ratio: torch.Tensor) -> torch.Tensor:
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
     inverse = bounded(-log_ratio)
-    return torch.expm1(inverse) - inverse
+    return inverse.expm1() - inverse
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": torch.abs}
+def absolute(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.abs()
+
+
+KL_ESTIMATORS: Mapping[str, KLEstimator] = {
+    "k1": KLEstimator("d", k1),
+    "k2": KLEstimator("d² / 2", k2),
+    "k3": KLEstimator("exp(−d) − 1 + d", k3),
+    "abs": KLEstimator("|d|", absolute),
+}
 
 
 def estimate(estimator: str, log_ratio: torch.Tensor, straight_through: bool = False) -> torch.Tensor:
@@ -37,7 +56,7 @@ def estimate(estimator: str, log_ratio: torch.Tensor, straight_through: bool = F
     straight_through: the estimate's value with the gradient of k2, d·∇d. Over what π samples, its mean is the gradient
     of the divergence, which no other of these has (k1's has the mean 0).
     """
-    value = ESTIMATORS[estimator](log_ratio)
+    value = KL_ESTIMATORS[estimator].function(log_ratio)
     if not straight_through:
         return value
     with_gradient = k2(log_ratio)
@@ -54,11 +73,10 @@ def adapted(coefficient: float, divergence: float, target: float, num_samples: i
     return coefficient * (1 + error * num_samples / horizon)
 
 
-def metric_name(algorithm: Algorithm) -> str:
+def metric_name(placement: str, credits_to_go: bool, level: str, estimator: str, straight_through: bool) -> str:
     """Says which of the forms was computed, such as kl/loss_token_k3, or kl/reward_to_go_token_k1: as a reward, for the
     tokens up to it."""
-    config = algorithm.kl
-    parts = [config.placement, config.level, config.estimator]
-    if config.placement == "reward":
-        parts.insert(1, "to_go" if algorithm.advantage.credits_tokens else "whole")
-    return "kl/" + "_".join(parts) + ("_straight_through" if config.straight_through else "")
+    parts = [placement, level, estimator]
+    if placement == "reward":
+        parts.insert(1, "to_go" if credits_to_go else "whole")
+    return "kl/" + "_".join(parts) + ("_straight_through" if straight_through else "")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.kl import estimate
 from megarl.algorithms.shapes import require_one_shape
+
+if TYPE_CHECKING:
+    import torch
 
 
 def kl_reward(
@@ -22,9 +25,9 @@ def kl_reward(
     returns          float32 [R], 0 where the mask is False
     """
     require_one_shape(old=old, reference=reference, mask=mask)
-    log_ratio = torch.where(mask, old - reference, 0.0)
+    log_ratio = (old - reference).where(mask, 0.0)
     if level == "token":
-        return torch.where(mask, -coefficient * estimate(estimator, log_ratio), 0.0)
-    reward = torch.zeros_like(old)
+        return (-coefficient * estimate(estimator, log_ratio)).where(mask, 0.0)
+    reward = old.new_zeros(old.shape)
     reward[mask.nonzero()[-1:, 0]] = -coefficient * estimate(estimator, log_ratio.sum())
     return reward

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 LARGEST_LOG_RATIO = 20.0
 """exp of more would drown every other token of an update. Above 88 it is infinite in float32, and one infinity makes

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.shapes import require_one_shape
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,18 @@ class SampleSegments:
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Σ over the trained tokens of each sample, without gradient. values: float32 [N]; returns float32 [S]."""
         require_one_shape(values=values, mask=self.mask)
-        return self.reduce(self._own(values.detach()))
+        return self.reduce(self._sums(values.detach()))
 
     def of_each(self, values: torch.Tensor) -> torch.Tensor:
         """`total` with a gradient: float32 [S], differentiable in this rank's values only. A loss that every rank
         computes of it has its whole gradient as the sum of the ranks'."""
-        own = self._own(values)
-        return self.total(values) + (own - own.detach())
+        sums = self._sums(values)
+        return self.total(values) + (sums - sums.detach())
 
     @cached_property
     def count(self) -> torch.Tensor:
         """float32 [S]: trained tokens of each sample."""
-        return self.total(torch.ones_like(self.mask, dtype=torch.float32))
+        return self.total(self.mask.new_ones(self.mask.shape).float())
 
     def at_level(self, level: str, values: torch.Tensor) -> torch.Tensor:
         """values themselves ("token"), their sum over each row's sample ("sequence"), or their mean ("geometric": that
@@ -72,7 +74,7 @@ class SampleSegments:
         """Each row's sum over its sample, n·mean: the mean over rows of f(sum) has the gradient f'(Σx) in each x_t."""
         return self.count[self.row_sample] * self.mean(values)
 
-    def _own(self, values: torch.Tensor) -> torch.Tensor:
+    def _sums(self, values: torch.Tensor) -> torch.Tensor:
         """float32 [S]: the sums over this rank's rows."""
-        trained = torch.where(self.mask, values, 0.0)
+        trained = values.where(self.mask, 0.0)
         return trained.new_zeros(self.num_samples).index_add(0, self.row_sample, trained)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.algorithms.shapes import require_one_shape
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ValueLoss(NamedTuple):
@@ -27,7 +28,7 @@ def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor,
     require_one_shape(value=value, old=old, returns=returns)
     loss = (value - returns).square()
     if clip is None:
-        return ValueLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
-    moved = torch.maximum(torch.minimum(value, old + clip), old - clip)
+        return ValueLoss(loss, loss.new_zeros(loss.shape, dtype=bool))
+    moved = value.minimum(old + clip).maximum(old - clip)
     clipped_loss = (moved - returns).square()
-    return ValueLoss(torch.maximum(loss, clipped_loss), (clipped_loss > loss).detach())
+    return ValueLoss(loss.maximum(clipped_loss), (clipped_loss > loss).detach())

@@ -17,7 +17,7 @@ class RunFailure(RuntimeError):
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> ValueError | RunFailure:
     """The most telling of several errors, by process: a user's, then a lost process, then what its peers saw of it."""
-    name, error = min(errors.items(), key=lambda item: _rank(item[1]))
+    name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, ValueError):
         return ValueError(str(origin))
@@ -31,10 +31,11 @@ def is_loss(error: Exception | None) -> bool:
 
 def is_cause(error: Exception) -> bool:
     """Whether it is more than what a process sees of the failure of another: a user's error, or a loss."""
-    return _rank(error) < 2
+    return rank(error) < 2
 
 
-def _rank(error: Exception) -> int:
+def rank(error: Exception) -> int:
+    """Orders errors by what they tell: a user's is 0, a loss 1, what others see of a failure 2."""
     if isinstance(_origin(error), ValueError):
         return 0
     return 1 if is_loss(error) else 2

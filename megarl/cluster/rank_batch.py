@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -25,11 +25,17 @@ def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
     return {sample: ray.put(own) for sample, own in scores.items()}
 
 
+def join_scores(parts: Sequence[Scores]) -> Scores:
+    """Joins the scores that several processes have put there."""
+    return {sample: ref for part in parts for sample, ref in part.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRef:
     """One sample of an update, as the driver hands it out: where its tokens are, and other models' scores of them (by
     their name in TokenBatch), and the scalars beside them."""
 
+    sample_id: str
     sample: ray.ObjectRef
     reward: float
     baseline: Baseline
@@ -38,9 +44,9 @@ class SampleRef:
     imitation_weight: float = 0.0
 
     @classmethod
-    def unscored(cls, sample: ray.ObjectRef) -> SampleRef:
+    def unscored(cls, sample_id: str, sample: ray.ObjectRef) -> SampleRef:
         """For a forward-only pass that comes before the sample has a reward."""
-        return cls(sample, 0.0, NO_BASELINE, 0.0)
+        return cls(sample_id, sample, 0.0, NO_BASELINE, 0.0)
 
     def training_sample(self, sample: Sample, scores: Mapping[str, torch.Tensor]) -> TrainingSample:
         return TrainingSample(sample, self.reward, self.baseline, self.weight, scores, self.imitation_weight)
@@ -62,6 +68,11 @@ class RankBatch:
             samples=tuple(sample_refs[index] for index in own),
             microbatches=tuple(tuple(position[index] for index in members) for members in microbatches),
         )
+
+    def with_scores(self, name: str, scores: Scores) -> RankBatch:
+        """The same batch, with what another model says of its tokens under this name."""
+        samples = [replace(item, scores={**item.scores, name: scores[item.sample_id]}) for item in self.samples]
+        return replace(self, samples=tuple(samples))
 
     @property
     def key(self) -> tuple:

@@ -57,15 +57,15 @@ class Refit:
                 self._connect()
                 if not self._connected:  # without one that was lost meanwhile, by another plan
                     continue
-            sending = self._trainers.sending() if self.transport == "p2p" else {}
-            answers, lost = self._session.gather(
-                sending | self._engines.refitting(version, expected), "refit", expendable=self._engines.expendable
-            )
-            if not lost:
+            sending = self._trainers.start_sending() if self.transport == "p2p" else {}
+            calls = sending | self._engines.start_refit(version, expected)
+            answers = self._session.submit(calls, "refit", expendable=self._engines.expendable).result()
+            if not answers.lost:
                 break
-            self._engines.drop(lost, "refit")
-        workers = [worker for name in self._engines.names for worker in answers[name]]
-        return self._sent([answers[name] for name in sending]) | {
+            self._engines.drop(answers.lost, "refit")
+        values = self._session.trace.add("refit", answers)
+        workers = [worker for name in self._engines.names for worker in values[name]]
+        return self._sent([values[name] for name in sending]) | {
             "refit/gb": Metric(sum(worker.num_bytes for worker in workers) / 1e9),
             "refit/staging_mib": Metric(max(worker.staging_bytes for worker in workers) / 2**20),
             "engines/alive": Metric(len(self._engines.names)),
@@ -89,7 +89,7 @@ class Refit:
         if when == "off" or (when == "first" and self._verified):
             return None
         self._verified = True
-        return self._trainers.checksums(regions(self._engines.holders), CompactPlan.of(self._export_plan))
+        return self._trainers.checksums(regions(self._engines.holders), CompactPlan.of(self._export_plan)).result()
 
     def _connect(self) -> None:
         if self._plan is None:
@@ -98,12 +98,12 @@ class Refit:
         channel: Channel
         if self.transport == "p2p":
             channel = self._rendezvous()
-            self._trainers.connect(sent, channel)
+            self._trainers.connect(sent, channel).result()
         elif self.transport == "cuda_ipc":
-            channel = CudaMemory(self._trainers.publish_on_gpu(self._plan), self._parameters_move)
+            channel = CudaMemory(self._trainers.publish_on_gpu(self._plan).result(), self._parameters_move)
         else:
-            channel = SharedMemory(self._trainers.publish())
-        self._connected = self._engines.names if self._engines.connect(sent, channel) else ()
+            channel = SharedMemory(self._trainers.publish().result())
+        self._connected = self._engines.names if self._engines.connect(sent, channel).result() else ()
 
     def _make_plan(self) -> Plan:
         bucket_mib = self._config.rollout.refit_bucket_mib

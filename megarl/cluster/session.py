@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
-from megarl.cluster.failure import RunFailure, cause, is_cause, is_loss
-from megarl.cluster.supervision import processes
+from megarl.cluster.failure import RunFailure, cause, is_loss, rank
+from megarl.cluster.pending import Answers, Pending, error_of
+from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.watchdog import Watchdog
-from megarl.config.schema import Cluster
+from megarl.cluster.trace import Trace
+from megarl.config.schema import Config
+from megarl.planning.object_store import FLOOR_MIB, object_store_mib
 
 SETTLE_S = 3.0
 """After a first failure, how long the other calls may take to tell their own: the cause is among them."""
@@ -42,14 +44,16 @@ HEALTH_CHECKS = {
 
 
 class Session:
-    """Starts Ray and waits for remote calls with a deadline and a diagnosis. Inside `supervised`, which ends what is
-    left of its processes."""
+    """Starts Ray, and looks after the remote calls that are under way, each with a deadline and a diagnosis. Inside
+    `supervised`, which ends what is left of its processes."""
 
-    def __init__(self, config: Cluster, logs: Path, scratch: Path):
+    def __init__(self, config: Config, logs: Path, scratch: Path):
         """scratch: the folder for files that are not needed after the run."""
         self.logs, self.scratch = logs.resolve(), scratch
-        self._config = config
+        self._config = config.cluster
         self._watched: dict[str, ActorHandle] = {}
+        self._under_way: list[Pending] = []
+        self.trace = Trace(self.logs)
         logging.getLogger("ray").setLevel(logging.ERROR)  # its advice to administrators is not for the console
         os.environ.update(
             RAY_AUTH_TOKEN=secrets.token_hex(32),  # else Ray keeps one in the home folder
@@ -59,7 +63,8 @@ class Session:
         ray.init(
             address="local",
             num_cpus=len(os.sched_getaffinity(0)),
-            object_store_memory=config.object_store_mib * 2**20,
+            object_store_memory=object_store_bytes(config),
+            object_spilling_directory=str(scratch / "spilled"),
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
@@ -82,99 +87,107 @@ class Session:
         """From now on the loss of these processes (by name) ends every wait, also one for others."""
         self._watched |= actors
 
-    def wait(
-        self,
-        calls: Mapping[str, ray.ObjectRef],
-        phase: str,
-        timeout_s: float | None = None,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> list[Any]:
-        """Results of remote calls (by the name of the process that runs each), in order.
-
-        The first failure ends the wait: a ValueError from a worker is raised as such, anything else is a RunFailure
-        that names process and phase. timeout_s: None takes cluster.step_timeout_s. meanwhile: called now and then
-        during a long wait; it may wait for other processes.
-        """
-        answers, _ = self.gather(calls, phase, timeout_s, meanwhile=meanwhile)
-        return list(answers.values())
-
-    def gather(
+    def submit(
         self,
         calls: Mapping[str, ray.ObjectRef],
         phase: str,
         timeout_s: float | None = None,
         expendable: Collection[str] = (),
-        meanwhile: Callable[[], object] | None = None,
-    ) -> tuple[dict[str, Any], set[str]]:
-        """As `wait`, but the loss of an expendable process is no failure. Returns the answers by process, without those
-        of calls that failed because of a loss, once every call has ended; and the processes that are lost.
+    ) -> Pending[Answers]:
+        """Returns the future of remote calls, by the name of the process that runs each.
+
+        timeout_s    None takes cluster.step_timeout_s
+        expendable   processes whose loss is no failure; nor is then what others see of it
         """
-        timeout_s = timeout_s or self._config.step_timeout_s
-        deadline = time.monotonic() + timeout_s
-        names = {ref: name for name, ref in calls.items()}
-        pending = list(names)
-        errors: dict[str, Exception] = {}
-        while pending:
-            self._watchdog.phase = phase
-            remaining = deadline - time.monotonic()
-            ready, pending = ray.wait(pending, timeout=min(max(remaining, 0.0), CHECK_S))
-            waiting = [names[ref] for ref in pending]
-            errors |= _errors(ready, names) if ready else self._lost(set(self._watched).difference(waiting))
-            if errors and not _lost_among(errors, expendable):
-                errors |= self._settled(errors, pending, names)
-            if fatal := _unexplained(errors, expendable):
-                raise cause(fatal, phase, self.logs)
-            if not ready and remaining <= 0:
-                raise RunFailure(
-                    f"{phase}: no answer from {', '.join(waiting)} in {timeout_s:g} s; {self._seen(waiting)}"
-                )
-            if not ready and meanwhile is not None:
-                meanwhile()
-        answers = {name: ray.get(ref) for name, ref in calls.items() if name not in errors}
-        return answers, _lost_among(errors, expendable)
+        pending = Pending(self, calls, phase, timeout_s or self._config.step_timeout_s, expendable)
+        self._under_way.append(pending)
+        return pending
 
-    def _seen(self, stuck: Sequence[str]) -> str:
-        """Where it can be seen what these processes are doing, if they still tell."""
-        files = processes.ask_for_stacks([self.logs / f"{name}.log" for name in stuck])
-        return f"their stacks are at the end of {', '.join(map(str, files))}" if files else f"see {self.logs}"
+    def wait(self, pending: Pending, meanwhile: Callable[[], object] | None = None) -> None:
+        """Waits until it has its result. See Pending.result."""
+        while not pending.advance():
+            self._look_after(pending.current, meanwhile)
 
-    def _lost(self, idle: Collection[str]) -> dict[str, Exception]:
-        """The errors of those processes that died while nothing was asked of them."""
-        pings = {self._watched[name].__ray_ready__.remote(): name for name in idle}
-        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
-        return _errors(answered, pings)
+    def first(self, pendings: Sequence[Pending], meanwhile: Callable[[], object] | None = None) -> Pending:
+        """Waits until one of these has its result, and returns it; of several the first in the list."""
+        while True:
+            for pending in pendings:
+                if pending.advance():
+                    return pending
+            self._look_after(pendings[0].current, meanwhile)
 
-    def _settled(
-        self, errors: dict[str, Exception], pending: Sequence[ray.ObjectRef], names: Mapping[ray.ObjectRef, str]
-    ) -> dict[str, Exception]:
-        """The errors, those that follow soon, and losses not noticed before. Does not return if Ray itself is lost."""
-        late, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SETTLE_S) if pending else ([], [])
-        errors = errors | _errors(late, names)
-        errors |= self._lost(set(self._watched).difference(errors))
-        if any(map(is_loss, errors.values())):
+    def _look_after(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
+        """Waits until a call ends, whichever Pending it belongs to, or for CHECK_S seconds. wanted: what is waited
+        for, and named where the fault lies with none of the calls."""
+        self._under_way = [pending for pending in self._under_way if pending.unfinished]
+        self._watchdog.phase = wanted.phase
+        most_urgent = min(self._under_way, key=lambda pending: pending.deadline)
+        remaining = most_urgent.deadline - time.monotonic()
+        ended = self._ended(timeout_s=min(max(remaining, 0.0), CHECK_S))
+        if not ended:
+            wanted.errors |= self._lost(set(self._watched).difference(self._working()))
+        self._raise_failure(wanted)
+        if not ended and remaining <= 0:
+            raise RunFailure(self._overdue(most_urgent))
+        if not ended and meanwhile is not None:
+            meanwhile()
+
+    def _ended(self, timeout_s: float) -> bool:
+        """Waits for the first call to end. Returns whether one did; all that have ended are taken note of."""
+        refs = [ref for pending in self._under_way for ref in pending.unfinished]
+        if not ray.wait(refs, timeout=timeout_s)[0]:
+            return False
+        self._take(refs, timeout_s=0)
+        return True
+
+    def _take(self, refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
+        ended, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+        ended = set(ended)
+        for pending in self._under_way:
+            pending.take(ended)
+
+    def _working(self) -> list[str]:
+        """Names of the processes that have calls to answer."""
+        return [name for pending in self._under_way for name in pending.unfinished.values()]
+
+    def _raise_failure(self, wanted: Pending) -> None:
+        """Raises the most telling of all errors, if anything has failed."""
+        if any(pending.errors and not pending.lost for pending in self._under_way):
+            self._settle(wanted)
+        failed = [pending for pending in self._under_way if pending.fatal_errors()]
+        if failed:
+            worst = min(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
+            raise cause(worst.fatal_errors(), worst.phase, self.logs)
+
+    def _settle(self, wanted: Pending) -> None:
+        """Takes note of errors that follow soon, and of losses not noticed before: the cause is among them. Does not
+        return if Ray itself is lost."""
+        self._take([ref for pending in self._under_way for ref in pending.unfinished], timeout_s=SETTLE_S)
+        failed = {name for pending in self._under_way for name in pending.errors}
+        wanted.errors |= self._lost(set(self._watched).difference(failed))
+        if any(is_loss(error) for pending in self._under_way for error in pending.errors.values()):
             # A raylet that ends takes its actors with it, and they end first.
             time.sleep(1.0)
             self._watchdog.check()
-        return errors
+
+    def _overdue(self, pending: Pending) -> str:
+        """Says who did not answer in time, and where it can be seen what they are doing, if they still tell."""
+        names = list(pending.unfinished.values())
+        files = processes.ask_for_stacks([self.logs / f"{name}.log" for name in names])
+        seen = f"their stacks are at the end of {', '.join(map(str, files))}" if files else f"see {self.logs}"
+        return f"{pending.phase}: no answer from {', '.join(names)} in {pending.timeout_s:g} s; {seen}"
+
+    def _lost(self, idle: Collection[str]) -> dict[str, Exception]:
+        """Returns the errors of those processes that died while nothing was asked of them."""
+        pings = {self._watched[name].__ray_ready__.remote(): name for name in idle}
+        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
+        return {pings[ref]: error for ref in answered if (error := error_of(ref)) is not None}
 
 
-def _lost_among(errors: Mapping[str, Exception], expendable: Collection[str]) -> set[str]:
-    return {name for name in expendable if is_loss(errors.get(name))}
-
-
-def _unexplained(errors: Mapping[str, Exception], expendable: Collection[str]) -> dict[str, Exception]:
-    """The errors, without those that follow from the loss of expendable processes if there is one."""
-    lost = _lost_among(errors, expendable)
-    if not lost:
-        return dict(errors)
-    return {name: e for name, e in errors.items() if name not in lost and is_cause(e)}
-
-
-def _errors(ready: Sequence[ray.ObjectRef], names: Mapping[ray.ObjectRef, str]) -> dict[str, Exception]:
-    errors: dict[str, Exception] = {}
-    for ref in ready:
-        try:
-            ray.get(ref, timeout=0)
-        except RayError as error:
-            errors[names[ref]] = error
-    return errors
+def object_store_bytes(config: Config) -> int:
+    """As the config says; a size that follows from the batch is at most nine tenths of what the machine's shared memory
+    has free, as Ray would put a larger store on the disk."""
+    wanted = object_store_mib(config)
+    if config.cluster.object_store_mib is None:
+        wanted = min(wanted, max(FLOOR_MIB, 9 * shutil.disk_usage(segments.SHARED_MEMORY).free // 10 // 2**20))
+    return wanted * 2**20

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
-from megarl.cluster.groups.rewards import RewardWorker
+from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
 from megarl.config.schema import Config, Role
+from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 from megarl.resharding.families import huggingface_holder
@@ -27,38 +30,57 @@ from megarl.resharding.transports.shared_memory import SharedMemory
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    trainers: TrainerGroup
+    """The groups of a run, by role, and the refit between them.
+
+    share_devices   whether a role's devices are also those of others, which then take turns
+    """
+
+    actor: TrainerGroup
     critic: TrainerGroup | None
     implicit_reward: TrainerGroup | None
     reward_model: RewardModelGroup | RewardEngineGroup | None
     engines: EngineGroup
-    rewards: RewardWorker
+    rewards: RewardGroup
     refit: Refit
     export_plan: Plan
+    share_devices: bool
 
     def export(self, out: Path) -> None:
-        self.trainers.export(self.export_plan, SharedMemory(self.trainers.publish()), out)
+        published = self.actor.publish().result()
+        self.actor.export(self.export_plan, SharedMemory(published), out).result()
 
     @property
     def trained(self) -> list[TrainerGroup]:
         """Those whose weights the run changes."""
-        return [group for group in (self.trainers, self.critic, self.implicit_reward) if group is not None]
+        return [group for group in (self.actor, self.critic, self.implicit_reward) if group is not None]
+
+    def side_by_side(self, tasks: Mapping[str, Callable[[], Pending[Any]]]) -> dict[str, Any]:
+        """Submits tasks of roles that do not need each other, and returns their results by the names of the tasks.
+
+        Where roles share devices, a task begins when the one before it has ended: at once they would need the memory
+        of both, and take as long.
+        """
+        if self.share_devices:
+            return {name: task().result() for name, task in tasks.items()}
+        under_way = {name: task() for name, task in tasks.items()}
+        return {name: pending.result() for name, pending in under_way.items()}
 
     @contextmanager
     def offloaded(self) -> Iterator[dict[str, Metric]]:
         """The devices have the room inside that the trainers' keys `offload` make, and outside that which sleeping
         engines leave. Yields how much the trainers make."""
         groups = [group for group in self.trained if group.offloads]
-        yield {name: metric for group in groups for name, metric in group.offload().items()}
-        self.engines.sleep()
-        for group in groups:
-            group.onload()
+        moving = [group.offload() for group in groups]
+        yield {name: metric for pending in moving for name, metric in pending.result().items()}
+        self.engines.sleep().result()
+        for pending in [group.onload() for group in groups]:
+            pending.result()
 
     def close(self) -> None:
-        for group in self.trained:
-            group.close()
-        if self.reward_model is not None:
-            self.reward_model.close()
+        """Ends the process groups of all ranks. An engine ends with its process: it is in none."""
+        groups = [*self.trained, *([self.reward_model] if isinstance(self.reward_model, RewardModelGroup) else [])]
+        for pending in [group.close() for group in groups]:
+            pending.result()
 
 
 def launch_workers(
@@ -69,40 +91,46 @@ def launch_workers(
     checkpoint: Checkpoint | None,
     engines: EngineGroup | None = None,
 ) -> Workers:
-    """Starts all processes, then plans how weights flow between them. Each model starts from its folder, before
-    what it has in the checkpoint, if there is one, is loaded. engines: running ones that were asked for the same (None:
-    they are started)."""
+    """Starts all processes side by side, then plans how weights flow between them. Each model starts from its folder,
+    before what it has in the checkpoint, if there is one, is loaded. engines: running ones that were asked for the same
+    (None: they are started)."""
 
     def if_placed(role: Role, folder: Path | None, processes: Sequence[Process]) -> TrainerGroup | None:
         return TrainerGroup(session, config, role, folder, processes) if processes else None
 
-    trainers = TrainerGroup(session, config, "actor", models.actor, placement.trainers)
+    actor = TrainerGroup(session, config, "actor", models.actor, placement.trainers)
     critic = if_placed("critic", models.critic, placement.critics)
     implicit_reward = if_placed("implicit_reward", models.implicit_reward, placement.implicit_rewards)
+    starting: list[Pending[Any]] = []
     if engines is None:
         engines = EngineGroup(session, config, models.actor, placement.engines)
-        engines.start()  # first: asleep, they leave their memory to the others
+        starting.append(engines.start())
+        if config.is_colocated and device.on_cuda():
+            starting[-1].result()  # asleep, they leave the memory of the shared devices to the others
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
-    if reward_model is not None:
-        reward_model.start()
-    rewards = RewardWorker(session, config, placement.rewards, reward_model, models)
-    rewards.start()
-    for group in (trainers, critic, implicit_reward):
-        if group is not None:
-            group.start()
-            if checkpoint is not None:
-                group.load_checkpoint(checkpoint)
-    export_plan = make_plan(trainers.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
+    rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
+    trained = [group for group in (actor, critic, implicit_reward) if group is not None]
+    starting += [group.start() for group in (reward_model, rewards) if group is not None]
+    starting += [_start_trained(group, checkpoint) for group in trained]
+    for pending in starting:
+        pending.result()
+    export_plan = make_plan(actor.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Workers(
-        trainers=trainers,
+        actor=actor,
         critic=critic,
         implicit_reward=implicit_reward,
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,
-        refit=Refit(session, config, trainers, engines, export_plan),
+        refit=Refit(session, config, actor, engines, export_plan),
         export_plan=export_plan,
+        share_devices=config.is_colocated,
     )
+
+
+def _start_trained(group: TrainerGroup, checkpoint: Checkpoint | None) -> Pending[Any]:
+    started = group.start()
+    return started if checkpoint is None else started.then(lambda _: group.load_checkpoint(checkpoint))
 
 
 def _reward_model(

@@ -5,27 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
+from megarl.algorithms.specs import COMPARISONS
 from megarl.config.document import show
-from megarl.config.estimators import BASELINES, ESTIMATORS
-from megarl.config.objectives import OBJECTIVES
 from megarl.config.schema import KL, Correction, Objective
-
-KL_ESTIMATORS: Mapping[str, str] = {
-    "k1": "d",
-    "k2": "d² / 2",
-    "k3": "exp(−d) − 1 + d",
-    "abs": "|d|",
-}
-"""Of d = log π − log π_ref."""
-
-AGGREGATIONS: Mapping[str, str] = {
-    "sequence_mean_of_token_means": "1 / (samples · tokens of the sample): GRPO, arXiv 2402.03300",
-    "sequence_mean_of_token_sums": "1 / samples",
-    "sequence_mean_over_max_tokens": "1 / (samples · rollout.max_new_tokens): Dr.GRPO, arXiv 2503.20783",
-    "prompt_mean_of_token_means": "1 / (prompts · tokens of the prompt's samples)",
-    "token_mean": "1 / tokens of the update: DAPO, arXiv 2503.14476",
-}
-"""The weight of one token in the loss of an update."""
 
 
 def describe() -> str:
@@ -47,27 +32,29 @@ def _advantages() -> Iterator[str]:
     yield "algorithm.advantage.estimator, with r_i the reward of sample i, and its options in algorithm.advantage"
     for name, estimator in ESTIMATORS.items():
         yield f"  {name}: {estimator.formula}"
-        yield f"    {estimator.paper}; {BASELINES[estimator.baseline]}"
+        yield f"    {estimator.paper}; {COMPARISONS[estimator.comparison]}"
         yield f"    {_given(estimator.options)}"
+    always = " and ".join(name for name, estimator in ESTIMATORS.items() if "credit" not in estimator.options)
     yield "  credit=whole | to_go: of rewards of single tokens, a reward model's or PRIME's, arXiv 2502.01456, and of"
-    yield "    a KL in the reward; gae and reinforce_plus_plus: always to_go"
+    yield f"    a KL in the reward; {always}: always to_go"
 
 
 def _objectives() -> Iterator[str]:
-    yield "algorithm.objective.name, and its options in algorithm.objective"
+    yield "algorithm.objective.name, with ρ = π / π_old and A the advantage, and its options in algorithm.objective"
     for name, objective in OBJECTIVES.items():
-        yield f"  {name}: {objective.paper}"
+        yield f"  {name}: {objective.formula}"
+        yield f"    {objective.paper}"
         yield f"    data.rows={' | '.join(objective.rows)}; {_given(objective.options)}"
     yield "algorithm.objective, beside any that learns from advantages"
     yield "    entropy_coefficient, skip_truncated (DAPO), imitation_coefficient and imitation_above (VAPO)"
     yield f"    {_choices(Objective, 'empty_samples')} (sft, too)"
     yield "algorithm.objective.aggregation: the weight of a token in the loss of an update"
-    yield from (f"  {name}: {weight}" for name, weight in AGGREGATIONS.items())
+    yield from (f"  {name}: {aggregation.formula}" for name, aggregation in AGGREGATIONS.items())
 
 
 def _kl() -> Iterator[str]:
     yield "algorithm.kl.estimator, with d = log π − log π_ref, for any of algorithm.kl"
-    yield from (f"  {name}: {formula}" for name, formula in KL_ESTIMATORS.items())
+    yield from (f"  {name}: {estimator.formula}" for name, estimator in KL_ESTIMATORS.items())
     yield f"    {_choices(KL, 'placement')}, {_choices(KL, 'level')}, straight_through=true | false"
     yield "    coefficient, fixed or moved by adaptive_target and adaptive_horizon"
     yield "    renew_steps and renew_share, of the reference"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
+from megarl.algorithms.registry import OBJECTIVES
 from megarl.config.document import show
-from megarl.config.objectives import OPTIONS, learners, readers
 from megarl.config.schema import Advantage, Config
 
-OF_ADVANTAGES: Mapping[str, Any] = {
+ADVANTAGE_KEYS: Mapping[str, Any] = {
     "algorithm.advantage.estimator": "grpo",
     **{f"algorithm.advantage.{name}": None for name in Advantage.model_fields if name != "estimator"},
     "algorithm.objective.entropy_coefficient": 0.0,
@@ -28,7 +28,7 @@ OF_ADVANTAGES: Mapping[str, Any] = {
 }
 """Key -> the value with which it asks for nothing: what belongs to objectives of advantages only."""
 
-OF_ROLLOUTS: Mapping[str, Any] = {
+ROLLOUT_KEYS: Mapping[str, Any] = {
     "rollout.temperature": 1.0,
     "rollout.top_p": 1.0,
     "rollout.top_k": None,
@@ -43,13 +43,15 @@ OF_ROLLOUTS: Mapping[str, Any] = {
 def objective_reads_its_options(config: Config) -> str | None:
     objective = config.algorithm.objective
     reads = objective.spec.options
-    unread = [name for name in OPTIONS if name not in reads and getattr(objective, name) is not None]
+    every = dict.fromkeys(option for spec in OBJECTIVES.values() for option in spec.options)
+    unread = [name for name in every if name not in reads and getattr(objective, name) is not None]
     if not unread:
         return None
     option, given = unread[0], getattr(objective, unread[0])
+    readers = [name for name, spec in OBJECTIVES.items() if option in spec.options]
     return (
         f"algorithm.objective.{option}={show(given)}: algorithm.objective.name={objective.name} reads "
-        f"{' and '.join(reads) or 'no option'}, and {option} belongs to {', '.join(readers(option))}; set "
+        f"{' and '.join(reads) or 'no option'}, and {option} belongs to {', '.join(readers)}; set "
         f"algorithm.objective.{option}=null"
     )
 
@@ -58,9 +60,10 @@ def objective_learns_from_the_rows(config: Config) -> str | None:
     rows, objective = config.data.rows, config.algorithm.objective
     if rows in objective.spec.rows:
         return None
+    learners = [name for name, spec in OBJECTIVES.items() if rows in spec.rows]
     return (
         f"data.rows={rows}: algorithm.objective.name={objective.name} learns from {' or '.join(objective.spec.rows)}; "
-        f"set data.rows to that, or take one of {', '.join(learners(rows))}"
+        f"set data.rows to that, or take one of {', '.join(learners)}"
     )
 
 
@@ -68,13 +71,13 @@ def keys_of_advantages_have_a_reader(config: Config) -> str | None:
     objective = config.algorithm.objective
     if objective.spec.is_policy_objective:
         return None
-    return _unread(config, OF_ADVANTAGES, f"algorithm.objective.name={objective.name} has no advantages")
+    return _unread(config, ADVANTAGE_KEYS, f"algorithm.objective.name={objective.name} has no advantages")
 
 
 def keys_of_rollouts_have_a_reader(config: Config) -> str | None:
     if not config.is_offline:
         return None
-    return _unread(config, OF_ROLLOUTS, f"with data.rows={config.data.rows} nothing is sampled")
+    return _unread(config, ROLLOUT_KEYS, f"with data.rows={config.data.rows} nothing is sampled")
 
 
 def aggregation_has_a_reader(config: Config) -> str | None:

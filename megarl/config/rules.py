@@ -14,7 +14,6 @@ from megarl.config.document import show
 from megarl.config.layout_rules import LAYOUT_RULES
 from megarl.config.learning_rate import num_updates
 from megarl.config.objective_rules import OBJECTIVE_RULES
-from megarl.config.objectives import options
 from megarl.config.schema import Config, Placed, Trained
 from megarl.config.unused_keys import unused_keys
 from megarl.config.violations import raise_all
@@ -86,11 +85,11 @@ def deltas_are_sent(config: Config) -> str | None:
 
 def std_of_pass_at_k_has_a_reader(config: Config) -> str | None:
     advantage = config.algorithm.advantage
-    if advantage.estimator != "pass_at_k" or advantage.std != "sample" or advantage.option("whiten"):
+    if advantage.estimator != "pass_at_k" or advantage.std != "sample":
         return None
     return (
         "algorithm.advantage.std=sample: pass_at_k divides by the deviation over all sets of k samples, which is that "
-        "of the population, and whiten=false; nothing reads it; set algorithm.advantage.std=null"
+        "of the population; set algorithm.advantage.std=null"
     )
 
 
@@ -300,8 +299,7 @@ def overlong_buffer_fits_a_response(config: Config) -> str | None:
 def covariances_to_choose_from(config: Config) -> str | None:
     if config.algorithm.objective.name != "clip_cov":
         return None
-    chosen = options(config.algorithm.objective)
-    low, high = chosen["covariance_low"], chosen["covariance_high"]
+    low, high = (config.algorithm.objective.option(name) for name in ("covariance_low", "covariance_high"))
     if low < high:
         return None
     return (

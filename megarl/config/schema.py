@@ -10,8 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megarl.config.estimators import ESTIMATORS, Estimator
-from megarl.config.objectives import OBJECTIVES, ObjectiveSpec
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.kl import KL_ESTIMATORS, metric_name
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
+from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec, Option, Options
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -22,13 +24,10 @@ Role = Literal["actor", "critic", "implicit_reward"]
 MegatronRole = Literal[Role, "reward_model"]
 """Of those that run in Megatron, on ranks of their own."""
 
-Aggregation = Literal[
-    "sequence_mean_of_token_means",
-    "sequence_mean_of_token_sums",
-    "sequence_mean_over_max_tokens",
-    "prompt_mean_of_token_means",
-    "token_mean",
-]
+EstimatorName = Literal[tuple(ESTIMATORS)]
+ObjectiveName = Literal[tuple(OBJECTIVES)]
+KLEstimatorName = Literal[tuple(KL_ESTIMATORS)]
+Aggregation = Literal[tuple(AGGREGATIONS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -190,28 +189,34 @@ class Rollout(Section):
     vllm_overrides: dict[str, Any]
 
 
-class Advantage(Section):
-    """Of the options, None stands for the estimator's own default; see `option`."""
+class Chosen(Section):
+    """What is chosen of a registry by its name, and the options of all in it. One that is None has the value that the
+    chosen one's spec gives it; one that the chosen one does not read is None."""
 
-    estimator: Literal[
-        "policy_gradient",
-        "reinforce",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "rloo",
-        "remax",
-        "grpo",
-        "opo",
-        "gpg",
-        "pass_at_k",
-        "gae",
-    ]
+    @property
+    def spec(self) -> EstimatorSpec | ObjectiveSpec:
+        raise NotImplementedError
+
+    def option(self, name: str) -> Any:
+        """The value of one of the options that the chosen one reads."""
+        value = getattr(self, name)
+        return self.spec.options[name] if value is None else value
+
+    def options(self, names: Options | None = None) -> dict[str, Option]:
+        """The values of these options, or of all that it reads."""
+        return {name: self.option(name) for name in (self.spec.options if names is None else names)}
+
+
+class Advantage(Chosen):
+    estimator: EstimatorName
     gamma: Share | None
     gae_lambda: Share | None
     critic_lambda: Share | None
     length_alpha: PositiveFloat | None
     credit: Literal["whole", "to_go"] | None
     whiten: bool | None
+    whiten_std: Literal["sample", "population", "none"] | None
+    whiten_epsilon: NonNegativeFloat | None
     std: Literal["sample", "population", "none"] | None
     std_epsilon: NonNegativeFloat | None
     group_of_one: Literal["zero", "reward"] | None
@@ -220,41 +225,17 @@ class Advantage(Section):
     pass_at_k_baseline: Literal["all", "without"] | None
 
     @property
-    def spec(self) -> Estimator:
+    def spec(self) -> EstimatorSpec:
         return ESTIMATORS[self.estimator]
 
     @property
-    def credits_tokens(self) -> bool:
+    def credits_to_go(self) -> bool:
         """Whether rewards of single tokens count for the tokens up to theirs, instead of for the whole sample."""
-        return self.spec.by_token or self.option("credit") == "to_go"
-
-    def option(self, name: str) -> Any:
-        """The value of one of the options that the estimator reads."""
-        value = getattr(self, name)
-        return self.spec.options[name] if value is None else value
+        return "credit" not in self.spec.options or self.option("credit") == "to_go"
 
 
-class Objective(Section):
-    """An option is null where its objective's own value applies: see megarl.config.objectives."""
-
-    name: Literal[
-        "clip",
-        "unclipped",
-        "kl_penalty",
-        "gspo",
-        "gmpo",
-        "cispo",
-        "sapo",
-        "dppo_tv",
-        "dppo_kl",
-        "clip_cov",
-        "kl_cov",
-        "dro",
-        "sft",
-        "reward_model",
-        "dpo",
-        "ipo",
-    ]
+class Objective(Chosen):
+    name: ObjectiveName
     clip_low: PositiveFloat | None
     clip_high: PositiveFloat | None
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None
@@ -291,7 +272,7 @@ class Value(Section):
 class KL(Section):
     placement: Literal["loss", "reward"]
     level: Literal["token", "sequence"]
-    estimator: Literal["k1", "k2", "k3", "abs"]
+    estimator: KLEstimatorName
     straight_through: bool
     coefficient: NonNegativeFloat
     adaptive_target: PositiveFloat | None
@@ -318,6 +299,12 @@ class Algorithm(Section):
     correction: Correction
     value: Value
     kl: KL
+
+    @property
+    def kl_metric(self) -> str:
+        """The name of the metric that has the divergence from the reference."""
+        kl = self.kl
+        return metric_name(kl.placement, self.advantage.credits_to_go, kl.level, kl.estimator, kl.straight_through)
 
 
 class Batch(Section):
@@ -364,7 +351,7 @@ class Cluster(Section):
     placement: Literal["colocated", "disaggregated"]
     start_timeout_s: PositiveFloat
     step_timeout_s: PositiveFloat
-    object_store_mib: PositiveInt
+    object_store_mib: PositiveInt | None
 
 
 class Config(Section):
@@ -407,11 +394,11 @@ class Config(Section):
     @property
     def has_critic(self) -> bool:
         """A model of its own; the other critic is a head on the actor."""
-        return self.algorithm.advantage.spec.baseline == "values" and self.critic.trunk == "own"
+        return self.algorithm.advantage.spec.comparison == "values" and self.critic.trunk == "own"
 
     @property
     def actor_has_values(self) -> bool:
-        return self.algorithm.advantage.spec.baseline == "values" and self.critic.trunk == "actor"
+        return self.algorithm.advantage.spec.comparison == "values" and self.critic.trunk == "actor"
 
     @property
     def kl_in_reward(self) -> bool:
@@ -420,7 +407,11 @@ class Config(Section):
     @property
     def samples_greedily(self) -> bool:
         """Whether each prompt has a greedy response beside its samples, which is scored and not trained on."""
-        return self.algorithm.advantage.spec.baseline == "greedy"
+        return self.algorithm.advantage.spec.comparison == "greedy"
+
+    def trains_actor_in(self, step: int) -> bool:
+        """Whether the actor is trained in this step, counted from 1: at first, only a critic may be."""
+        return not self.has_critic or step > self.critic.warmup_steps
 
     @property
     def has_implicit_reward(self) -> bool:

@@ -247,14 +247,14 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a sample's rewards are compared with: advantage = (reward − value) / scale.
+    """What a sample's rewards are compared with: advantage = (reward − center) / scale.
 
-    token_value, token_scale   the same for rewards of single tokens, where each is compared by itself
+    token_center, token_scale   the same for rewards of single tokens, where each is compared by itself
     """
 
-    value: float = 0.0
+    center: float = 0.0
     scale: float = 1.0
-    token_value: float = 0.0
+    token_center: float = 0.0
     token_scale: float = 1.0
 
 

@@ -12,7 +12,7 @@ LARGEST_SUM = 18
 
 
 def arithmetic_rows(seed: int, size: int) -> Iterator[Row]:
-    """`size` rows like ("What is 7+5? Answer with just the number.", "12"), the same on every machine."""
+    """Yields `size` rows like ("What is 7+5? Answer with just the number.", "12"), the same on every machine."""
     generator = random.Random(f"arithmetic {seed}")
     for number in range(1, size + 1):
         left, right = _digit(generator), _digit(generator)
@@ -20,14 +20,15 @@ def arithmetic_rows(seed: int, size: int) -> Iterator[Row]:
 
 
 def arithmetic_messages(seed: int, size: int) -> Iterator[MessageRow]:
-    """The same rows, with their answers as the assistant's."""
+    """Yields the rows of `arithmetic_rows` as conversations, in which the assistant gives the answers."""
     for row in arithmetic_rows(seed, size):
-        said = (("user", row.prompt), ("assistant", row.answer))
-        yield MessageRow(row.number, [{"role": role, "content": content} for role, content in said])
+        turns = (("user", row.prompt), ("assistant", row.answer))
+        yield MessageRow(row.number, [{"role": role, "content": content} for role, content in turns])
 
 
 def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
-    """The same rows, with the answer as the chosen response, and one of the other possible sums as the rejected one."""
+    """Yields the rows of `arithmetic_rows` with the answer as the chosen response, and another possible sum as the
+    rejected one."""
     generator = random.Random(f"wrong arithmetic {seed}")
     for row in arithmetic_rows(seed, size):
         wrong = (int(row.answer) + 1 + int(generator.random() * LARGEST_SUM)) % (LARGEST_SUM + 1)
@@ -35,5 +36,5 @@ def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
 
 
 def _digit(generator: random.Random) -> int:
-    """By way of random(), the only method whose values Python keeps over its versions."""
+    """Returns a digit drawn by random(), the only method whose values Python keeps over its versions."""
     return int(generator.random() * 10)

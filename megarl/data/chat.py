@@ -12,14 +12,20 @@ if TYPE_CHECKING:
 
 
 def as_messages(said: str | list[Message], role: str) -> list[Message]:
-    """Plain text is one message of the role."""
+    """Returns the messages as they are, and plain text as one message of the role."""
     return [{"role": role, "content": said}] if isinstance(said, str) else said
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, *, for_answer: bool
 ) -> list[int]:
-    """for_answer: with what leads to the assistant's next turn. place: of the row, for the error."""
+    """Returns the messages' token ids by the model's chat template.
+
+    for_answer   whether what leads to the assistant's next turn follows them
+    place        the row that the error names
+
+    Raises ValueError where the template refuses the messages.
+    """
     from jinja2.exceptions import TemplateError
 
     try:
@@ -31,7 +37,8 @@ def render(
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], chat_template: bool, place: str
 ) -> list[int]:
-    """With what leads to the assistant's answer; without the chat template, the text as it is."""
+    """Returns the prompt's token ids: by the chat template with what leads to the assistant's answer, or without the
+    template of the text as it is. Raises ValueError for a prompt without tokens."""
     if chat_template:
         ids = render(tokenizer, as_messages(prompt, "user"), place, for_answer=True)
     else:
@@ -42,7 +49,7 @@ def prompt_ids(
 
 
 def plain(said: str | list[Message], place: str) -> str:
-    """Raises ValueError for messages."""
+    """Returns plain text as it is. Raises ValueError for messages, which only a chat template can write out."""
     if not isinstance(said, str):
         raise ValueError(f"{place}: a list of messages needs data.chat_template: true, or give plain text")
     return said
@@ -51,8 +58,9 @@ def plain(said: str | list[Message], place: str) -> str:
 def conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, first: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Token ids up to the end of the last turn of the assistant, and a flag for each id that it says: in its turns from
-    message number `first` on, the end of the sequence included if the template ends a turn with it.
+    """Returns the token ids up to the end of the last turn of the assistant, and for each a flag whether the assistant
+    says it: in its turns from message number `first` on, the end of the sequence included if the template ends a turn
+    with it.
 
     A turn is what its message adds to the conversation before it. Raises ValueError where there is no such turn, or
     where the template writes earlier turns otherwise once a later one is there, so that no id belongs to one turn.
@@ -77,7 +85,7 @@ def conversation(
 
 
 def _up_to_end(turn: Sequence[int], eos: int | None) -> int:
-    """How many ids of a turn are sampled: templates go on after the end of the sequence, with a line break."""
+    """Returns how many ids of a turn are sampled: templates go on after the end of the sequence, with a line break."""
     ends = [i for i, token in enumerate(turn) if token == eos]
     return ends[-1] + 1 if ends else len(turn)
 

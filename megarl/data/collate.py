@@ -1,4 +1,4 @@
-"""From training samples to the tensors of one microbatch."""
+"""Makes the tensors of one microbatch from training samples."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ PADDING = 0
 """Any token: nothing that is trained on attends to it."""
 
 NO_TOKEN = -1
-"""Fills up a row of `TokenBatch.candidate_ids`."""
+"""The id that fills up a row of `TokenBatch.candidate_ids`."""
 
 Reads = Literal["states", "tokens"]
-"""Which row of the pack a head reads for a response token: that of the state in which it was sampled (the token before
-it), or its own."""
+"""The row of the pack that a head reads for a response token: that of the state in which it was sampled (the token
+before it), or its own."""
 
 TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
-"""What passes and other models say of response tokens: name as in TokenBatch (old, …) -> sample id -> float32 [R]."""
+"""The scores that passes and other models give response tokens: name as in TokenBatch (old, …) -> sample id -> float32
+[R]."""
 
 
 def collate(
@@ -64,57 +65,59 @@ def collate(
 
 
 def with_scalars(batch: TokenBatch, samples: Sequence[TrainingSample]) -> TokenBatch:
-    """The batch of these samples, which had other rewards, baselines or weights when it was collated."""
+    """Returns the batch of these samples, which had other rewards, baselines or weights when it was collated."""
     return replace(batch, **_scalars(samples, batch.row_sample, batch.mask))
 
 
 def with_scores(batch: TokenBatch, samples: Sequence[TrainingSample], scores: TokenScores) -> TokenBatch:
-    """The batch of these samples with what has been said of their tokens since."""
-    return replace(batch, **{name: _by_row(batch, samples, by_sample) for name, by_sample in scores.items()})
+    """Returns the batch of these samples with the scores that their tokens have got since."""
+    return replace(
+        batch, **{name: _concatenate_scores(batch, samples, token_scores) for name, token_scores in scores.items()}
+    )
 
 
-def _by_row(
-    batch: TokenBatch, samples: Sequence[TrainingSample], by_sample: Mapping[str, torch.Tensor]
+def _concatenate_scores(
+    batch: TokenBatch, samples: Sequence[TrainingSample], token_scores: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     device = batch.tokens.device
-    parts = [by_sample[item.sample.id].to(device) for item in samples]
+    parts = [token_scores[item.sample.id].to(device) for item in samples]
     return torch.cat([torch.empty(0, device=device), *parts])
 
 
 def _scalars(
     samples: Sequence[TrainingSample], row_sample: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """What each sample brings beside its tokens, on the device of its rows."""
+    """Returns the fields that samples bring beside their tokens, on the device of their rows."""
     device = row_sample.device
 
     def vector(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([*values], dtype=dtype, device=device)
 
-    def by_trained_row(values: Iterable[float]) -> torch.Tensor:
+    def spread_over_trained_rows(values: Iterable[float]) -> torch.Tensor:
         return torch.where(mask, vector(values, torch.float32)[row_sample], 0.0)
 
     baselines = [item.baseline for item in samples]
     return {
-        "weight": by_trained_row(item.weight for item in samples),
-        "imitation_weight": by_trained_row(item.imitation_weight for item in samples),
+        "weight": spread_over_trained_rows(item.weight for item in samples),
+        "imitation_weight": spread_over_trained_rows(item.imitation_weight for item in samples),
         "reward": vector((item.reward for item in samples), torch.float64),
-        "baseline": vector((baseline.value for baseline in baselines), torch.float64),
+        "baseline": vector((baseline.center for baseline in baselines), torch.float64),
         "scale": vector((baseline.scale for baseline in baselines), torch.float64),
-        "token_baseline": vector((baseline.token_value for baseline in baselines), torch.float32),
+        "token_baseline": vector((baseline.token_center for baseline in baselines), torch.float32),
         "token_scale": vector((baseline.token_scale for baseline in baselines), torch.float32),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the tokens of S samples stand in a pack. A sample's document is its prompt, which may stand before another
-    sample's response, and then its response with the padding after it.
+    """The places of the tokens of S samples in a pack. A sample's document is its prompt, which may stand before
+    another sample's response, and then its response with the padding after it.
 
     prompt_starts, prompt_lengths         int64 [S]
     prompt_is_new                         bool [S]: whether the prompt stands right before this sample's response
     response_starts, response_lengths     int64 [S]
     paddings                              int64 [S]
-    num_tokens                            of all samples
+    num_tokens                            tokens of all samples
     last_padding                          tokens of the document that fills up the pack
     """
 
@@ -130,16 +133,16 @@ class _Layout:
     @classmethod
     def of(cls, samples: Sequence[Sample], packing: Packing) -> _Layout:
         places: list[tuple[int, int, bool, int, int, int]] = []
-        standing: dict[str, int] = {}
+        start_by_prompt: dict[str, int] = {}
         end = 0
         for sample in samples:
             prompt, num_response = sample.prompt, len(sample.response_ids)
             num_prompt = len(prompt.token_ids)
             assert num_prompt or not num_response, f"sample {sample.id}: no token comes before its response"
-            start = standing.get(prompt.id) if packing.shares_prompts else None
+            start = start_by_prompt.get(prompt.id) if packing.shares_prompts else None
             is_new = start is None
             if is_new:
-                start = standing[prompt.id] = end
+                start = start_by_prompt[prompt.id] = end
                 end += num_prompt
             padding = packing.padded(num_prompt + num_response) - num_prompt - num_response
             places.append((start, num_prompt, is_new, end, num_response, padding))
@@ -161,7 +164,8 @@ class _Layout:
         return _concatenate(segments, np.int64)
 
     def positions(self) -> NDArray[np.int64]:
-        """Within the document. They go on from a prompt to its response, even where the prompt stands elsewhere."""
+        """Returns each token's position within its document. Positions go on from a prompt to its response, even where
+        the prompt stands elsewhere."""
         new_prompts = np.where(self.prompt_is_new, self.prompt_lengths, 0)
         lengths = new_prompts + self.response_lengths + self.paddings
         return _ranges(np.append(self.prompt_lengths - new_prompts, 0), np.append(lengths, self.last_padding))
@@ -177,7 +181,8 @@ class _Layout:
         return np.cumsum(np.concatenate(([0], lengths, last)), dtype=np.int32)
 
     def rows(self, reads: Reads) -> NDArray[np.int64]:
-        """The hidden state of a token predicts the one after it."""
+        """Returns the row that the head reads for each response token: the hidden state of a token predicts the
+        next."""
         rows = _ranges(self.response_starts, self.response_lengths)
         if reads == "tokens":
             return rows
@@ -188,18 +193,18 @@ class _Layout:
 
 
 def _ranges(firsts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """first, first + 1, … of each range, one range after the other."""
+    """Returns first, first + 1, … of each range, one range after the other."""
     ends = np.cumsum(lengths)
     return np.arange(lengths.sum()) + np.repeat(firsts - ends + lengths, lengths)
 
 
 def _concatenate(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    """Also of no array."""
+    """Returns the arrays one after the other, and an empty one where there are none."""
     return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")
 
 
 def _candidate_ids(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """See TokenBatch."""
+    """Returns `TokenBatch.candidate_ids`, or None where every token is a candidate."""
     if all(sample.candidate_ids is None for sample in samples):
         return None
     lists = [sample.candidate_ids or CandidateIds.none(len(sample.response_ids)) for sample in samples]

@@ -28,7 +28,7 @@ class PromptCursor:
         self._start_epoch(0)
 
     def take(self, n: int) -> list[int]:
-        """The next n indexes; they may cross the end of an epoch, and of several."""
+        """Returns the next n indexes; they may cross the end of an epoch, and of several."""
         taken: list[int] = []
         while len(taken) < n:
             if self._position == self._num_prompts:
@@ -39,7 +39,7 @@ class PromptCursor:
         return taken
 
     def state(self) -> CursorState:
-        """What `restore` needs to go on from here; JSON can hold it."""
+        """Returns what `restore` needs to go on from here; JSON can hold it."""
         return CursorState(
             num_prompts=self._num_prompts,
             seed=self._seed,
@@ -60,6 +60,6 @@ class PromptCursor:
         self._position = 0
         self._order = list(range(self._num_prompts))
         if self._shuffle:
-            # Sorting by random(): the only method whose values Python keeps over its versions.
+            # Sorts by random(), the only method whose values Python keeps over its versions.
             generator = random.Random(f"epoch {self._seed} {epoch}")
             self._order.sort(key=lambda _: generator.random())

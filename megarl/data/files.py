@@ -26,7 +26,7 @@ class Column:
 
 
 def file_rows(path: Path, prompt_column: str, answer_column: str) -> Iterator[Row]:
-    """The rows of a .jsonl file (blank lines skipped, rows numbered by line) or of a .parquet file.
+    """Yields the rows of a .jsonl file (blank lines skipped, rows numbered by line) or of a .parquet file.
 
     Raises ValueError, with file, row and column, for a missing or unreadable file, a missing column, or a value of
     the wrong type.
@@ -37,7 +37,7 @@ def file_rows(path: Path, prompt_column: str, answer_column: str) -> Iterator[Ro
 
 
 def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
-    """The same of conversations."""
+    """Yields the conversations of a file, read and checked as in `file_rows`."""
     column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_conversation)
     for number, [messages] in _values(path, (column,)):
         yield MessageRow(number, _plain(messages))
@@ -46,7 +46,7 @@ def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
 def preference_rows(
     path: Path, prompt_column: str, chosen_column: str, rejected_column: str
 ) -> Iterator[PreferenceRow]:
-    """The same of preferences."""
+    """Yields the preferences of a file, read and checked as in `file_rows`."""
     columns = (_text("prompt", prompt_column), _text("chosen", chosen_column), _text("rejected", rejected_column))
     for number, values in _values(path, columns):
         yield PreferenceRow(number, *map(_plain, values))
@@ -57,7 +57,7 @@ def _text(what: str, name: str) -> Column:
 
 
 def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[Any]]]:
-    """Number and values of each row, in the order of the columns."""
+    """Yields number and values of each row, in the order of the columns."""
     readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
     if path.suffix not in readers:
         raise ValueError(f"data.source: {path} is neither arithmetic nor a .jsonl or .parquet file")

@@ -1,4 +1,4 @@
-"""A rank's part of an update or a pass, where the rank computes it: samples and their microbatches."""
+"""The samples and microbatches of an update or a pass that one rank computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megarl.data.packing import Microbatch, Packing
 
 
 class LocalBatch:
-    """Collates its microbatches once, however many passes and updates read them. microbatches index into samples."""
+    """A rank's samples and their microbatches, which index into them. They are collated once, however many passes and
+    updates read them."""
 
     def __init__(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]):
         self.samples = tuple(samples)
@@ -25,17 +26,17 @@ class LocalBatch:
         return [[self.samples[index] for index in microbatch] for microbatch in self.microbatches]
 
     def token_batches(self, packing: Packing, reads: Reads, truncates: bool, device: torch.device) -> list[TokenBatch]:
-        """The microbatches as `collate` makes them, on the device."""
+        """Returns the microbatches as `collate` makes them, on the device."""
         key = packing, reads, truncates, device
         if key not in self._collated:
-            self._collated[key] = [collate(own, packing, reads, truncates).to(device) for own in self.members]
+            self._collated[key] = [collate(members, packing, reads, truncates).to(device) for members in self.members]
         return self._collated[key]
 
     def renewed(self, samples: Sequence[TrainingSample]) -> LocalBatch:
-        """The same samples with the rewards, baselines, weights and scores that they have by now."""
+        """Returns the batch of the same samples with the rewards, baselines and weights that they have by now."""
         renewed = LocalBatch(samples, self.microbatches)
         renewed._collated = {
-            key: [with_scalars(batch, own) for batch, own in zip(batches, renewed.members, strict=True)]
+            key: [with_scalars(batch, members) for batch, members in zip(batches, renewed.members, strict=True)]
             for key, batches in self._collated.items()
         }
         return renewed

@@ -1,4 +1,4 @@
-"""From what a path in the config names to an ordinary Hugging Face folder on this machine."""
+"""Finds the model that a path in the config names, as an ordinary Hugging Face folder on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONVERSION_TIMEOUT_S = 3600
 
 
 def resolve(path: str, cache: Path | None = None, key: str = "model.path") -> Path:
-    """The Hugging Face folder that `path` names.
+    """Returns the Hugging Face folder that `path` names.
 
     path    an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted
             once into `cache`), or a hub id (downloaded into Hugging Face's own cache)
@@ -35,11 +35,12 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path") -> Pa
 
 
 class NotHere(Exception):
-    """Of a model whose config.json is not on this machine: why."""
+    """The reason why a model's config.json is not on this machine."""
 
 
 def config_here(path: str, cache: Path | None = None, key: str = "model.path") -> dict[str, Any]:
-    """The config.json of the model that `path` names, with nothing downloaded or converted. Arguments as of `resolve`.
+    """Returns the config.json of the model that `path` names, with nothing downloaded or converted. The arguments are
+    those of `resolve`.
 
     Raises NotHere where that takes more, and ValueError where there is no such model.
     """
@@ -52,13 +53,13 @@ def config_here(path: str, cache: Path | None = None, key: str = "model.path") -
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The model's config.json."""
+    """Returns the model's config.json."""
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
 def default_cache() -> Path:
-    if own := os.environ.get("MEGARL_CACHE"):
-        return Path(own).expanduser()
+    if folder := os.environ.get("MEGARL_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl"
 
 
@@ -74,7 +75,7 @@ def _from_hub(key: str, hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    # Weights once, as safetensors: many repositories hold copies in other formats.
+    # Many repositories hold copies of the weights in other formats than safetensors.
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
         return _checked(key, hub_id, Path(snapshot_download(hub_id, allow_patterns=wanted)))
@@ -87,7 +88,7 @@ def _from_hub(key: str, hub_id: str) -> Path:
 
 
 def _config_of_hub_id(hub_id: str) -> dict[str, Any]:
-    """Of the newest download."""
+    """Returns the config.json of the newest download. Raises NotHere where there is none."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -109,7 +110,7 @@ def _from_package(key: str, name: str, cache: Path) -> Path:
 
 
 def _config_of_package(key: str, name: str, cache: Path) -> dict[str, Any]:
-    """Once it is converted, that of the conversion; until then, what the file says of itself."""
+    """Returns the config.json of the conversion, or until there is one what the GGUF file says of itself."""
     source, version = _packaged_gguf(key, name)
     if missing := _missing("transformers", "torch", "gguf"):
         raise NotHere(f"to read its GGUF file takes {' and '.join(missing)}")
@@ -122,7 +123,7 @@ def _converted(name: str, version: str, cache: Path) -> Path:
 
 
 def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
-    """The GGUF file inside the distribution, which is not imported, and the distribution's version."""
+    """Returns the GGUF file inside the distribution, which is not imported, and the distribution's version."""
     try:
         distribution = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError) as error:
@@ -140,7 +141,7 @@ def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
 
 
 def _convert(key: str, name: str, source: Path, folder: Path) -> None:
-    """Into a temporary folder, then renamed: other processes see a whole folder or none."""
+    """Converts into a temporary folder and renames it: other processes see a whole folder or none."""
     if missing := _missing("gguf", "accelerate"):
         raise ValueError(f"{key}: {PACKAGE_PREFIX}{name} needs {' and '.join(missing)}; pip install 'megarl[gguf]'")
     print(f"converting {source} to {folder}, once (under a minute)", flush=True)
@@ -165,7 +166,7 @@ def _run_conversion(key: str, source: Path, folder: Path) -> None:
 
 
 def _run_gguf(key: str, source: Path, *folder: str) -> str:
-    """Returns what it prints."""
+    """Runs megarl.data.gguf in a process of its own. Returns what it prints."""
     package_root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "megarl.data.gguf", str(source.absolute()), *folder]
     try:

@@ -25,14 +25,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[list[int], list[bool]]
-"""Ids of prompt and response, and which of them are trained on."""
+"""The ids of prompt and response, and for each whether it is trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineData:
-    """rows: the samples of each row: one of a conversation; of a preference two, the chosen one first
-    data_hash: SHA-256 over the token ids of all rows, in order, and which of them are trained on
-    num_dropped: rows that were too long
+    """The tokenised rows of an offline data source.
+
+    rows          the samples of each row: one of a conversation; of a preference two, the chosen one first
+    data_hash     SHA-256 over the token ids of all rows, in order, and which of them are trained on
+    num_dropped   rows that were too long
     """
 
     rows: tuple[tuple[Sample, ...], ...]
@@ -61,12 +63,12 @@ def load_offline_data(config: Config, model_folder: Path) -> OfflineData:
 
 
 def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Sample, ...] | None]:
-    """Of each row; None for one that is dropped."""
+    """Yields the samples of each row, None for one that is dropped."""
     name = Path(config.data.source).name
     for row in islice(_rows(config), config.data.size):
         place = f"{config.data.source}:{row.number}"
-        of_row = _conversation if isinstance(row, MessageRow) else _pair
-        read = of_row(row, tokenizer, config, place)
+        tokenise = _conversation if isinstance(row, MessageRow) else _pair
+        read = tokenise(row, tokenizer, config, place)
         longest = max(len(ids) for _, (ids, _) in read)
         if too_long(longest, "the row", config, place):
             yield None
@@ -91,7 +93,8 @@ def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow]:
 def _conversation(
     row: MessageRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str
 ) -> list[tuple[int, Tokens]]:
-    """The prompt is what comes before the first token that is trained on."""
+    """Returns the length of the prompt, which is what comes before the first token that is trained on, and the
+    tokens."""
     ids, said = conversation(tokenizer, row.messages, place)
     if said[0]:
         raise ValueError(f"{place}: no token comes before the assistant's first; give it a prompt, or drop the row")
@@ -101,7 +104,7 @@ def _conversation(
 def _pair(
     row: PreferenceRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str
 ) -> list[tuple[int, Tokens]]:
-    """Both responses begin after the prompt, which they have in common."""
+    """Returns for both responses the length of the prompt, which they have in common, and the tokens."""
     prompt = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
     pair = []
     for name, response in (("chosen", row.chosen), ("rejected", row.rejected)):
@@ -120,7 +123,8 @@ def _answered(
     config: Config,
     place: str,
 ) -> Tokens:
-    """A plain response ends with the end of the sequence, as a sampled one does."""
+    """Returns the tokens of the prompt and one response. A plain response ends with the end of the sequence, as a
+    sampled one does."""
     if config.data.chat_template:
         asked, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
         if answer[0]["role"] != "assistant":
@@ -131,7 +135,7 @@ def _answered(
 
 
 def _sample(prompt_id: str, number: int, num_prompt_tokens: int, tokens: Tokens) -> Sample:
-    """Without texts, which nobody reads."""
+    """Returns a sample without its texts, which nobody reads."""
     ids, said = tokens
     response = ids[num_prompt_tokens:]
     return Sample(

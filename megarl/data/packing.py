@@ -1,4 +1,4 @@
-"""Which samples share a microbatch, and which rank gets it. Pure arithmetic on lengths: the driver decides it."""
+"""Decides which samples share a microbatch, and which rank gets it: pure arithmetic on lengths, done by the driver."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from megarl.core.types import SampleInfo
 from megarl.planning.token_cost import TokenCost
 
 Microbatch = tuple[int, ...]
-"""Indexes of the samples that are packed together; empty for a microbatch that only keeps ranks in step."""
+"""The indexes of the samples that are packed together; empty for a microbatch that only keeps ranks in step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How the ranks of one model want their samples packed.
+    """The way in which the ranks of one model want their samples packed.
 
     token_budget          most tokens of a microbatch, over the context-parallel ranks of a replica together
     num_ranks             data-parallel ranks
     shares_prompts        samples of one prompt that meet in a microbatch compute its tokens once
     document_multiple     every document is padded to a multiple of this
-    pack_multiple         and every pack to a multiple of this
+    pack_multiple         every pack is padded to a multiple of this
     microbatch_multiple   the number of microbatches is a multiple of this
-    cost                  what ranks are balanced by
+    cost                  the cost by which ranks are balanced
     """
 
     token_budget: int
@@ -40,7 +40,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of one sample: the prompt that it belongs to, and its tokens."""
+    """The numbers of tokens of one sample, and the prompt that it belongs to."""
 
     prompt: str
     prompt_tokens: int
@@ -69,14 +69,15 @@ def round_up(number: int, multiple: int) -> int:
 
 
 Units = Sequence[Sequence[int]]
-"""Indexes of samples that are never apart: of each unit, all are in one microbatch. Every sample is in one of them."""
+"""The indexes of samples that are never apart: all of a unit are in one microbatch. Every sample is in one of them."""
 
 
 def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Microbatch]]:
-    """Microbatches per data-parallel rank, equally many on each: pipeline schedules need that of all ranks.
+    """Returns the microbatches of each data-parallel rank, equally many on each, as pipeline schedules need it.
 
-    They are as few as the rank that needs most of them can do with, and every rank spreads its share over all. units:
-    None if each sample may be anywhere.
+    They are as few as the rank that needs most of them can do with, and every rank spreads its share over all.
+
+    units   None if each sample may be anywhere
     """
     shares = share_out(lengths, packing, units)
     fewest = max(len(pack(share, packing.token_budget)) for share in shares)
@@ -85,8 +86,9 @@ def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None =
 
 
 def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Bundle]]:
-    """Bundles per data-parallel rank, as large as they may be for no rank to wait longer for another: a prompt whose
-    samples are in two of them is computed twice, but bundles of few prompts do not spread evenly over many ranks."""
+    """Returns the bundles of each data-parallel rank, as large as they may be without any rank waiting longer for
+    another: a prompt whose samples are in two bundles is computed twice, but bundles of few prompts do not spread
+    evenly over many ranks."""
     largest = max((len(item.samples) for item in bundle(lengths, packing, units=units)), default=1)
     sizes = [largest >> halvings for halvings in range(largest.bit_length())] if packing.num_ranks > 1 else [largest]
     candidates = []
@@ -100,54 +102,78 @@ def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None 
 def bundle(
     lengths: Sequence[Lengths], packing: Packing, most_samples: int | None = None, units: Units | None = None
 ) -> list[Bundle]:
-    """Bundles within the token budget, of at most so many samples, or of one unit; unless prompts are shared, one unit
-    each.
+    """Returns bundles within the token budget, of at most `most_samples` samples or of one unit; unless prompts are
+    shared, each is one unit.
 
     Raises ValueError for a unit that alone has more tokens: it is never split over microbatches.
     """
-    members: list[list[int]] = []
-    unfinished: dict[str, list[int]] = {}
+    bundles: list[_Counts] = []
+    unfinished: dict[str, _Counts] = {}
+    most = len(lengths) if most_samples is None else most_samples
     for unit in units or [(index,) for index in range(len(lengths))]:
-        _check_fits(unit, lengths, packing)
-        prompt = lengths[unit[0]].prompt
-        begun = unfinished.get(prompt) if packing.shares_prompts else None
-        has_room = begun is not None and (most_samples is None or len(begun) + len(unit) <= most_samples)
-        if has_room and _num_tokens([*begun, *unit], lengths, packing) <= packing.token_budget:
-            begun.extend(unit)
+        counts = _Counts.of(unit, lengths, packing)
+        _check_fits(counts, packing)
+        prompt = lengths[unit[0]]
+        begun = unfinished.get(prompt.prompt) if packing.shares_prompts else None
+        if begun is not None and begun.has_room(counts, prompt.prompt_tokens, most, packing.token_budget):
+            begun.add(counts, prompt.prompt_tokens)
         else:
-            members.append([*unit])
-            unfinished[prompt] = members[-1]
+            bundles.append(counts)
+            unfinished[prompt.prompt] = counts
     return [
-        Bundle(tuple(group), _num_tokens(group, lengths, packing), _cost(group, lengths, packing)) for group in members
+        Bundle(
+            tuple(item.samples), item.num_tokens, packing.cost.of(item.num_tokens, item.num_scored, item.num_attended)
+        )
+        for item in bundles
     ]
 
 
-def _check_fits(unit: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> None:
-    needed = packing.padded(_num_tokens(unit, lengths, packing))
+@dataclass(slots=True)
+class _Counts:
+    """The sizes of some samples of one prompt: their tokens in the pack, the scored ones, and the pairs of tokens of
+    which one attends to the other."""
+
+    samples: list[int]
+    num_tokens: int
+    num_scored: int
+    num_attended: int
+
+    @classmethod
+    def of(cls, unit: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> _Counts:
+        num_tokens = num_scored = num_attended = 0
+        for index in unit:
+            sample = lengths[index]
+            total = sample.num_tokens
+            num_tokens += sample.response_tokens if packing.shares_prompts else packing.padded(total)
+            num_scored += sample.response_tokens
+            num_attended += total * (total + 1) // 2
+        prompt_tokens = lengths[unit[0]].prompt_tokens if packing.shares_prompts else 0
+        return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended)
+
+    def has_room(self, other: _Counts, prompt_tokens: int, most_samples: int, token_budget: int) -> bool:
+        """Returns whether the other samples of the prompt may be added."""
+        num_tokens = self.num_tokens + other.num_tokens - prompt_tokens
+        return len(self.samples) + len(other.samples) <= most_samples and num_tokens <= token_budget
+
+    def add(self, other: _Counts, prompt_tokens: int) -> None:
+        """Adds other samples of the prompt, which stands in the pack once."""
+        self.samples += other.samples
+        self.num_tokens += other.num_tokens - prompt_tokens
+        self.num_scored += other.num_scored
+        self.num_attended += other.num_attended
+
+
+def _check_fits(unit: _Counts, packing: Packing) -> None:
+    needed = packing.padded(unit.num_tokens)
     if needed > packing.token_budget:
-        what, kind = f"sample {unit[0]} alone", "sample"
-        if len(unit) > 1:
-            what, kind = f"the pair of samples {unit[0]} and {unit[1]}", "pair"
+        what, kind = f"sample {unit.samples[0]} alone", "sample"
+        if len(unit.samples) > 1:
+            what, kind = f"the pair of samples {unit.samples[0]} and {unit.samples[1]}", "pair"
         raise ValueError(
             f"tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, and {what} has {needed}; a "
             f"{kind} is never split over microbatches, so raise it to at least {needed} (divided by the "
             "context-parallel ranks)"
         )
-
-
-def _num_tokens(group: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> int:
-    """Of samples of one prompt, in the pack."""
-    if packing.shares_prompts:
-        return lengths[group[0]].prompt_tokens + sum(lengths[i].response_tokens for i in group)
-    return sum(packing.padded(lengths[i].num_tokens) for i in group)
-
-
-def _cost(group: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> float:
-    return packing.cost.of(
-        _num_tokens(group, lengths, packing),
-        sum(lengths[i].response_tokens for i in group),
-        sum(lengths[i].num_tokens * (lengths[i].num_tokens + 1) // 2 for i in group),
-    )
 
 
 def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:
@@ -165,9 +191,9 @@ def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:
 
 
 def spread(bundles: Sequence[Bundle], count: int, token_budget: int) -> list[Microbatch]:
-    """So many microbatches, of which the longest is short, as stages of a pipeline wait for it: the costliest bundle
-    first, each to the one with the least to do that has room. Where that leads to none, they are as `pack` makes them;
-    `count` is no less than it needs."""
+    """Returns `count` microbatches, of which the costliest costs little, as stages of a pipeline wait for it: the
+    costliest bundle goes first, each into the one with the least to do that has room. Where a bundle finds no room,
+    they are as `pack` makes them; `count` is no less than it needs."""
     members: list[list[int]] = [[] for _ in range(count)]
     room, loads = [token_budget] * count, [0.0] * count
     for item in sorted(bundles, key=lambda b: (-b.cost, b.samples)):

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """data_hash: SHA-256 over the token ids and answers of all prompts, in order
-    num_dropped: prompts that were too long
+    """The tokenised prompts of a data source.
+
+    data_hash     SHA-256 over the token ids and answers of all prompts, in order
+    num_dropped   prompts that were too long
     """
 
     prompts: tuple[Prompt, ...]
@@ -83,7 +85,7 @@ def require_size(num_rows: int, num_kept: int, data: Data) -> None:
 
 
 def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Prompt | None:
-    """None for one that is dropped."""
+    """Returns the row's prompt, None for one that is dropped."""
     place = f"{config.data.source}:{row.number}"
     token_ids = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
     if too_long(len(token_ids), "the prompt", config, place):
@@ -98,8 +100,8 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
 
 
 def too_long(length: int, what: str, config: Config, place: str) -> bool:
-    """Whether a row of so many tokens is to be dropped: it, and the response that is to be sampled, have no room in
-    rollout.context_length. Raises ValueError if it is not to be."""
+    """Returns whether a row of `length` tokens is dropped, as it and the response that is sampled after it have no room
+    in rollout.context_length. Raises ValueError for a row without room unless data.overlong=drop."""
     new, context = 0 if config.is_offline else config.rollout.max_new_tokens, config.rollout.context_length
     needed = length + new
     if needed <= context:

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, str]
-"""{"role": …, "content": …}"""
+"""One turn of a conversation: {"role": …, "content": …}."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """number: 1-based, in the file or the procedure. answer: anything that JSON can hold."""
+    """A prompt and its answer.
+
+    number   1-based, in the file or the procedure
+    answer   anything that JSON can hold
+    """
 
     number: int
     prompt: str | list[Message]

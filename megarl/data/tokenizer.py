@@ -1,4 +1,4 @@
-"""The model's own tokenizer, without torch where its folder allows."""
+"""Loads a model's tokenizer, without torch where the folder allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Of a Hugging Face folder (that was given for this config key). Raises ValueError if it holds none."""
+    """Loads the tokenizer of a Hugging Face folder, which was given for the config key `key`. Raises ValueError if the
+    folder holds none."""
     if not any(folder.glob("tokenizer*")):
         raise ValueError(f"{key}: {folder} has no tokenizer; copy the model's tokenizer files into it")
     if _is_generic(folder):
@@ -26,7 +27,7 @@ def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
 
 
 def _is_generic(folder: Path) -> bool:
-    """Whether tokenizer.json says it all: AutoTokenizer, whose import loads torch, then has nothing to add."""
+    """Returns whether tokenizer.json says it all: AutoTokenizer, whose import loads torch, then has nothing to add."""
     config_file = folder / "tokenizer_config.json"
     if not config_file.exists() or not (folder / "tokenizer.json").exists():
         return False

@@ -1,4 +1,4 @@
-"""The scalar that a microbatch is trained on, from what the head gives for its rows."""
+"""Losses: the scalar that a microbatch is trained on, from what the head gives for its rows."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 import torch
 from megatron.core import parallel_state
 
-from megarl.algorithms import corrections, implicit_reward, kl, preference_loss, value_loss
-from megarl.algorithms.objectives import loss_of_policy
+from megarl.algorithms import corrections, implicit_reward, kl
+from megarl.algorithms.pairs import margins
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.sample_segments import SampleSegments
-from megarl.config.objectives import options
-from megarl.config.schema import KL, Algorithm, Correction, ImplicitReward, Value
+from megarl.algorithms.value_loss import squared_error
+from megarl.config.schema import KL, Algorithm, Correction, ImplicitReward, Objective, Value
 from megarl.core.types import TokenBatch
 from megarl.megatron.context_parallel import sum_over_ranks
 from megarl.megatron.metric_sums import Sums, largest, mean, total
 
-Objective = Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]]
+Loss = Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]]
 """(batch, scored) -> Σ w·ℓ over the microbatch, and its metrics. scored: float32 [N, columns of the head]."""
 
 
-def policy_objective(
+def policy_loss(
     algorithm: Algorithm, kl_coefficient: float, batch: TokenBatch, scored: torch.Tensor
 ) -> tuple[torch.Tensor, Sums]:
     """The actor's. kl_coefficient: of this step. scored: log-prob and entropy of each row, and its value where the
@@ -30,8 +30,12 @@ def policy_objective(
     log_prob, entropy = scored[:, 0], scored[:, 1]
     old = _old(algorithm.correction, batch, log_prob)
     samples = _sample_segments(batch)
-    objective = algorithm.objective
-    policy = loss_of_policy(objective.name, options(objective), log_prob, old, batch.advantage, samples, batch.selected)
+    objective, spec = algorithm.objective, algorithm.objective.spec
+    assert batch.selected is not None or not spec.selects_tokens, (
+        f"{spec.name}: the tokens that it treats apart are not selected"
+    )
+    inputs = [{"samples": samples, "selected": batch.selected}[name] for name in spec.inputs]
+    policy = spec.loss(log_prob, old, batch.advantage, *inputs, **objective.options(spec.arguments))
     sums = _policy_metrics(batch, policy, log_prob, entropy)
     correction = _correction(algorithm.correction, batch, old, samples)
     loss = (batch.weight * correction.factor * policy.loss).sum()
@@ -48,12 +52,12 @@ def policy_objective(
         estimate = _kl(algorithm.kl, batch, log_prob, samples)
         if algorithm.kl.placement == "loss":
             loss = loss + kl_coefficient * (batch.weight * estimate).sum()
-        sums[kl.metric_name(algorithm)] = mean(estimate, samples.share_at_level(algorithm.kl.level))
+        sums[algorithm.kl_metric] = mean(estimate, samples.share_at_level(algorithm.kl.level))
         sums["kl/coefficient"] = mean(torch.full_like(estimate, kl_coefficient), batch.mask)
     sums["policy/loss"] = total(loss)
     if scored.shape[-1] == 3:  # the critic is a head on the actor
-        loss_of_values, of_values = value_objective(algorithm.value, batch, scored[:, 2:])
-        loss, sums = loss + loss_of_values, sums | of_values
+        critic_loss, critic_sums = value_loss(algorithm.value, batch, scored[:, 2:])
+        loss, sums = loss + critic_loss, sums | critic_sums
     return loss, sums
 
 
@@ -94,11 +98,11 @@ def _at_trained(batch: TokenBatch, other: torch.Tensor, log_prob: torch.Tensor) 
     return torch.where(batch.mask, other, log_prob.detach())
 
 
-def value_objective(config: Value, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+def value_loss(config: Value, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
     """The critic's. scored: the value of each row, [N, 1]."""
     assert batch.values is not None and batch.returns is not None, "the batch has no returns"
     [value] = scored.unbind(-1)
-    error = value_loss.squared_error(value, batch.values, batch.returns, config.clip)
+    error = squared_error(value, batch.values, batch.returns, config.clip)
     loss = config.coefficient * (batch.weight * error.loss).sum()
     return loss, {
         "value/loss": total(loss),
@@ -109,9 +113,7 @@ def value_objective(config: Value, batch: TokenBatch, scored: torch.Tensor) -> t
     }
 
 
-def implicit_reward_objective(
-    config: ImplicitReward, batch: TokenBatch, scored: torch.Tensor
-) -> tuple[torch.Tensor, Sums]:
+def implicit_reward_loss(config: ImplicitReward, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
     """The implicit reward model's, on whole samples: mean over the update's samples. scored: log-prob and entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
     samples = _sample_segments(batch)
@@ -127,10 +129,10 @@ def implicit_reward_objective(
     }
 
 
-def sft_objective(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """−log-prob of what the assistant says. scored: log-prob and entropy."""
+def imitation_loss(objective: Objective, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    """Of what the assistant says. scored: log-prob and entropy."""
     log_prob, entropy = scored[:, 0], scored[:, 1]
-    loss = -(batch.weight * log_prob).sum()
+    loss = (batch.weight * objective.spec.loss(log_prob)).sum()
     return loss, {
         "policy/loss": total(loss),
         "policy/entropy": mean(entropy, batch.mask),
@@ -138,50 +140,35 @@ def sft_objective(batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor
     }
 
 
-def reward_model_objective(algorithm: Algorithm, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+def reward_model_loss(objective: Objective, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
     """Of pairs of samples, in each of which one token is trained on: its score is the sample's. scored: [N, 1]."""
     samples = _sample_segments(batch)
-    scores = samples.of_each(scored[:, 0])
-    smoothing = options(algorithm.objective)["label_smoothing"]
-    return _pairs_objective(
-        batch, samples, scores, lambda margin: preference_loss.bradley_terry(margin, smoothing), "reward_model"
-    )
+    return _pair_loss(objective, batch, samples, samples.of_each(scored[:, 0]), "reward_model")
 
 
-def dpo_objective(
-    algorithm: Algorithm, sampled: bool, batch: TokenBatch, scored: torch.Tensor
+def preference_loss(
+    objective: Objective, sampled: bool, batch: TokenBatch, scored: torch.Tensor
 ) -> tuple[torch.Tensor, Sums]:
-    """DPO's or IPO's, of pairs of samples. sampled: whether engines have sampled them. scored: log-prob and entropy."""
+    """Of pairs of samples, whose rewards are their log-ratios to the reference. sampled: whether engines have sampled
+    them. scored: log-prob and entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
-    samples, given = _sample_segments(batch), options(algorithm.objective)
-    log_prob, entropy = scored[:, 0], scored[:, 1]
+    samples, log_prob, entropy = _sample_segments(batch), scored[:, 0], scored[:, 1]
     log_ratio = samples.of_each(log_prob - _at_trained(batch, batch.reference, log_prob))
-    if given["length_normalised"]:
+    if objective.option("length_normalised"):
         log_ratio = log_ratio / samples.count.clamp(min=1)
-    beta = given["beta"]
-
-    def loss_of(margin: torch.Tensor) -> torch.Tensor:
-        if algorithm.objective.name == "ipo":
-            return preference_loss.ipo(margin / beta, beta)
-        return preference_loss.bradley_terry(margin, given["label_smoothing"])
-
-    loss, sums = _pairs_objective(batch, samples, beta * log_ratio, loss_of, "policy")
+    loss, sums = _pair_loss(objective, batch, samples, objective.option("beta") * log_ratio, "policy")
     sums["policy/entropy"] = mean(entropy, batch.mask)
     return loss, sums | (_mismatch_metrics(batch, log_prob) if sampled else {})
 
 
-def _pairs_objective(
-    batch: TokenBatch,
-    samples: SampleSegments,
-    rewards: torch.Tensor,
-    loss_of: Callable[[torch.Tensor], torch.Tensor],
-    name: str,
+def _pair_loss(
+    objective: Objective, batch: TokenBatch, samples: SampleSegments, rewards: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, Sums]:
     """Mean over the update's pairs, whose samples stand two by two, the better one first. rewards: float32 [S], by the
-    model; loss_of: from their margins [P] to a loss each."""
-    margin = preference_loss.margins(rewards)
+    model; name: of the metric."""
+    margin = margins(rewards)
     weight = _sample_weight(batch, samples).view(-1, 2).sum(-1)
-    losses = loss_of(margin)
+    losses = objective.spec.loss(margin, **objective.options(objective.spec.arguments))
     loss = (weight * losses).sum()
     every = torch.ones_like(margin, dtype=torch.bool)
     chosen, rejected = rewards.view(-1, 2).unbind(-1)

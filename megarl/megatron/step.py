@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -12,14 +16,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
+from megarl.core import device
 from megarl.core.types import TokenBatch
-from megarl.megatron.losses import Objective
+from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.inputs import ModelInput
 
 
 def accumulate_gradients(
-    chunks: Sequence[DistributedDataParallel], objective: Objective, batches: Sequence[TokenBatch]
+    chunks: Sequence[DistributedDataParallel], objective: Loss, batches: Sequence[TokenBatch]
 ) -> list[Sums]:
     """Leaves the gradient of Σ w·ℓ over the microbatches of all ranks in the parameters' main_grad. Returns the
     objective's metrics of each microbatch on this rank (none before the last stage)."""
@@ -34,7 +39,8 @@ def accumulate_gradients(
     for chunk in chunks:
         chunk.zero_grad_buffer()
         chunk.train()
-    return _run(chunks, batches, loss_of, forward_only=False)
+    with _inputs(batches) as inputs:
+        return get_forward_backward_func()(**_schedule(chunks, batches, inputs, loss_of), forward_only=False)
 
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
@@ -68,14 +74,15 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
 
     for chunk in chunks:
         chunk.eval()
-    with torch.no_grad():
-        return _run(chunks, batches, keep, forward_only=True)
+    with torch.no_grad(), _inputs(batches) as inputs:
+        return get_forward_backward_func()(**_schedule(chunks, batches, inputs, keep), forward_only=True)
 
 
-def _run(
-    chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], loss_of: Callable, forward_only: bool
-) -> list:
-    """Megatron's schedule for this layout. Returns what loss_of gives beside the loss, per microbatch."""
+def _schedule(
+    chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], inputs: _Inputs, loss_of: Callable
+) -> dict[str, Any]:
+    """The arguments of Megatron's schedule for this layout, which returns what loss_of gives beside the loss, per
+    microbatch."""
 
     def forward_step(iterator: Iterator[ModelInput], chunk: DistributedDataParallel):
         item = next(iterator)
@@ -88,16 +95,35 @@ def _run(
             attention_mask=None,
             packed_seq_params=item.attention,
         )
-        return output, lambda scored: loss_of(item, scored)
+        return output, partial(loss_of, item)
 
-    inputs = [ModelInput.of(batch) for batch in batches]
-    longest = max(len(batch.tokens) for batch in batches)
-    return get_forward_backward_func()(
+    return dict(
         forward_step_func=forward_step,
         data_iterator=[iter(inputs) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
-        seq_length=longest,  # packs differ in length; each stage learns the real one from the one before it
+        # Packs differ in length; each stage learns the real one from the one before it.
+        seq_length=max(len(batch.tokens) for batch in batches),
         micro_batch_size=1,
-        forward_only=forward_only,
     )
+
+
+@contextmanager
+def _inputs(batches: Sequence[TokenBatch]) -> Iterator[_Inputs]:
+    with ThreadPoolExecutor(max_workers=1, initializer=device.claim, initargs=(None,)) as thread:
+        yield _Inputs(batches, thread)
+
+
+class _Inputs:
+    """What the model reads of each microbatch. The thread prepares the next one while this one is computed; it has no
+    collectives. Chunks of a model share them."""
+
+    def __init__(self, batches: Sequence[TokenBatch], thread: Executor):
+        self._batches, self._thread = batches, thread
+        self._prepared: list[Future[ModelInput]] = []
+
+    def __iter__(self) -> Iterator[ModelInput]:
+        for number in range(len(self._batches)):
+            for batch in self._batches[len(self._prepared) : number + 2]:
+                self._prepared.append(self._thread.submit(ModelInput.of, batch))
+            yield self._prepared[number].result()

@@ -1,18 +1,17 @@
-"""Which tokens of an update Clip-Cov and KL-Cov treat apart: chosen over all of its microbatches and ranks, before the
-first of them is trained on."""
+"""Which tokens of an update an objective treats apart: chosen over all of its microbatches and ranks, before the first
+of them is trained on."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.algorithms.covariance_loss import clip_cov_order, covariance
-from megarl.config.objectives import Option, options
+from megarl.algorithms.covariance import covariance
 from megarl.config.schema import Algorithm
 from megarl.core.types import TokenBatch, TrainingSample
 
@@ -28,16 +27,17 @@ def with_selection(
 
     members: the samples of each microbatch
     """
-    chosen = options(algorithm.objective)
+    objective, selection = algorithm.objective, algorithm.objective.spec.selection
     olds = [batch.rollout_logprobs if algorithm.correction.old == "rollout" else batch.old for batch in batches]
     assert all(old is not None for old in olds), "the batches have no old log-probs"
     count, mean_old, mean_advantage = _means(batches, olds)
     orders = []
     for batch, old, samples in zip(batches, olds, members, strict=True):
-        own = covariance(old, batch.advantage, mean_old, mean_advantage)
-        own = _order(algorithm.objective.name, chosen, own, samples)
-        orders.append(torch.where(batch.in_loss, own, -torch.inf))
-    number = max(int(chosen["covariance_share"] * count), 1)
+        covariances = covariance(old, batch.advantage, mean_old, mean_advantage)
+        draw = torch.cat([torch.empty(0), *(_draw(item) for item in samples)]).to(covariances.device)
+        order = selection.order(covariances, draw, **objective.options(selection.arguments))
+        orders.append(torch.where(batch.in_loss, order, -torch.inf))
+    number = max(int(objective.option("covariance_share") * count), 1)
     least = _kth_largest(torch.cat(orders), number)
     return [
         replace(batch, selected=(order >= least) & (order > -torch.inf))
@@ -55,15 +55,6 @@ def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple
     return int(count), old / max(count, 1), advantage / max(count, 1)
 
 
-def _order(
-    name: str, chosen: Mapping[str, Option], of_tokens: torch.Tensor, samples: Sequence[TrainingSample]
-) -> torch.Tensor:
-    if name == "kl_cov":
-        return of_tokens
-    draw = torch.cat([torch.empty(0), *(_draw(item) for item in samples)]).to(of_tokens.device)
-    return clip_cov_order(of_tokens, draw, chosen["covariance_low"], chosen["covariance_high"])
-
-
 def _draw(item: TrainingSample) -> torch.Tensor:
     """float32 [R], random numbers that follow from the sample's name alone: they are the same in every layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(item.sample.id.encode()))
@@ -72,10 +63,10 @@ def _draw(item: TrainingSample) -> torch.Tensor:
 
 def _kth_largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """Of the data-parallel ranks' values together; −∞ if there are fewer."""
-    own = torch.full((k,), -torch.inf, device=values.device)
+    largest = torch.full((k,), -torch.inf, device=values.device)
     top = values.topk(min(k, len(values))).values
-    own[: len(top)] = top
+    largest[: len(top)] = top
     group = parallel_state.get_data_parallel_group()
-    everybody = own.new_empty(dist.get_world_size(group) * k)
-    dist.all_gather_into_tensor(everybody, own, group=group)
-    return everybody.topk(k).values[-1]
+    all_largest = largest.new_empty(dist.get_world_size(group) * k)
+    dist.all_gather_into_tensor(all_largest, largest, group=group)
+    return all_largest.topk(k).values[-1]

@@ -1,4 +1,4 @@
-"""What the head does with a tile of logits, by torch's operators: a few rows at a time, which stay in a core's cache.
+"""Works on a tile of the head's logits by torch's operators: a few rows at a time, which stay in a core's cache.
 
 `megarl/ops/head_tile_triton.py` has the same functions as kernels for CUDA.
 """
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 
 NEVER = -1e30
-"""A logit with probability 0. Finite, so that 0 times it is 0."""
+"""The logit of a token with probability 0. It is finite, so that 0 times it is 0."""
 
 BLOCK = 2**18
-"""Elements of the tile that are worked on at a time: 1 MiB in float32."""
+"""The elements of the tile that are worked on at a time: 1 MiB in float32."""
 
 
 def fold(
@@ -27,7 +27,7 @@ def fold(
 
     logits    [n, v]
     targets   int64 [n]: columns; one outside of the tile is in another tile
-    scale     float32 [n]: logits are multiplied by it (None: 1)
+    scale     float32 [n]: the factor of a row's logits (None: 1)
     kept      bool [n, v]: columns with another probability than 0 (None: all)
     sums      float32 [4, n]: the largest logit m so far; Σ exp(z − m); Σ (z − m) · exp(z − m); the target's logit, once
               its tile has come
@@ -54,7 +54,8 @@ def to_gradient(
     log_sum_exp: torch.Tensor,
     coefficients: torch.Tensor,
 ) -> None:
-    """Replaces the logits by p · (a + b · log p) + c · 1[target], p being exp(z − log_sum_exp). As of `fold`, and:
+    """Replaces the logits by p · (a + b · log p) + c · 1[target], p being exp(z − log_sum_exp). Arguments as in `fold`,
+    and:
 
     log_sum_exp    float32 [n]
     coefficients   float32 [3, n]: a, b, c
@@ -83,17 +84,17 @@ def _prepared(logits: torch.Tensor, scale: torch.Tensor | None, kept: torch.Tens
 
 
 def _inside(columns: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the columns are in the tile, and the columns moved into it."""
+    """Returns which of the columns are in the tile, and the columns moved into it."""
     return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)[:, None]
 
 
 def _pick(z: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """z[i, columns[i]] where that column is in this tile, else 0."""
+    """Returns z[i, columns[i]] where that column is in this tile, else 0."""
     inside, columns = _inside(columns, z.shape[1])
     return z.gather(1, columns)[:, 0].where(inside, 0)
 
 
 def _add_at(gradient: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-    """gradient[i, columns[i]] += values[i] where that column is in this tile."""
+    """Adds values[i] to gradient[i, columns[i]] where that column is in this tile."""
     inside, columns = _inside(columns, gradient.shape[1])
     gradient.scatter_add_(1, columns, (values * inside)[:, None])

@@ -1,4 +1,4 @@
-"""What the head does with a tile of logits, as kernels for CUDA: see `megarl/ops/head_tile.py`.
+"""Works on a tile of the head's logits by kernels for CUDA: see `megarl/ops/head_tile.py`.
 
 One program works on one row of the tile, BLOCK columns at a time. Both kernels read the tile once and keep nothing of
 its size: the first leaves four numbers a row, the second writes the gradient over the logits.
@@ -23,7 +23,7 @@ def fold(
     kept: torch.Tensor | None,
     sums: torch.Tensor,
 ) -> None:
-    """As of head_tile.fold; it leaves the logits as they are."""
+    """Does what head_tile.fold does, and leaves the logits as they are."""
     rows, width = logits.shape
     _fold[(rows,)](logits, targets, scale, kept, sums, width, logits.stride(0), sums.stride(0), **_options(scale, kept))
 
@@ -36,7 +36,7 @@ def to_gradient(
     log_sum_exp: torch.Tensor,
     coefficients: torch.Tensor,
 ) -> None:
-    """As of head_tile.to_gradient."""
+    """Does what head_tile.to_gradient does."""
     rows, width = logits.shape
     strides = logits.stride(0), coefficients.stride(0)
     _to_gradient[(rows,)](
@@ -50,7 +50,7 @@ def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str,
 
 @triton.jit
 def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
-    """float32 [block]: the row's logits at these columns, −1e30 where they have no probability."""
+    """Returns float32 [block]: the row's logits at these columns, −1e30 where they have no probability."""
     inside = columns < width
     z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32) * scale
     if has_kept:
@@ -128,5 +128,5 @@ def _to_gradient(
         columns = start + tl.arange(0, block)
         log_p = _load(logits, kept, row, columns, width, row_stride, scale, has_kept) - log_sum_exp
         gradient = tl.exp(log_p) * (a + b * log_p) + tl.where(columns == target, c, 0.0)
-        at = logits + row * row_stride + columns
-        tl.store(at, gradient.to(logits.dtype.element_ty), mask=columns < width)
+        address = logits + row * row_stride + columns
+        tl.store(address, gradient.to(logits.dtype.element_ty), mask=columns < width)

@@ -1,4 +1,4 @@
-"""Log-prob and entropy of sampled tokens straight from hidden states and a vocabulary-sharded output weight.
+"""Computes log-prob and entropy of sampled tokens straight from hidden states and a vocabulary-sharded output weight.
 
 Logits are formed in tiles of tokens × vocabulary and never kept: the forward pass folds each tile into a running
 log-sum-exp, the backward pass forms the tile again. With z the logits, L = log Σ exp z, p = exp(z − L), H the entropy:
@@ -39,7 +39,8 @@ def plain_log_prob_and_entropy(
     bias: torch.Tensor | None = None,
     candidate_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin: the same from full logits [N, V] of the unsharded weight, by torch's own log-softmax."""
+    """Returns log-prob and entropy, [N] each, from full logits [N, V] of the unsharded weight, by torch's own
+    log-softmax: the plain twin of `log_prob_and_entropy`."""
     logits = F.linear(hidden, weight, bias)[:, :vocab_size].float()
     logits = logits / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature)
     if candidate_ids is not None:
@@ -60,13 +61,13 @@ def log_prob_and_entropy(
     bias: torch.Tensor | None = None,
     candidate_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Log-prob of `targets` and entropy of the distribution that they come from, at a temperature.
+    """Returns log-prob of `targets` and entropy of the distribution that they come from, at a temperature.
 
     hidden       [N, h]; the same on every rank of `group`. Its gradient is this shard's part: the caller reduces it.
     weight       [V / tp, h]: this rank's rows of the output weight. Where it has a `main_grad` buffer (Megatron's
                  gradient accumulation), the gradient is added there and marked by `grad_added_to_main_grad`.
     targets      int64 [N], in the whole vocabulary
-    temperature  that logits are divided by; of each token: float32 [N]
+    temperature  divisor of the logits; float32 [N] for one of each token
     vocab_size   rows of the unsharded weight that are tokens; those above are padding, with probability 0
     group        the tensor-parallel ranks that hold the other shards, in order
     bias         [V / tp]: this rank's part of the output bias (None: there is none)
@@ -89,14 +90,14 @@ def log_prob_and_entropy(
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What is known of some tokens beforehand. Vocabulary is counted from this rank's first row: what is not its own is
-    below 0 or above its last.
+    """Some tokens, and what is known of them before their logits. Vocabulary is counted from this rank's first row: ids
+    of other ranks are below 0 or above its last.
 
     hidden    [n, h]
     targets   int64 [n]
     scale     float32 [n]: 1 / temperature (None: 1)
-    candidate_ids   int64 [n, K + 1] (None: of no token is anything left out)
-    all_candidates  bool [n]: whether every token is one
+    candidate_ids   int64 [n, K + 1] (None: every token of the vocabulary is a candidate)
+    all_candidates  bool [n]: whether every token of the vocabulary is one
     """
 
     hidden: torch.Tensor
@@ -119,13 +120,14 @@ class _Tokens:
         )
 
     def split(self) -> Iterator[_Tokens]:
-        """By tiles."""
+        """Yields the tokens of each tile."""
         for start in range(0, len(self.targets), TOKENS_PER_TILE):
             values = [getattr(self, field.name) for field in fields(self)]
             yield _Tokens(*(None if value is None else value[start : start + TOKENS_PER_TILE] for value in values))
 
     def keeps(self, start: int, width: int) -> torch.Tensor | None:
-        """bool [n, width]: for the tile that starts there."""
+        """Returns bool [n, width]: which tokens of the vocabulary are candidates, for the tile that begins at
+        `start`."""
         if self.candidate_ids is None:
             return None
         columns = self.candidate_ids - start
@@ -142,22 +144,22 @@ class _LinearHead(torch.autograd.Function):
         tokens = _Tokens.of(hidden, targets, scale, candidate_ids, first_row)
         sums = hidden.new_zeros(4, len(targets), dtype=torch.float32)
         sums[0] = NEVER
-        for part, own in zip(tokens.split(), sums.split(TOKENS_PER_TILE, 1), strict=False):
-            _fold(part, weight[:num_rows], bias, own)
+        for part, part_sums in zip(tokens.split(), sums.split(TOKENS_PER_TILE, 1), strict=False):
+            _fold(part, weight[:num_rows], bias, part_sums)
         if _sharded(group):
             _reduce(sums, group)
         maximum, total, total_d, target_z = sums
         log_sum_exp = maximum + total.log()
         entropy = total.log() - total_d / total
-        of_tokens = (getattr(tokens, field.name) for field in fields(tokens))
-        ctx.save_for_backward(*of_tokens, weight, bias, log_sum_exp, entropy)
+        token_fields = (getattr(tokens, field.name) for field in fields(tokens))
+        ctx.save_for_backward(*token_fields, weight, bias, log_sum_exp, entropy)
         ctx.num_rows = num_rows
         return torch.stack((target_z - log_sum_exp, entropy), dim=-1)
 
     @staticmethod
     def backward(ctx, gradient):
-        *of_tokens, weight, bias, log_sum_exp, entropy = ctx.saved_tensors
-        tokens = _Tokens(*of_tokens)
+        *token_fields, weight, bias, log_sum_exp, entropy = ctx.saved_tensors
+        tokens = _Tokens(*token_fields)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.zeros_like(tokens.hidden, dtype=torch.float32) if needs_hidden else None
         into_main_grad = getattr(weight, "main_grad", None) is not None
@@ -168,14 +170,14 @@ class _LinearHead(torch.autograd.Function):
             bias_grad = torch.zeros_like(bias, dtype=torch.float32)
         coefficients = _coefficients(gradient, tokens.scale, entropy)
         for number, part in enumerate(tokens.split()):
-            own = slice(number * TOKENS_PER_TILE, (number + 1) * TOKENS_PER_TILE)
+            span = slice(number * TOKENS_PER_TILE, (number + 1) * TOKENS_PER_TILE)
             _add_gradients(
                 part,
                 weight[: ctx.num_rows],
                 bias,
-                log_sum_exp[own],
-                coefficients[:, own],
-                None if hidden_grad is None else hidden_grad[own],
+                log_sum_exp[span],
+                coefficients[:, span],
+                None if hidden_grad is None else hidden_grad[span],
                 weight_grad,
                 bias_grad,
             )
@@ -202,7 +204,8 @@ def _tile_functions() -> ModuleType:
 
 
 def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
-    """What autograd gets where the gradient already is in main_grad, so that DDP's hook is called and reads nothing.
+    """Returns what autograd gets where the gradient already is in main_grad, so that DDP's hook is called and reads
+    nothing.
 
     Under zero_out_wgrad it reads all the same: the weight is the embedding's too, whose gradient calls the hook.
     """
@@ -211,7 +214,7 @@ def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _fold(tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, sums: torch.Tensor) -> None:
-    """Fills the tokens' sums, float32 [4, n], with those of this rank's vocabulary."""
+    """Adds this rank's vocabulary to the tokens' sums, float32 [4, n], in place."""
     fold = _tile_functions().fold
     for start, rows, logits in _tiles(tokens, weight, bias):
         fold(logits, tokens.targets - start, tokens.scale, tokens.keeps(start, len(rows)), sums)
@@ -230,7 +233,8 @@ def _reduce(sums: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _coefficients(gradient: torch.Tensor, scale: torch.Tensor | None, entropy: torch.Tensor) -> torch.Tensor:
-    """float32 [3, N] a, b, c of the logits' gradient p · (a + b · log p) + c · 1[target], from that of [N, 2]."""
+    """Returns float32 [3, N]: a, b, c of the logits' gradient p · (a + b · log p) + c · 1[target], from that of [N,
+    2]."""
     grad_log_prob, grad_entropy = gradient.float().unbind(-1)
     coefficients = torch.stack((-grad_entropy * entropy - grad_log_prob, -grad_entropy, grad_log_prob))
     return coefficients if scale is None else coefficients * scale
@@ -241,22 +245,22 @@ def _add_gradients(tokens, weight, bias, log_sum_exp, coefficients, hidden_grad,
     [≥ v, h], bias_grad float32 [≥ v]."""
     to_gradient = _tile_functions().to_gradient
     for start, rows, logits in _tiles(tokens, weight, bias):
-        of_tile = slice(start, start + len(rows))
+        span = slice(start, start + len(rows))
         candidate_ids = tokens.keeps(start, len(rows))
         to_gradient(logits, tokens.targets - start, tokens.scale, candidate_ids, log_sum_exp, coefficients)
         if hidden_grad is not None:
             add_product(hidden_grad, logits, rows)
         if weight_grad is not None:
-            add_product(weight_grad[of_tile], logits.t(), tokens.hidden)
+            add_product(weight_grad[span], logits.t(), tokens.hidden)
         if bias_grad is not None:
-            bias_grad[of_tile] += logits.sum(0, dtype=torch.float32)
+            bias_grad[span] += logits.sum(0, dtype=torch.float32)
 
 
 def _tiles(
     tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """First row, rows of the weight and logits [n, v], without the temperature, of each tile. All of them use the same
-    memory."""
+    """Yields first row, rows of the weight and logits [n, v], without the temperature, of each tile. All of them use
+    the same memory."""
     buffer = tokens.hidden.new_empty(len(tokens.targets) * min(VOCABULARY_PER_TILE, len(weight)))
     for start in range(0, len(weight), VOCABULARY_PER_TILE):
         rows = weight[start : start + VOCABULARY_PER_TILE]

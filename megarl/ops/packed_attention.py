@@ -1,4 +1,4 @@
-"""Causal self-attention over packed documents that costs what the documents cost, in plain torch.
+"""Computes causal self-attention over packed documents at the cost of the documents, in plain torch.
 
 A mask over the whole pack would cost the square of the pack. Here documents of similar length are unpacked into one
 padded batch, attended by torch's causal kernel, and packed again.
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 LENGTH_STEP = 16
-"""Documents whose lengths round up to the same multiple share a batch: less than 16 padded positions each."""
+"""The step of document lengths. Documents whose lengths round up to the same multiple share a batch: less than 16
+padded positions each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """A pack's.
+    """The documents of a pack.
 
     buckets   all documents, each in one bucket
     outputs   int64 [n]: where each query's output is among those of the buckets, flattened one after the other
@@ -51,8 +52,9 @@ def documents_of(
     own: torch.Tensor | None = None,
     held: torch.Tensor | None = None,
 ) -> Documents:
-    """document_tokens, boundaries: as in TokenBatch. Computed once a microbatch, for all layers.
+    """Returns the documents of a pack, computed once a microbatch, for all layers.
 
+    document_tokens, boundaries   as in TokenBatch
     own    int64 [n ≥ 1]: the places in the pack of the tokens that queries come from (None: all, in order)
     held   int64 [T]: the place in the pack of each token, in the order of keys and values; given with own
 
@@ -64,9 +66,9 @@ def documents_of(
     documents = document_tokens.cpu().tensor_split(boundaries[1:-1].long().cpu())
     groups: dict[int, list[_Document]] = {}
     unclaimed = torch.ones(num_tokens, dtype=torch.bool)
-    query_of, key_of = (_inverse(places, num_tokens) for places in (own, held))
+    query_index, key_index = (_inverse(places, num_tokens) for places in (own, held))
     for places in documents:
-        document = _Document(places, query_of, key_of, unclaimed, everywhere=own is None)
+        document = _Document(places, query_index, key_index, unclaimed, has_all_queries=own is None)
         unclaimed[places] = False
         if len(document.positions):
             groups.setdefault(-(-len(places) // LENGTH_STEP), []).append(document)
@@ -80,7 +82,7 @@ def documents_of(
 
 
 def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-    """int64 [num_tokens]: the index in `places` of each place in the pack, −1 where it is not among them."""
+    """Returns int64 [num_tokens]: the index in `places` of each place in the pack, −1 where it is not among them."""
     if places is None:
         return torch.arange(num_tokens)
     index = torch.full((num_tokens,), -1)
@@ -89,15 +91,16 @@ def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
 
 
 class _Document:
-    """keys [S], and of its queries [q]: where they are, their positions in the document, and whether they are kept."""
+    """A document: its keys [S], and for its queries [q] where they are, their positions in the document, and whether
+    they are kept."""
 
-    def __init__(self, places, query_of, key_of, unclaimed, everywhere: bool):
-        self.keys = key_of[places]
+    def __init__(self, places, query_index, key_index, unclaimed, has_all_queries: bool):
+        self.keys = key_index[places]
         new = unclaimed[places]
-        # Elsewhere only what is kept is computed; where all queries are here, the kernel wants all, to need no mask.
-        chosen = torch.ones_like(new) if everywhere else new & (query_of[places] >= 0)
+        # With all queries here the kernel wants all, to need no mask; otherwise only what is kept is computed.
+        chosen = torch.ones_like(new) if has_all_queries else new & (query_index[places] >= 0)
         self.positions = chosen.nonzero()[:, 0]
-        self.queries = query_of[places][self.positions]
+        self.queries = query_index[places][self.positions]
         self.kept = new[self.positions]
 
 
@@ -110,7 +113,7 @@ def _bucket(documents: list[_Document], causal: bool) -> Bucket:
 
 
 def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
-    """One [D, longest]; a shorter row is filled up, by its last element if by nothing else."""
+    """Returns the rows as one [D, longest]; a shorter row is filled up by `fill`, or without it by its last element."""
     longest = max(map(len, rows))
     return torch.stack(
         [F.pad(row, (0, longest - len(row)), value=int(row[-1]) if fill is None else fill) for row in rows]
@@ -118,8 +121,8 @@ def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """rows[index], whose gradient is the same in every run: that of indexing sums rows that stand more than once in the
-    order in which threads happen to reach them."""
+    """Returns rows[index], whose gradient is the same in every run: that of indexing sums rows that stand more than
+    once in the order in which threads happen to reach them."""
     return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
 
@@ -131,9 +134,9 @@ def packed_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """query [n, heads, d], key [T, kv heads, d], value [T, kv heads, v], heads a multiple of kv heads.
+    """Returns the attended values, [n, heads, v].
 
-    Returns [n, heads, v].
+    query [n, heads, d], key [T, kv heads, d], value [T, kv heads, v], heads a multiple of kv heads.
     """
     value_dim, outputs = value.shape[-1], []
     # torch's kernels want as many channels of all three; where they differ, it stores the score of each pair of tokens.
@@ -160,7 +163,8 @@ def plain_attention(
     boundaries: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """The twin: softmax under one mask over the whole pack, in which a token sees those before it in its documents."""
+    """Returns [T, heads, v] by a softmax under one mask over the whole pack, in which a token sees those before it in
+    its documents: the plain twin of `packed_attention`."""
     num_tokens, heads_per_kv_head = query.shape[0], query.shape[1] // key.shape[1]
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
     for document in document_tokens.tensor_split(boundaries[1:-1].long()):

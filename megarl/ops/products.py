@@ -8,7 +8,7 @@ from megarl.core import device
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a · b, in place: float32 [m, n], of float32 or bfloat16 [m, k] and [k, n]."""
+    """Adds a · b to total in place: float32 [m, n], of float32 or bfloat16 [m, k] and [k, n]."""
     if a.dtype is total.dtype:
         torch.addmm(total, a, b, out=total)
     elif device.on_cuda():

@@ -7,13 +7,14 @@ import torch.nn.functional as F
 
 
 def plain_swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """The twin: SiLU(gate) · up, where autograd keeps three products beside its input."""
+    """Returns SiLU(gate) · up, for which autograd keeps three products beside its input: the plain twin of `swiglu`."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """[…, 2f] -> […, f]: SiLU(gate) · up, of gate = the first f channels and up = the others (arXiv:2002.05202)."""
+    """Returns from […, 2f] the […, f] of SiLU(gate) · up, with gate the first f channels and up the others
+    (arXiv:2002.05202)."""
     return _SwiGLU.apply(gate_and_up)
 
 
@@ -29,8 +30,8 @@ class _SwiGLU(torch.autograd.Function):
         (gate_and_up,) = ctx.saved_tensors
         gate, up = gate_and_up.chunk(2, dim=-1)
         both = torch.empty_like(gate_and_up)
-        of_gate, of_up = both.chunk(2, dim=-1)
-        torch.mul(gradient, up, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(of_up, gate, grad_input=of_gate)
-        torch.ops.aten.silu.out(gate, out=of_up).mul_(gradient)
+        gate_grad, up_grad = both.chunk(2, dim=-1)
+        torch.mul(gradient, up, out=up_grad)
+        torch.ops.aten.silu_backward.grad_input(up_grad, gate, grad_input=gate_grad)
+        torch.ops.aten.silu.out(gate, out=up_grad).mul_(gradient)
         return both

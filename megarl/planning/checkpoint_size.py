@@ -1,4 +1,4 @@
-"""What a checkpoint takes on the disk, in closed form."""
+"""The size of a checkpoint on the disk, in closed form."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from megarl.resharding.selection import ONE_PROCESS, select_tensors, whole_param
 FLOAT32 = 4
 
 ADAM_STATES = 3
-"""Float32 copies of a trained parameter: its main weight and AdamW's two moments."""
+"""The float32 copies of a trained parameter: its main weight and AdamW's two moments."""
 
 ENTRY_BYTES = 1900
-"""Beside the elements of a rank's part of a tensor: names, shape and checksum, in the file and in the index."""
+"""The bytes of a rank's part of a tensor beside its elements: names, shape and checksum, in the file and in the
+index."""
 
 RANK_BYTES = 26 * 1024
-"""A rank's random states."""
+"""The bytes of a rank's random states."""
 
 
 def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
-    """Of all models that the run trains. hf_configs: of these, with the heads that they are trained with."""
+    """Returns the bytes of a checkpoint of all models that the run trains.
+
+    hf_configs   config.json of each of these, with the head that it is trained with
+    """
     return sum(_model_bytes(config, config.placed(role), hf_config) for role, hf_config in hf_configs.items())
 
 
 def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
-    """Every tensor is saved once, by one of the ranks that have it: as one process would save it, in as many parts as
-    tensor parallelism makes of it."""
+    """Returns the bytes of one model. Every tensor is saved once, by one of the ranks that have it: as one process
+    would save it, in as many parts as tensor parallelism makes of it."""
     layout = settings.layout
     holder = _holder(config, layout, hf_config, tp=1, etp=1)
     elements, rank = _elements(holder), _elements(_holder(config, layout, hf_config, layout.tp, layout.expert_tp))
@@ -41,7 +45,7 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
         copies[name] += ADAM_STATES
         num_bytes += elements[name] * ADAM_STATES * FLOAT32
     if settings.section == "actor" and config.has_reference and config.algorithm.kl.renew_steps is not None:
-        # One that takes up the policy whole is saved as the weights are, one that takes a share of it in float32.
+        # A reference that takes up the whole policy is saved as the weights are, one that takes a share in float32.
         whole = config.algorithm.kl.renew_share == 1
         num_bytes += holder.shard.num_bytes if whole else sum(elements.values()) * FLOAT32
         copies = {name: number + 1 for name, number in copies.items()}
@@ -52,10 +56,11 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
 
 
 def _holder(config: Config, layout: Layout, hf_config: Mapping[str, Any], tp: int, etp: int) -> Holder:
-    """A tensor-parallel rank of as many, with all layers and experts; the vocabulary padded as under the layout."""
-    own = layout.model_copy(update=ONE_PROCESS | {"tp": tp, "etp": etp})
+    """Returns the first of `tp` tensor-parallel ranks, with all layers and experts; the vocabulary padded as under the
+    layout."""
+    rank_layout = layout.model_copy(update=ONE_PROCESS | {"tp": tp, "etp": etp})
     multiple = VOCABULARY_MULTIPLE * layout.tp // tp
-    return megatron_holder(hf_config, own, 0, dtype=config.model.dtype, vocab_multiple=multiple)
+    return megatron_holder(hf_config, rank_layout, 0, dtype=config.model.dtype, vocab_multiple=multiple)
 
 
 def _elements(holder: Holder) -> dict[str, int]:
@@ -63,7 +68,7 @@ def _elements(holder: Holder) -> dict[str, int]:
 
 
 def _trained(settings: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
-    """The parameters that an optimizer has states of: a router's bias follows no gradient."""
+    """Returns the parameters that an optimizer has states of: a router's bias follows no gradient."""
     key = f"{settings.section}.frozen"
     selected = select_tensors(key, settings.frozen, huggingface_holder(hf_config).shapes)
     frozen = set(whole_parameters(key, selected, holder))

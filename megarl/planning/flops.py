@@ -6,8 +6,8 @@ from megarl.resharding.families.shape import ModelShape
 
 
 def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: int) -> float:
-    """Of one forward and backward pass. A multiply-add counts 2; the backward pass takes twice the forward pass's; what
-    is computed again to save memory does not count (PaLM, arXiv:2204.02311, appendix B).
+    """Returns the operations of one forward and backward pass. A multiply-add counts 2; the backward pass takes twice
+    the forward pass's; operations that are repeated to save memory do not count (PaLM, arXiv:2204.02311, appendix B).
 
     num_scored     rows that go through the language head
     num_attended   pairs of a query and a key that it sees: Σ n(n + 1) / 2 over documents of n tokens

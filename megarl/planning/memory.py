@@ -1,4 +1,4 @@
-"""Peak memory of one trainer rank in closed form."""
+"""The peak memory of one trainer rank in closed form."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
 EXPERTS = ".mlp.experts."
-"""In the names of routed experts' parameters."""
+"""The part of a name that tells routed experts' parameters."""
 TILE = (1024, 4096)
-"""Tokens × vocabulary of a tile of the head's logits, of which megarl/ops/linear_head.py makes one at a time."""
+"""The tokens × vocabulary of a tile of the head's logits, of which megarl/ops/linear_head.py makes one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """In bytes. All of it is there at once: in the backward pass of the second update, when Adam has its state.
+    """The bytes that a rank needs at once: in the backward pass of the second update, when Adam has its state.
 
     weights       P · b: parameters of the rank, the vocabulary's padding included, of b bytes
     gradients     P · 4: the float32 buffer that they are accumulated and reduced in
-    optimizer     P / d · 8, beside bfloat16 P / d · 12: Adam's two moments and the main weight, sharded over the
+    optimizer     P / d · 8, with bfloat16 weights P / d · 12: Adam's two moments and the main weight, sharded over the
                   d = dp · cp data-parallel ranks; of experts over the d = tp · cp · dp / (etp · ep) that have the same
-    activations   what the layers keep of the microbatches whose backward pass is still to come
+    activations   outputs that the layers keep of the microbatches whose backward pass is still to come
     head          hidden states of the scored rows, their gradient, and a tile of the head; on the last stage
     """
 
@@ -54,11 +54,11 @@ def rank_memory(
     num_microbatches: int,
     recompute: Recompute = "none",
 ) -> RankMemory:
-    """With the layers of `megatron/layer_spec.py`, those of Transformer Engine keep less; as if the router sent every
-    expert as many tokens.
+    """Returns the peak memory of a rank with the layers of `megatron/layer_spec.py` (those of Transformer Engine keep
+    less), as if the router sent every expert as many tokens.
 
-    num_bytes              of a parameter and of an activation: 4 (float32) or 2 (bfloat16)
-    num_tokens, num_rows   of one microbatch of a replica
+    num_bytes              bytes of a parameter and of an activation: 4 (float32) or 2 (bfloat16)
+    num_tokens, num_rows   tokens and scored rows of one microbatch of a replica
     """
     shape = ModelShape.of(hf_config)
     sizes = {name: prod(size) for name, size in megatron_holder(hf_config, layout, rank).shapes.items()}
@@ -66,22 +66,22 @@ def rank_memory(
     ranks = layout.tp * layout.cp * layout.dp
     sharded = (parameters - experts) // (layout.dp * layout.cp) + experts * layout.expert_tp * layout.ep // ranks
     layers = _layers(sizes)
-    own_tokens = -(-num_tokens // layout.cp)
+    rank_tokens = -(-num_tokens // layout.cp)
     last = any("final_layernorm" in name for name in sizes)
     in_flight = layers_in_flight(layout, rank // ranks, len(layers), num_microbatches)
     return RankMemory(
         weights=parameters * num_bytes,
         gradients=parameters * FLOAT32,
         optimizer=sharded * (8 if num_bytes == FLOAT32 else 12),
-        activations=_activations(shape, layout, layers, in_flight, own_tokens, num_bytes, recompute),
-        head=_head(shape, layout, own_tokens, -(-num_rows // layout.cp), num_bytes) if last else 0,
+        activations=_activations(shape, layout, layers, in_flight, rank_tokens, num_bytes, recompute),
+        head=_head(shape, layout, rank_tokens, -(-num_rows // layout.cp), num_bytes) if last else 0,
     )
 
 
 def layer_bytes(
     shape: ModelShape, layout: Layout, num_bytes: int, recompute: Recompute = "none", has_experts: bool = False
 ) -> float:
-    """What a layer keeps of one token until its backward pass.
+    """Returns the bytes that a layer keeps of one token until its backward pass.
 
     With h hidden, b bytes:
 
@@ -103,7 +103,7 @@ def layer_bytes(
 
 
 def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """With q and k rows of query and of key, d the head's dimension:
+    """Returns the bytes of a token in attention. With q and k rows of query and of key, d the head's dimension:
 
     (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output layer; cosines
                                       and sines; the kernel's log-sum-exp
@@ -119,7 +119,8 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
 
 def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """With q rows of the query, v of the values, p channels of a head that have positions, r the ranks of both latents:
+    """Returns the bytes of a token in latent attention. With q rows of the query, v of the values, p channels of a head
+    that have positions, r the ranks of both latents:
 
     (2r + 2) · 4 + r · b              the latents' norms, and the linear layers after them; in float32 the key's
                                       channels with positions come along: p · 4
@@ -134,12 +135,12 @@ def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> floa
 
 
 def _mlp(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """3f · b, with f rows: gate and up, and the activation's output."""
+    """Returns the bytes of a token in an MLP of f rows, 3f · b: gate and up, and the activation's output."""
     return 3 * shape.intermediate * num_bytes / layout.tp
 
 
 def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """With e experts of f rows, a of them active, and s rows of shared experts:
+    """Returns the bytes of a token in a mixture of e experts of f rows, a of them active, and s rows of shared experts:
 
         a (h + 4f) · b    tokens as they were sent to the experts; as of an MLP, and its output once weighted
         3s · b            as of an MLP
@@ -155,7 +156,7 @@ def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
 
 def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatches: int) -> float:
-    """Layers that hold activations at once on a pipeline stage of num_layers, counted for each microbatch.
+    """Returns the layers that hold activations at once on a pipeline stage of num_layers, counted for each microbatch.
 
     One forward, one backward: a stage is ahead by as many microbatches as there are stages from it to the end.
     Interleaved, by 2 · (stages after it) + (vpp − 1) · pp + 1 of its chunks (Narayanan et al., arXiv:2104.04473).
@@ -167,7 +168,7 @@ def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatch
 
 
 def _layers(names: Iterable[str]) -> list[bool]:
-    """Of each layer that the parameters belong to: whether it has experts."""
+    """Returns for each layer that the parameters belong to whether it has experts."""
     layers: dict[str, bool] = {}
     for name in names:
         before, _, after = name.partition(".layers.")
@@ -177,20 +178,21 @@ def _layers(names: Iterable[str]) -> list[bool]:
     return list(layers.values())
 
 
-def _activations(shape, layout, has_experts, in_flight, own_tokens, num_bytes, recompute) -> int:
-    """has_experts: of each layer of the stage. Where layers are recomputed, one of them has all that it would keep
-    otherwise."""
+def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, recompute) -> int:
+    """Returns the bytes of a stage's layers, of which `has_experts` says whether each has experts. Where layers are
+    recomputed, one of them has all that it would keep otherwise."""
     if not has_experts:
         return 0
     kept = [layer_bytes(shape, layout, num_bytes, recompute, mixed) for mixed in has_experts]
     whole = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in has_experts]
-    again = max(one - other for one, other in zip(whole, kept, strict=True))
-    return round(own_tokens * (sum(kept) / len(kept) * in_flight + again))
+    recomputed = max(one - other for one, other in zip(whole, kept, strict=True))
+    return round(rank_tokens * (sum(kept) / len(kept) * in_flight + recomputed))
 
 
-def _head(shape, layout, own_tokens, own_rows, num_bytes) -> int:
-    """The final norm keeps as much as any; one tile of logits exists at a time, and its gradient is written over it."""
-    norm = own_tokens * (2 * shape.hidden + 1) * FLOAT32
-    rows = own_rows * shape.hidden * (num_bytes + FLOAT32)
-    tile = min(own_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1]) * num_bytes
+def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
+    """Returns the bytes of the last stage after its layers. The final norm keeps as much as any; one tile of logits
+    exists at a time, and its gradient is written over it."""
+    norm = rank_tokens * (2 * shape.hidden + 1) * FLOAT32
+    rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)
+    tile = min(rank_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1]) * num_bytes
     return norm + rows + tile

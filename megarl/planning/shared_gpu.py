@@ -1,4 +1,4 @@
-"""What a GPU holds when models and an engine share it, in closed form."""
+"""The memory of a GPU that models and an engine share, in closed form."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """phase: when. parts: what is there at once -> bytes, beside what CUDA, its libraries and graphs take. remedy: what
-    to do if it is too much."""
+    """The load of a GPU in one phase of a step.
+
+    phase    the phase, in words
+    parts    what is there at once -> bytes, beside what CUDA, its libraries and graphs take
+    remedy   what to do if it is too much
+    """
 
     phase: str
     parts: Mapping[str, float]
@@ -32,14 +36,14 @@ def fullest_phase(
     reward: Mapping[str, Any] | None,
     gpu: int,
 ) -> Load:
-    """Of the two in which the engine is awake. While models are trained it is not: rank_memory has that.
+    """Returns the fuller of the two phases in which the engine is awake. For training, when it sleeps, see rank_memory.
 
-    hf_config   the actor's, as its engines have it
-    trained     of each model that the run trains, with its head
-    reward      the reward model's, if there is one
+    hf_config   config.json of the actor, as its engines have it
+    trained     config.json of each model that the run trains, with its head
+    reward      config.json of the reward model, if there is one
     """
-    models = {role: _states(config, config.placed(role), own, gpu) for role, own in trained.items()}
-    engine = _weights_of_engine(config, hf_config, gpu)
+    models = {role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()}
+    engine = _engine_weights(config, hf_config, gpu)
     always = {} if reward is None else _reward_model(config, reward, gpu)
     refit = {
         **{f"{role}: weights, gradients, optimizer": sum(states.values()) for role, states in models.items() if states},
@@ -60,8 +64,8 @@ def fullest_phase(
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
-    """By the names that the key `offload` has for them, as far as they are certain; none where no rank of the model is
-    on the GPU."""
+    """Returns the bytes of a model's states by the names that the key `offload` has for them, as far as they are
+    certain; none where no rank of the model is on the GPU."""
     if gpu >= settings.layout.world_size:
         return {}
     memory, extra = _memory(config, settings, hf_config, gpu), settings.megatron_overrides
@@ -71,7 +75,8 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
 
 
 def _reward_model(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
-    """It is not there while it does not score, if its parameters are offloaded."""
+    """Returns the bytes of the reward model, none if its parameters are offloaded: it is away while it does not
+    score."""
     settings = config.reward_model
     if gpu >= settings.layout.world_size or settings.offload:
         return {}
@@ -81,8 +86,8 @@ def _reward_model(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dic
     return {"reward model: weights": weights, "reward model: KV cache": settings.kv_cache_gib * GIB}
 
 
-def _weights_of_engine(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:
-    """0 for one that quantises: it is not known here how."""
+def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:
+    """Returns the bytes of the engine's weights, 0 for one that quantises: it is not known here how."""
     rollout = config.rollout
     if rollout.vllm_overrides.get("quantization") is not None:
         return 0
@@ -92,6 +97,6 @@ def _weights_of_engine(config: Config, hf_config: Mapping[str, Any], gpu: int) -
 
 
 def _memory(config: Config, settings: Placed, hf_config: Mapping[str, Any], rank: int) -> RankMemory:
-    """Between two steps: there are no activations."""
+    """Returns the memory of a rank between two steps, when there are no activations."""
     num_bytes = 2 if config.model.dtype == "bfloat16" else 4
     return rank_memory(hf_config, settings.layout, rank, num_bytes, num_tokens=0, num_rows=0, num_microbatches=1)

@@ -1,4 +1,4 @@
-"""What the parts of a training step cost, relative to each other: enough to balance ranks, not to predict seconds."""
+"""The cost of the parts of a training step, relative to each other: enough to balance ranks, not to predict seconds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megarl.resharding.families.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """In units of one token's way through the linear layers.
+    """Costs in units of one token's way through the linear layers.
 
-    attended   one pair of a query and a key that it sees
-    scored     one token whose log-prob is computed
+    attended   cost of one pair of a query and a key that it sees
+    scored     cost of one token whose log-prob is computed
     """
 
     attended: float

@@ -14,7 +14,7 @@ from megarl.report.jsonl import read_objects
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """S steps, ascending.
+    """The metrics of S steps, ascending.
 
     steps        int64 [S]
     columns      metric -> float64 [S], NaN where a step has no finite value
@@ -28,11 +28,11 @@ class History:
     unreadable: list[int]
 
     def __getitem__(self, metric: str) -> np.ndarray:
-        """float64 [S], all NaN for a metric that the run does not have."""
+        """Returns float64 [S], all NaN for a metric that the run does not have."""
         return self.columns.get(metric, np.full(len(self.steps), np.nan))
 
     def finite(self, metric: str) -> np.ndarray:
-        """The metric's finite values, in the order of steps."""
+        """Returns the metric's finite values, in the order of steps."""
         values = self[metric]
         return values[np.isfinite(values)]
 

@@ -1,4 +1,4 @@
-"""JSONL files of a run that may have been killed while it wrote them."""
+"""Reads JSONL files of a run that may have been killed while it wrote them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 def read_objects(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The objects of a JSONL file, and the numbers of the lines that hold none. NaN and infinities are read as None."""
+    """Returns the objects of a JSONL file, and the numbers of the lines that hold none. NaN and infinities are read as
+    None."""
     objects, unreadable = [], []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):

@@ -33,7 +33,7 @@ LISTED_STEPS = 5  # a note names no more steps or lines than this
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a report shows. `target_steps` is None where the run has no resolved config."""
+    """The contents of a report. `target_steps` is None where the run has no resolved config."""
 
     name: str
     subtitle: str
@@ -45,7 +45,7 @@ class Run:
 
 
 def render(run: Run) -> str:
-    """The page. It loads nothing, and no script but its own can run in it."""
+    """Returns the page. It loads nothing, and no script but its own can run in it."""
     script = _resource("page.js")
     digest = hashlib.sha256(script.encode()).digest()
     return Template(_resource("page.html")).substitute(
@@ -66,7 +66,7 @@ def render(run: Run) -> str:
 
 
 def summary(run: Run) -> list[tuple[str, str]]:
-    """(label, value) of the table at the top; "–" for what the run does not have."""
+    """Returns (label, value) of the table at the top; "–" for what the run does not have."""
     history = run.history
     reward = history.finite("reward/mean")
     times = history.finite("time/step")
@@ -85,7 +85,7 @@ def summary(run: Run) -> list[tuple[str, str]]:
 
 
 def notes(run: Run) -> list[str]:
-    """What a reader must know before reading the charts."""
+    """Returns what a reader must know before reading the charts."""
     history = run.history
     found = []
     if run.target_steps and _last_step(history) < run.target_steps:
@@ -110,7 +110,7 @@ def notes(run: Run) -> list[str]:
 
 
 def rollout_note(rollouts: Rollouts) -> str:
-    """What the viewer holds, and what is left out of it."""
+    """Says what the viewer holds, and what is left out of it."""
     if not rollouts.steps:
         return "The run has no rollout files."
     kept = sum(len(step.samples) for step in rollouts.steps)
@@ -146,7 +146,7 @@ def _figure(title: str, explanation: str, svg: str | None, wide: bool = False) -
 
 
 def _script_json(value: object) -> str:
-    """JSON in which nothing can end the script element that holds it."""
+    """Returns JSON in which nothing can end the script element that holds it."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -164,7 +164,7 @@ def _mean(values: np.ndarray, specification: str) -> str:
 
 
 def _listed(noun: str, numbers: list[int]) -> str:
-    """As "step 7", "steps 7, 9 and 12", or the first few and how many more."""
+    """Returns the numbers in words: "step 7", "steps 7, 9, 12", or the first few and how many more."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
     shown = ", ".join(str(number) for number in numbers[:LISTED_STEPS])

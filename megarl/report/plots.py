@@ -59,9 +59,9 @@ class Chart:
     """Lines of metrics over steps.
 
     lines   (metric, its name in the legend)
-    band    what is shaded around the first line
-    share   the values are shares between 0 and 1
-    log     logarithmic axis, if all values are positive
+    band    the bounds that are shaded around the first line
+    share   whether the values are shares between 0 and 1
+    log     whether the axis is logarithmic, if all values are positive
     """
 
     title: str
@@ -124,14 +124,14 @@ WIDE, NARROW = (10.4, 3.1), (5.0, 2.5)  # inches; shown at the same scale
 
 
 def charted_metrics() -> set[str]:
-    """Metrics that a chart of this module shows."""
+    """Returns the metrics that a chart of this module shows."""
     lines = {metric for chart in (REWARD, *CHARTS) for metric, _ in chart.lines}
     bands = {"reward/std", "response/length_min", "response/length_max"}
     return lines | bands | {"time/step"} | {f"time/{phase}" for phase in PHASES}
 
 
 def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """The chart as an <svg> element; None if the run has none of its values."""
+    """Draws the chart as an <svg> element; None if the run has none of its values."""
     if not any(len(history.finite(metric)) for metric, _ in chart.lines):
         return None
     with matplotlib.rc_context(STYLE):
@@ -150,7 +150,7 @@ def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> 
 
 
 def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """Time of the phases, stacked per step; None if the run has no times."""
+    """Draws the time of the phases, stacked per step; None if the run has no times."""
     phases = {phase: np.nan_to_num(history[f"time/{phase}"]) for phase in PHASES}
     other = np.nan_to_num(history["time/step"]) - sum(phases.values())
     phases["other"] = np.maximum(other, 0.0)  # phases that overlap may sum to more than the step
@@ -171,13 +171,13 @@ def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | N
 
 
 def bin_starts(num_steps: int) -> np.ndarray:
-    """First index of each of at most MAX_POINTS bins of nearly equal size; int64 [B]."""
+    """Returns the first index of each of at most MAX_POINTS bins of nearly equal size; int64 [B]."""
     num_bins = min(num_steps, MAX_POINTS)
     return np.arange(num_bins) * num_steps // max(num_bins, 1)
 
 
 def bin_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Mean of each bin's finite values, NaN where there is none; float64 [B]."""
+    """Returns the mean of each bin's finite values, NaN where there is none; float64 [B]."""
     finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
     counts = np.add.reduceat(finite.astype(np.int64), starts)
@@ -192,7 +192,7 @@ def _draw_line(
     label: str,
     colour: str,
 ) -> None:
-    """The mean of each bin as a line, the extremes of the band in it as a shade."""
+    """Draws the mean of each bin as a line, the extremes of the band in it as a shade."""
     starts = bin_starts(len(steps))
     x, means = steps[starts], bin_means(values, starts)
     low, high = np.fmin.reduceat(band[0], starts), np.fmax.reduceat(band[1], starts)
@@ -213,7 +213,7 @@ def _axes(size: tuple[float, float], steps: Sequence[int]) -> tuple[Figure, Axes
 
 
 def _legend(axes: Axes) -> None:
-    """In one row above the axes."""
+    """Draws the legend in one row above the axes."""
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, handlelength=1.2, borderaxespad=0.2)
 
 

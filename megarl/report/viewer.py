@@ -29,7 +29,7 @@ FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
-    """Samples of one step, best reward first, those without a reward last.
+    """The samples of one step, best reward first, those without a reward last.
 
     num_samples   samples that the step has, of which `samples` are some
     unreadable    lines of its file that could not be read
@@ -43,19 +43,19 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """`num_steps` steps have a rollout file, of which `steps` are some."""
+    """The rollouts of a run. `num_steps` steps have a rollout file, of which `steps` are some."""
 
     steps: list[StepRollouts]
     num_steps: int
 
 
 def read_rollouts(files: Mapping[int, Path]) -> Rollouts:
-    """`files`: step -> its rollout file."""
+    """Reads the rollouts of evenly spaced steps. `files`: step -> its rollout file."""
     return Rollouts([_read_step(step, files[step]) for step in spread(sorted(files), MAX_STEPS)], len(files))
 
 
 def spread(items: Sequence[Any], limit: int) -> list[Any]:
-    """At most `limit` (≥ 2) items, evenly spaced, the first and the last among them."""
+    """Returns at most `limit` (≥ 2) items, evenly spaced, the first and the last among them."""
     if len(items) <= limit:
         return list(items)
     return [items[index * (len(items) - 1) // (limit - 1)] for index in range(limit)]

@@ -13,10 +13,10 @@ from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, intersect, 
 class Extent:
     """A rectangle of a rank's parameter, and where it lies in a tensor of the checkpoint.
 
-    key, global_shape  of that tensor
-    offset             where the rectangle begins in it. It may have axes before the parameter's own, such as one of
-                       experts; along these an extent is one index thick
-    resizable          the tensor may be longer, for a vocabulary that is padded for another layout
+    key, global_shape  name and shape of that tensor
+    offset             where the rectangle begins in it. The tensor may have axes before the parameter's own, such as
+                       one of experts; along these an extent is one index thick
+    resizable          whether the tensor may be longer, for a vocabulary that is padded for another layout
     """
 
     parameter: str
@@ -28,7 +28,7 @@ class Extent:
 
     @property
     def name(self) -> str:
-        """Unique in the checkpoint."""
+        """The extent's name, unique in the checkpoint."""
         return f"{self.key}[{', '.join(map(str, self.offset))}]"
 
     @property
@@ -37,18 +37,18 @@ class Extent:
 
     @property
     def place(self) -> Rectangle:
-        """Of the checkpoint's tensor."""
+        """The extent's rectangle of the checkpoint's tensor."""
         return self.to_global(whole(self.shape))
 
     def to_global(self, rectangle: Rectangle) -> Rectangle:
-        """Where a rectangle of the extent lies in the checkpoint's tensor."""
-        ahead = len(self.offset) - len(rectangle)
-        thin = tuple((index, index + 1) for index in self.offset[:ahead])
-        own = zip(rectangle, self.offset[ahead:], strict=True)
-        return (*thin, *((start + offset, stop + offset) for (start, stop), offset in own))
+        """Returns the rectangle of the checkpoint's tensor at which a rectangle of the extent lies."""
+        num_thin = len(self.offset) - len(rectangle)
+        thin = tuple((index, index + 1) for index in self.offset[:num_thin])
+        spans = zip(rectangle, self.offset[num_thin:], strict=True)
+        return (*thin, *((start + offset, stop + offset) for (start, stop), offset in spans))
 
     def within(self, place: Rectangle) -> Extent | None:
-        """The part of it that lies in a rectangle of the checkpoint's tensor, if any."""
+        """Returns the part of the extent that lies in a rectangle of the checkpoint's tensor, if any."""
         common = intersect(self.place, place)
         if common is None:
             return None
@@ -58,23 +58,26 @@ class Extent:
 
 
 def checkpoint_holder(name: str, ranks: Iterable[tuple[Holder, Sequence[Extent]]], dtypes: Mapping[str, str]) -> Holder:
-    """Its parameters are the extents of all ranks, by their names. dtypes: of the checkpoint's tensors, by key."""
+    """Returns the checkpoint as a holder, whose parameters are the extents of all ranks, by their names.
+
+    dtypes   of the checkpoint's tensors, by key
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: list[Piece] = []
-    dtype_of: dict[str, str] = {}
+    extent_dtypes: dict[str, str] = {}
     for holder, extents in ranks:
         tiling = defaultdict(list)
         for piece in holder.pieces:
             tiling[piece.local].append(piece)
         for extent in extents:
             assert extent.name not in shapes, f"two ranks write {extent.name}"
-            shapes[extent.name], dtype_of[extent.name] = extent.shape, dtypes[extent.key]
+            shapes[extent.name], extent_dtypes[extent.name] = extent.shape, dtypes[extent.key]
             pieces += _pieces(extent, tiling[extent.parameter])
-    return Holder(name, Shard(shapes, tuple(pieces), dtype_of))
+    return Holder(name, Shard(shapes, tuple(pieces), extent_dtypes))
 
 
 def as_stored(extents: Sequence[Extent], stored: Mapping[str, Sequence[Rectangle]]) -> list[Extent]:
-    """The same, in parts that each lie in one of the rectangles that a key's tensor is stored in."""
+    """Returns the extents in parts that each lie in one of the rectangles that a key's tensor is stored in."""
     return [
         part
         for extent in extents
@@ -87,8 +90,8 @@ def _pieces(extent: Extent, tiling: Sequence[Piece]) -> Iterable[Piece]:
     for piece in tiling:
         common = intersect(piece.local_rectangle, extent.rectangle)
         if common is not None:
-            here = moved(common, extent.rectangle, whole(extent.shape))
-            yield Piece(piece.canonical, piece.to_canonical(common), extent.name, here)
+            local = moved(common, extent.rectangle, whole(extent.shape))
+            yield Piece(piece.canonical, piece.to_canonical(common), extent.name, local)
 
 
 def _origin(axes: int) -> Rectangle:

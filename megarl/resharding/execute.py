@@ -15,7 +15,7 @@ from megarl.resharding.transports.transport import Transport, dtype_name, view
 def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: Transport) -> int:
     """Writes the parameters in place. Returns the bytes written.
 
-    writes      what the plan has for the holder whose parameters these are: plan.into(its name)
+    writes      the copies and fills of the holder whose parameters these are: plan.into(its name)
     parameters  exactly those that are written
 
     Raises ValueError, before anything is written, for a parameter that is missing, unexpected, or of another shape
@@ -40,10 +40,10 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
 
 
 class Assembly:
-    """What a plan writes into a holder whose parameters nobody has yet: each is put together in memory of its own, on
-    the holder's device.
+    """The parameters that a plan writes into a holder and that nobody has yet: each is put together in memory of its
+    own, on the holder's device.
 
-    staging_bytes   of parameters that were incomplete at once, at most
+    staging_bytes   bytes of parameters that were incomplete at once, at most
     """
 
     def __init__(self, writes: Writes, transport: Transport, device: torch.device):
@@ -53,8 +53,8 @@ class Assembly:
 
     @torch.no_grad()
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each when its last element has come; they are the caller's. Raises ValueError for dtypes that differ without
-        a cast in the plan."""
+        """Yields each parameter when its last element has come; it is the caller's to keep. Raises ValueError for
+        dtypes that differ without a cast in the plan."""
         for copy in self._writes.copies:
             _check_dtypes(copy, copy.move.destination_dtype, self._transport)
         shapes = planned_shapes(self._writes)
@@ -75,7 +75,7 @@ class Assembly:
 
 
 def planned_shapes(writes: Writes) -> dict[str, tuple[int, ...]]:
-    """Parameter -> shape: what is written reaches to the end of every axis."""
+    """Returns parameter -> shape, as the places that are written reach to the end of every axis."""
     shapes: dict[str, tuple[int, ...]] = {}
     places = (*(copy.move.destination for copy in writes.copies), *(fill.place for fill in writes.fills))
     for parameter, rectangle in places:
@@ -98,7 +98,7 @@ def _check_shapes(writes: Writes, parameters: Mapping[str, torch.Tensor]) -> Non
 
 
 def _check_dtypes(copy: Copy, ours: str, transport: Transport) -> None:
-    """ours: of the parameter that is written."""
+    """Raises ValueError for dtypes that differ without a cast in the plan. ours: of the parameter that is written."""
     move = copy.move
     theirs = dtype_name(transport.dtype(copy.source, move.source.parameter))
     if theirs != ours and (theirs, ours) != (move.source_dtype, move.destination_dtype):

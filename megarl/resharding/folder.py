@@ -36,13 +36,13 @@ def write_folder(
     verify: bool = True,
     progress: Progress = no_progress,
 ) -> int:
-    """Returns the bytes of weights written. Holds one tensor in memory at a time.
+    """Writes the folder, with one tensor in memory at a time. Returns the bytes of weights written.
 
-    plan           into a huggingface holder, whose dtypes the files have, and nowhere else
-    source_folder  its tokenizer and other files that are not weights are copied
+    plan           goes into a huggingface holder, whose dtypes the files have, and nowhere else
+    source_folder  gives its tokenizer and other files that are not weights
     out            must not exist; it appears when it is complete
-    shard_bytes    of a weights file; a larger tensor gets a file of its own
-    verify         read the files back and compare
+    shard_bytes    most bytes of a weights file; a larger tensor gets a file of its own
+    verify         whether the files are read back and compared
     """
     writes = plan.into(*plan.destinations)
     shapes = planned_shapes(writes)
@@ -60,7 +60,7 @@ def write_folder(
         return made
 
     with new_folder(out, total) as folder:
-        # Of the first tensor, the embedding: a few small ones may have more precision.
+        # The dtype is that of the first tensor, the embedding: a few small ones may have more precision.
         write_description(hf_config, next(iter(dtypes.values())), source_folder, folder)
         shards = _shards(shapes, dtypes, shard_bytes)
         names = {_file_name(i, len(shards)): shard for i, shard in enumerate(shards)}
@@ -75,7 +75,7 @@ def write_folder(
 
 
 def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, folder: Path) -> None:
-    """All of a Hugging Face folder but the weights: config.json, and the other files of `source`. dtype: of the
+    """Writes all of a Hugging Face folder but the weights: config.json, and the other files of `source`. dtype: of the
     weights."""
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
@@ -94,7 +94,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 def _shards(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], limit: int
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Tensors in order, cut into runs of at most `limit` bytes."""
+    """Returns the tensors in order, cut into runs of at most `limit` bytes."""
     shards: list[dict[str, tuple[int, ...]]] = []
     room = 0
     for name, shape in shapes.items():

@@ -12,19 +12,19 @@ from math import prod
 from typing import NamedTuple
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Dtypes that weights may have -> bytes of an element."""
+"""The dtypes that weights may have -> bytes of an element."""
 
 Rectangle = tuple[tuple[int, int], ...]
-"""Half-open (start, stop) per dimension."""
+"""A half-open (start, stop) for each dimension."""
 
 
 def whole(shape: tuple[int, ...]) -> Rectangle:
-    """The rectangle that covers a tensor of this shape."""
+    """Returns the rectangle that covers a tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
 def span(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Rectangle:
-    """The slab start <= index < stop of one axis, whole along the others."""
+    """Returns the slab start <= index < stop of one axis, whole along the others."""
     return tuple((start, stop) if i == axis else (0, size) for i, size in enumerate(shape))
 
 
@@ -41,15 +41,15 @@ def contains(outer: Rectangle, inner: Rectangle) -> bool:
 
 
 def intersect(a: Rectangle, b: Rectangle) -> Rectangle | None:
-    """The common part, or None where there is none."""
+    """Returns the common part, or None where there is none."""
     assert len(a) == len(b), f"rectangles of different rank: {a}, {b}"
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def cut(rectangle: Rectangle, parts: int) -> list[Rectangle]:
-    """At most so many slabs, of sizes that differ by one row at most, along the first axis that has the rows for it,
-    or else along the longest."""
+    """Returns at most `parts` slabs, of sizes that differ by one row at most, along the first axis that has the rows
+    for it, or else along the longest."""
     sizes = shape_of(rectangle)
     axis = next((i for i, size in enumerate(sizes) if size >= parts), max(range(len(sizes)), key=sizes.__getitem__))
     start, size = rectangle[axis][0], sizes[axis]
@@ -59,7 +59,7 @@ def cut(rectangle: Rectangle, parts: int) -> list[Rectangle]:
 
 
 def subtract(a: Rectangle, inner: Rectangle) -> list[Rectangle]:
-    """Disjoint rectangles that cover what is in `a` but not in `inner`; `a` contains `inner`."""
+    """Returns disjoint rectangles that cover what is in `a` but not in `inner`; `a` contains `inner`."""
     assert contains(a, inner), f"{a} does not contain {inner}"
     parts = []
     for axis, ((start, stop), (low, high)) in enumerate(zip(a, inner, strict=True)):
@@ -69,7 +69,8 @@ def subtract(a: Rectangle, inner: Rectangle) -> list[Rectangle]:
 
 
 def moved(rectangle: Rectangle, origin: Rectangle, target: Rectangle) -> Rectangle:
-    """The same rectangle in another frame: what lies at the start of `origin` comes to lie at that of `target`."""
+    """Returns the same rectangle in another frame: what lies at the start of `origin` comes to lie at that of
+    `target`."""
     return tuple(
         (start - o[0] + t[0], stop - o[0] + t[0]) for (start, stop), o, t in zip(rectangle, origin, target, strict=True)
     )
@@ -98,13 +99,13 @@ class Piece:
         assert shape_of(self.canonical_rectangle) == shape_of(self.local_rectangle), f"shapes differ: {self}"
 
     def to_canonical(self, rectangle: Rectangle) -> Rectangle:
-        """Where a part of the local rectangle lies in the canonical tensor."""
+        """Returns the rectangle of the canonical tensor that a part of the local rectangle holds."""
         return moved(rectangle, self.local_rectangle, self.canonical_rectangle)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shard:
-    """What one holder has, or several: replicas share the object, and what is true of it is found out once.
+    """The weights that one holder has, or several: replicas share the object, so each fact about it is found out once.
 
     shapes    local parameter name -> its shape
     pieces    tile every local parameter exactly, fills included
@@ -120,8 +121,8 @@ class Shard:
         return sum(prod(shape) * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
 
     def mismatched_params(self, parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
-        """Why these parameters (name -> shape and dtype) cannot be written as this shard, a line for each that is
-        in the way; none: they can."""
+        """Returns why these parameters (name -> shape and dtype) cannot be written as this shard, a line for each that
+        is in the way; none if they can."""
         lines = []
         for name in dict.fromkeys((*parameters, *self.shapes)):
             shape, dtype = parameters.get(name, (None, ""))
@@ -135,7 +136,7 @@ class Shard:
         return lines
 
     def zeroed(self, canonical: Container[str]) -> Shard:
-        """The same parameters; what they hold of these canonical tensors is to become zero."""
+        """Returns a shard of the same parameters, whose elements of these canonical tensors are to become zero."""
         pieces = tuple(
             replace(piece, canonical=None) if piece.canonical in canonical else piece for piece in self.pieces
         )
@@ -148,8 +149,8 @@ class Holder:
 
     name      unique among the sources, or the destinations, of a plan, e.g. "megatron:3", "vllm:0.1", "huggingface"
     node      the machine that it is on; machines are numbered over sources and destinations together
-    device    what it shares with a holder of the same number, where a source and a destination are colocated (None: it
-              has one of its own)
+    device    the device that it shares with a holder of the same number, where a source and a destination are colocated
+              (None: it has one of its own)
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Parameters chosen by patterns of the tensor names that users know: those of the Hugging Face checkpoint."""
+"""Selects parameters by patterns of the tensor names that users know: those of the Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ONE_PROCESS = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_la
 
 
 def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
-    """Checks before anything starts what a section's keys select of its model. Raises ValueError."""
+    """Checks before anything starts what a section's keys select of its model. Raises ValueError for a selection that
+    cannot be made, and where nothing is left to train."""
     names = huggingface_holder(hf_config).shapes
     whole = trained.layout.model_copy(update=ONE_PROCESS)
     holder = megatron_holder(hf_config, whole, 0)
@@ -30,9 +31,11 @@ def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
 
 
 def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) -> set[str]:
-    """Names that match any of the patterns (`*`, `?` and `[…]`, as file names do).
+    """Returns the names that match any of the patterns (`*`, `?` and `[…]`, as file names do).
 
-    Raises ValueError for a pattern that matches nothing. key: where the patterns are given, such as actor.frozen.
+    key   where the patterns are given, such as actor.frozen
+
+    Raises ValueError for a pattern that matches nothing.
     """
     selected: set[str] = set()
     for pattern in patterns:
@@ -45,7 +48,7 @@ def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) ->
 
 
 def whole_parameters(key: str, selected: Collection[str], holder: Holder) -> list[str]:
-    """The holder's parameters that are made of selected tensors, by their local names.
+    """Returns the holder's parameters that are made of selected tensors, by their local names.
 
     Raises ValueError for one that is made of selected and of other tensors.
     """

@@ -1,4 +1,4 @@
-"""Checksums of weights by regions of canonical space, which trainer and engine compute apart.
+"""Computes checksums of weights by regions of canonical space, trainer and engine each for itself.
 
 A region's checksum is a sum over its elements, so that each of those who hold parts of it adds up its own, and nothing
 is gathered. What an engine should have follows from where its parameters belong in the checkpoint, and from which rank
@@ -18,7 +18,7 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import view
 
 CHUNK = 2**20
-"""Elements that are looked at at once: more would only take memory."""
+"""The elements that are looked at at once: more would only take memory."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,7 +36,7 @@ class Region(NamedTuple):
 
 
 class Checksum(NamedTuple):
-    """Modulo 2⁶⁴, and where the elements are: holder and parameter."""
+    """A sum modulo 2⁶⁴, and the places of the elements: holder and parameter."""
 
     value: int
     places: tuple[str, ...]
@@ -52,7 +52,7 @@ NOTHING = Checksum(0, ())
 
 
 def regions(holders: Iterable[Holder]) -> list[Region]:
-    """What these hold, replicas once."""
+    """Returns the regions that the holders have, replicas once."""
     shards = dict.fromkeys(holder.shard for holder in holders)
     found = [
         Region(piece.canonical, piece.canonical_rectangle, shard.dtypes[piece.local])
@@ -67,16 +67,18 @@ def regions(holders: Iterable[Holder]) -> list[Region]:
 def own_checksums(
     wanted: Sequence[Region], plan: Plan, member: str, parameters: Mapping[str, torch.Tensor]
 ) -> dict[Region, Checksum]:
-    """A source's part of the regions' checksums. plan: into a Hugging Face folder, so that each element is counted
-    once."""
-    by_tensor: dict[str, list[Region]] = defaultdict(list)
+    """Returns a source's part of the regions' checksums.
+
+    plan   goes into a Hugging Face folder, so that each element is counted once
+    """
+    tensor_regions: dict[str, list[Region]] = defaultdict(list)
     for region in wanted:
-        by_tensor[region.tensor].append(region)
+        tensor_regions[region.tensor].append(region)
     number = plan.holders.index(member)
     checksums: dict[Region, Checksum] = {}
     moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
     for source, (tensor, rectangle), *_ in moves:
-        for region in by_tensor[tensor]:
+        for region in tensor_regions[tensor]:
             common = intersect(region.rectangle, rectangle)
             if common is not None:
                 values = view(parameters[source.parameter], moved(common, rectangle, source.rectangle))
@@ -88,8 +90,8 @@ def own_checksums(
 
 @torch.no_grad()
 def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]) -> None:
-    """Of some or all parameters of a destination. Raises RuntimeError that names the first region in which they are not
-    what is expected, and both sides of it."""
+    """Checks some or all parameters of a destination. Raises RuntimeError that names the first region in which they are
+    not what is expected, and both sides of it."""
     wrong = []
     for piece in (piece for piece in holder.pieces if piece.local in parameters):
         values = view(parameters[piece.local], piece.local_rectangle)
@@ -106,7 +108,8 @@ def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expect
 
 
 def checksum(values: torch.Tensor, rectangle: Rectangle) -> int:
-    """Of elements that lie at a rectangle of a canonical tensor; over disjoint rectangles, checksums add up modulo 2⁶⁴.
+    """Returns the checksum of elements that lie at a rectangle of a canonical tensor. Checksums of disjoint rectangles
+    add up modulo 2⁶⁴.
 
     Each element is mixed with its place, so that a value that changes, or is elsewhere, changes the sum.
     """
@@ -120,7 +123,7 @@ def checksum(values: torch.Tensor, rectangle: Rectangle) -> int:
 
 
 def _sum(values: torch.Tensor, rectangle: Rectangle) -> int:
-    """Wraps around in 64 bits, on every device alike. The constants are large and odd."""
+    """Returns the sum, which wraps around in 64 bits on every device alike. The constants are large and odd."""
     place = torch.zeros((), dtype=torch.int64, device=values.device)
     for start, stop in rectangle:
         place = place.unsqueeze(-1) * -0x61C8864680B583EB + torch.arange(start, stop, device=values.device)

@@ -1,4 +1,4 @@
-"""From a classifier's scores of a sample's tokens to the sample's reward."""
+"""Makes a sample's reward from a classifier's scores of its tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelReward:
-    """What a reward model says of a sample.
+    """The judgement of a reward model on a sample.
 
     value      its reward, not finite where the model's scores are not; None if it could not be asked
-    by_token   R rewards of its response tokens, which sum up to value, NaN for one without; None: they have none of
-               their own
-    failure    None, or why there is no value
+    by_token   R rewards of its response tokens, which sum up to value, NaN for a token without one; None where tokens
+               have no rewards of their own
+    failure    the reason why there is no value, or None
     """
 
     value: float | None
@@ -44,41 +44,49 @@ class ClassifierReward:
         reader: Reader | None,
         rewards_tokens: bool,
     ):
-        """kind: of classifier. tokenizer: its own. reader: None where it reads the sampled ids. rewards_tokens: whether
-        the advantages have a use for rewards of single tokens."""
+        """Takes the settings of a reward model.
+
+        kind             the kind of classifier
+        tokenizer        the classifier's tokenizer
+        reader           None where it reads the sampled ids
+        rewards_tokens   whether the advantages have a use for rewards of single tokens
+        """
         self._kind, self._settings, self._tokenizer, self._reader = kind, settings, tokenizer, reader
         self._by_token = rewards_tokens and kind == "token" and settings.aggregation is None
 
     def reward(self, sample: Sample, scores: Sequence[float], reading: Reading | None = None) -> ModelReward:
-        """scores: of the response's tokens, the sampled ones or those of the reading; of a sequence classifier the last
-        is that of the sample."""
+        """Returns the sample's reward.
+
+        scores   of the response's tokens, the sampled ones or those of the reading; a sequence classifier's last score
+                 is that of the sample
+        """
         if self._kind == "sequence":
             return ModelReward(scores[-1])
-        scored = self._scored(sample) if reading is None else self._scored_of(sample, reading)
+        scored = self._scored(sample) if reading is None else self._scored_in_reading(sample, reading)
         value = aggregated(self._settings.aggregation or "sum", [scores[i] for i in scored])
         if not self._by_token or not math.isfinite(value):
             return ModelReward(value)
         try:
-            at = scored if reading is None else self._reader.sampled(sample, [reading.ends[i] for i in scored])
+            indexes = scored if reading is None else self._reader.sampled(sample, [reading.ends[i] for i in scored])
         except Unreadable as reason:
             return ModelReward(None, failure=str(reason))
-        scores_at = dict(zip(at, (scores[i] for i in scored), strict=True))
-        by_token = on_trained_tokens(scores_at, sample.response_mask)
+        score_by_index = dict(zip(indexes, (scores[i] for i in scored), strict=True))
+        by_token = on_trained_tokens(score_by_index, sample.response_mask)
         return ModelReward(math.fsum(reward for reward in by_token if not math.isnan(reward)), by_token)
 
     def _scored(self, sample: Sample) -> Sequence[int]:
-        """Indexes of the sampled tokens whose scores count."""
+        """Returns the indexes of the sampled tokens whose scores count."""
         if self._settings.step_end is None:
             return range(len(sample.response_ids))
         pieces = [self._tokenizer.decode([token]) for token in sample.response_ids.tolist()]
         return step_ends(pieces, self._settings.step_end)
 
-    def _scored_of(self, sample: Sample, reading: Reading) -> Sequence[int]:
-        """The same of the reading's tokens."""
+    def _scored_in_reading(self, sample: Sample, reading: Reading) -> Sequence[int]:
+        """Returns the indexes of the reading's tokens whose scores count."""
         last = len(reading.ends) - 1
         if self._settings.step_end is None:
             return range(last + 1)
         ends, stops = reading.ends, step_stops(sample.text, self._settings.step_end)
         reached = (ends[min(bisect_left(ends, stop), last)] for stop in stops)
-        # The last of several tokens of one character.
+        # Of several tokens of one character, the last counts.
         return sorted({*(bisect_right(ends, end) - 1 for end in reached), last})

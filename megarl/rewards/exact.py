@@ -1,4 +1,4 @@
-"""The response is the answer, character by character."""
+"""Compares a response with the answer, character by character."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def exact_match(prompt: str, response: str, answer: Any) -> bool:
-    """Whether response and str(answer) are equal once the whitespace around both is stripped; nothing else is
+    """Returns whether response and str(answer) are equal once the whitespace around both is stripped; nothing else is
     normalised (case, punctuation, "12" against "12.0").
 
     Raises ValueError if there is no answer to compare with.

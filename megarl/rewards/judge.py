@@ -11,19 +11,20 @@ from typing import Any
 from megarl.core.types import Sample
 
 Judge = Callable[[str, str, str, Any], bool | float]
-"""f(prompt, first, second, answer): whether the first response is better, or with which probability; raising says that
-it could not tell."""
+"""A function f(prompt, first, second, answer) that returns whether the first response is better, or the probability of
+that, and raises where it cannot tell."""
 
 NAME = "judge"
-"""Of its part of the reward."""
+"""The name of the judge's part of the reward."""
 
 Verdict = float | str
-"""Of a response: the share of the other responses to its prompt that it is better than, a tie counting half; or why
+"""The share of the other responses to its prompt that a response is better than, a tie counting half; or the reason why
 there is none."""
 
 
 def verdicts(judge: Judge, samples: Sequence[Sample]) -> dict[str, Verdict]:
-    """By sample id. Each two responses to a prompt are compared once; a comparison that fails is a failure of both."""
+    """Returns the verdicts by sample id. Each two responses to a prompt are compared once; a comparison that fails is a
+    failure of both."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.id, []).append(sample)
@@ -39,7 +40,7 @@ def verdicts(judge: Judge, samples: Sequence[Sample]) -> dict[str, Verdict]:
             wins[first.id].append(share)
             wins[second.id].append(1 - share)
     alone: Verdict = "has no other response to compare it with"
-    return {name: fmean(own) if own else alone for name, own in wins.items()} | failures
+    return {name: fmean(shares) if shares else alone for name, shares in wins.items()} | failures
 
 
 def _share(result: Any) -> float:

@@ -1,4 +1,4 @@
-"""The last number of the response is the answer."""
+"""Compares the last number of a response with the answer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[+\-−])?(?P<numerator>{_UNSIGNE
 
 
 def numeric_match(prompt: str, response: str, answer: Any) -> bool:
-    """Whether the last number in the response equals the answer, as exact rational numbers: 1/2 is 0.5, and 0.33 is
-    not 1/3.
+    """Returns whether the last number in the response equals the answer, as exact rational numbers: 1/2 is 0.5, and
+    0.33 is not 1/3.
 
     A number may have a sign, thousands separators (1,234), a decimal part (.5, 1.50), an exponent (1e-3) and a
     denominator (3/4). Whatever surrounds it ($12, 12%, 12 km) is ignored. A response without a number is wrong.
@@ -34,7 +34,7 @@ def numeric_match(prompt: str, response: str, answer: Any) -> bool:
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
-    """None for a denominator of zero."""
+    """Returns the number as an exact fraction, None for a denominator of zero."""
     denominator = _unsigned(number["denominator"] or "1")
     if denominator == 0:
         return None
@@ -43,5 +43,5 @@ def _value(number: re.Match[str]) -> Fraction | None:
 
 
 def _unsigned(text: str) -> Fraction:
-    # By way of Decimal, which takes any number of digits; int refuses more than some thousands.
+    # Decimal takes any number of digits; int refuses more than some thousands.
     return Fraction(Decimal(text.replace(",", "")))

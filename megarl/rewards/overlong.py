@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
-    """0 up to max_tokens − buffer tokens, from there on a line down to −1 at max_tokens.
+    """Returns 0 up to max_tokens − buffer tokens, and from there on a line down to −1 at max_tokens.
 
     DAPO (https://arxiv.org/abs/2503.14476, eq. 13).
     """

@@ -1,4 +1,5 @@
-"""A sample as a reward model with a tokenizer of its own reads it. The ids that are trained on stay as they are."""
+"""Writes samples in the tokens of a reward model that has another tokenizer. The ids that are trained on stay as they
+are."""
 
 from __future__ import annotations
 
@@ -17,27 +18,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARK = "\ue000"
-"""A response that no template looks into, of Unicode's private use: it shows what is around one."""
-
+"""A response of Unicode's private use, which no template looks into: it shows what a template writes around one."""
 
 CONTEXT = 5
-"""Tokens of the prompt that a response is decoded with."""
+"""The number of the prompt's tokens that a response is decoded with."""
 
 
 class Unreadable(Exception):
-    """Why a reward model cannot read a sample, in a few words."""
+    """The reason why a reward model cannot read a sample, in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """sample: in the reward model's tokens; its response are those whose scores count. ends: for each of these, how
-    many characters of the sampled response it and those before it have."""
+    """A sample as a reward model reads it.
+
+    sample   in the reward model's tokens; its response are those whose scores count
+    ends     for each of these, how many characters of the sampled response it and those before it have
+    """
 
     sample: Sample
     ends: tuple[int, ...]
 
 
 class Reader:
+    """Writes samples in a reward model's tokens, and finds the sampled tokens that its scores belong to."""
+
     def __init__(
         self,
         kind: Kind,
@@ -46,13 +51,17 @@ class Reader:
         tokenizer: PreTrainedTokenizerBase,
         actor_tokenizer: PreTrainedTokenizerBase,
     ):
-        """kind: of classifier. longest: in its own tokens, the longest sample that it may be given."""
+        """Takes the reward model's settings.
+
+        kind      the kind of classifier
+        longest   the most tokens of its own that it may be given for a sample
+        """
         self._kind, self._settings, self._longest = kind, settings, longest
         self._tokenizer, self._actor_tokenizer = tokenizer, actor_tokenizer
 
     def read(self, sample: Sample) -> Reading:
-        """Of a sequence classifier the last token counts, of a token classifier those of the response's text. Raises
-        Unreadable."""
+        """Returns the sample in the reward model's tokens. A sequence classifier's last token counts, and a token
+        classifier's tokens of the response's text. Raises Unreadable."""
         text = self._text(sample)
         encoded = self._tokenizer(
             text, add_special_tokens=self._settings.reads == "text", return_offsets_mapping=True, verbose=False
@@ -74,14 +83,14 @@ class Reader:
         return _reading(sample, ids[: counted[-1] + 1], counted[0], ends)
 
     def sampled(self, sample: Sample, ends: Sequence[int]) -> list[int]:
-        """The sampled tokens that end where these of the response's characters do, the last one after all of them.
-        Raises Unreadable if one ends inside of a sampled token."""
+        """Returns the indexes of the sampled tokens that end where these of the response's characters do, the last one
+        after all of them. Raises Unreadable if one ends inside of a sampled token."""
         return [self._sampled(sample, end) for end in ends[:-1]] + [len(sample.response_ids) - 1]
 
     def _sampled(self, sample: Sample, end: int) -> int:
         counts = range(len(sample.response_ids) + 1)
         lengths = dict(key=lambda count: len(self._decoded(sample, count)))
-        # Several where a character has more than one token: it is whole with the last of them.
+        # Several counts fit where a character has more than one token: it is whole with the last of them.
         for count in counts[bisect_left(counts, end, **lengths) : bisect_right(counts, end, **lengths)]:
             if self._decoded(sample, count) == sample.text[:end]:
                 return count - 1
@@ -91,8 +100,8 @@ class Reader:
         )
 
     def _decoded(self, sample: Sample, count: int) -> str:
-        """The text of the first tokens of the response, as it follows on the prompt's: some tokenizers drop a space
-        before the first token."""
+        """Returns the text of the first `count` tokens of the response, as it follows on the prompt's: some tokenizers
+        drop a space before the first token."""
         context = sample.prompt.token_ids[-CONTEXT:].tolist()
         before, whole = (
             self._actor_tokenizer.decode([*context, *ids], skip_special_tokens=True)
@@ -103,9 +112,9 @@ class Reader:
     def _text(self, sample: Sample) -> str:
         if self._settings.reads == "chat":
             return self._rendered(sample, sample.text)
-        return self._before(sample) + sample.text
+        return self._prompt_text(sample) + sample.text
 
-    def _before(self, sample: Sample) -> str:
+    def _prompt_text(self, sample: Sample) -> str:
         return self._actor_tokenizer.decode(sample.prompt.token_ids.tolist(), skip_special_tokens=True)
 
     def _rendered(self, sample: Sample, response: str) -> str:
@@ -118,7 +127,8 @@ class Reader:
             raise Unreadable(f"has a chat template that refuses the messages: {error}") from error
 
     def _response(self, sample: Sample, text: str) -> tuple[int, int, int]:
-        """Where the response begins and ends in the text, and how many of its first characters are not there."""
+        """Returns where the response begins and ends in the text, and how many of its first characters the text
+        lacks."""
         if self._settings.reads == "text":
             return len(text) - len(sample.text), len(text), 0
         before, _, after = self._rendered(sample, MARK).rpartition(MARK)
@@ -129,7 +139,7 @@ class Reader:
 
 
 def _reading(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...]) -> Reading:
-    """first: of the tokens that count."""
+    """Returns the reading of these ids. first: the index of the first token that counts."""
     # No two samples have a prompt in common, which ends with the first token that counts.
     prompt, response = Prompt(sample.id, "", ids[:first]), ids[first:]
     n = len(response)

@@ -14,14 +14,14 @@ from megarl.rewards.exact import exact_match
 from megarl.rewards.numeric import numeric_match
 
 RewardFunction = Callable[[str, str, Any], float | bool | Sequence[float | bool]]
-"""f(prompt, response, answer): a finite number or a bool, or with per_turn a list of them, one for each turn; raising
-says that it could not tell."""
+"""A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list of them, one
+for each turn, and raises where it cannot tell."""
 
 FUNCTIONS: dict[str, RewardFunction] = {"exact_match": exact_match, "numeric_match": numeric_match}
 
 
 def resolve(name: str) -> RewardFunction:
-    """A function of FUNCTIONS, or `path/to/file.py:function`. Raises ValueError if there is none."""
+    """Returns a function of FUNCTIONS, or `path/to/file.py:function`. Raises ValueError if there is none."""
     if name in FUNCTIONS:
         return FUNCTIONS[name]
     if ":" in name:
@@ -36,7 +36,8 @@ def resolve(name: str) -> RewardFunction:
 
 
 def from_file(key: str, name: str, arguments: str) -> Callable[..., float | bool]:
-    """`path/to/file.py:function`, named by a key of the config. Raises ValueError if there is none."""
+    """Returns the function of `path/to/file.py:function`, which a key of the config names. Raises ValueError if there
+    is none."""
     file, _, function = name.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():

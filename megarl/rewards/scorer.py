@@ -14,11 +14,11 @@ from megarl.rewards.classifier import ModelReward
 from megarl.rewards.process import on_turns, together, turn_ends
 
 MODEL = "reward_model"
-"""The name of a reward model's part."""
+"""The name of a reward model's part of the reward."""
 
 
 class Scorer:
-    """Raises ValueError for a function that is not found or is listed twice.
+    """The reward functions of a config, a judge and their weights.
 
     A function that never returns is stopped by whoever runs the scorer in a process that it can kill.
     """
@@ -30,8 +30,12 @@ class Scorer:
         judge_name: str | None = None,
         rewards_tokens: bool = False,
     ) -> None:
-        """model_weight: of a reward model's score, which others compute. judge_name: path/to/file.py:function.
-        rewards_tokens: whether the advantages have a use for rewards of single tokens."""
+        """Raises ValueError for a function that is not found or is listed twice.
+
+        model_weight     the weight of a reward model's score, which others compute
+        judge_name       path/to/file.py:function
+        rewards_tokens   whether the advantages have a use for rewards of single tokens
+        """
         names = [entry.function for entry in functions]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -46,18 +50,19 @@ class Scorer:
         self._rewards_tokens = rewards_tokens
 
     def verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
-        """The judge's, by sample id; empty if there is none. samples: all of their prompts."""
+        """Returns the judge's verdicts by sample id; empty if there is no judge. samples: all of their prompts."""
         return {} if self._judge is None else judge.verdicts(self._judge, samples)
 
     def score(
-        self, sample: Sample, of_model: ModelReward | None = None, verdict: judge.Verdict | None = None
+        self, sample: Sample, model_reward: ModelReward | None = None, verdict: judge.Verdict | None = None
     ) -> tuple[Score, list[float] | None]:
-        """Calls every function; the value is the weighted sum of what they, the model and the judge (None: there is
-        none) say, if all of them say something. Of turns it is the sum of what is said of each.
+        """Calls every function. Returns the sample's score and the rewards of its tokens.
 
-        Returns, too, the rewards that the R response tokens have one by one, as a part of the value, NaN for one that
-        has none; None if they have none of their own."""
-        results, failures = self._results(sample, of_model, verdict)
+        The score's value is the weighted sum of what the functions, the model and the judge (None: there is none) say,
+        if all of them say something; a function of turns says the sum of their rewards. The R response tokens' rewards
+        are a part of the value, NaN for a token without one, and None if no token has one of its own.
+        """
+        results, failures = self._results(sample, model_reward, verdict)
         parts: dict[str, float] = {}
         by_token = []
         num_turns = len(turn_ends(sample.response_mask))
@@ -75,26 +80,26 @@ class Scorer:
                 by_token.append([self._weights[name] * reward for reward in on_turns(rewards, sample.response_mask)])
         if failures:
             return Score(value=None, parts=parts, failure=f"rewards.functions: {'; '.join(failures)}"), None
-        if of_model is not None and of_model.by_token is not None:
-            by_token.append([self._weights[MODEL] * reward for reward in of_model.by_token])
+        if model_reward is not None and model_reward.by_token is not None:
+            by_token.append([self._weights[MODEL] * reward for reward in model_reward.by_token])
         value = sum(self._weights[name] * part for name, part in parts.items())
         if not by_token:
             return Score(value, parts), None
         rewards = together(by_token)
         return Score(
-            value, parts, token_reward_totals=TokenTotals.of([own for own in rewards if not math.isnan(own)])
+            value, parts, token_reward_totals=TokenTotals.of([reward for reward in rewards if not math.isnan(reward)])
         ), rewards
 
     def _results(
-        self, sample: Sample, of_model: ModelReward | None, verdict: judge.Verdict | None
+        self, sample: Sample, model_reward: ModelReward | None, verdict: judge.Verdict | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """What each of them says, and why some say nothing."""
+        """Returns what each function, the model and the judge say, and the reasons why some say nothing."""
         results: dict[str, Any] = {}
         failures: list[str] = []
-        if of_model is not None and of_model.failure is None:
-            results[MODEL] = of_model.value
-        elif of_model is not None:
-            failures.append(f"{MODEL} {of_model.failure}, on sample {sample.id}")
+        if model_reward is not None and model_reward.failure is None:
+            results[MODEL] = model_reward.value
+        elif model_reward is not None:
+            failures.append(f"{MODEL} {model_reward.failure}, on sample {sample.id}")
         if isinstance(verdict, str):
             failures.append(f"{judge.NAME} {verdict}, on sample {sample.id}")
         elif verdict is not None:
@@ -109,7 +114,7 @@ class Scorer:
 
 
 def _rewards(results: Any, count: int) -> list[float] | None:
-    """None if they are not as many finite numbers, or their sum is none."""
+    """Returns `count` rewards, None if the results are not as many finite numbers, or their sum is not finite."""
     if not isinstance(results, list | tuple) or len(results) != count:
         return None
     values = [value for value in map(_finite, results) if value is not None]
@@ -123,7 +128,7 @@ def _shown(result: Any) -> str:
 
 
 def _finite(result: Any) -> float | None:
-    """None if it is no number, or not a finite one."""
+    """Returns the number as a float, None if it is none, or not a finite one."""
     if not isinstance(result, numbers.Real):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What the run asks of an engine, whichever generates."""
+"""The interface by which a run uses an engine, whichever generates."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from megarl.resharding.verification import Checksum, Region
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """One completion to sample: the same seed, weights and prompt give the same tokens, in any batch. greedy: the most
-    likely token each time, whatever rollout's temperature."""
+    """One completion to sample: the same seed, weights and prompt give the same tokens, in any batch.
+
+    greedy   whether the most likely token is taken each time, whatever rollout's temperature
+    """
 
     sample_id: str
     prompt: Prompt
@@ -26,10 +28,10 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Refitted:
-    """What a worker of an engine says of a refit.
+    """The report of an engine's worker on a refit.
 
-    num_bytes      written into its parameters
-    staging_bytes  allocated on their way
+    num_bytes      bytes written into its parameters
+    staging_bytes  bytes allocated on their way
     """
 
     num_bytes: int
@@ -38,13 +40,14 @@ class Refitted:
 
 class Engine(Protocol):
     version: int | None
-    """Weight version that the engine holds; None before the first refit and after a failed one."""
+    """The weight version that the engine holds; None before the first refit and after a failed one."""
 
     async def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
-        """Samples in the order of the requests. Raises RuntimeError if version is None.
+        """Returns samples in the order of the requests. Raises RuntimeError if version is None.
 
-        Other calls are done while it waits for its samples. After a refit these keep the keys and values of the older
-        weights and go on with the new ones, after a failed one when another has succeeded: their versions tell.
+        Other calls are done while it waits for its samples. After a refit the samples keep the keys and values of the
+        older weights and go on with the new ones; after a failed refit they go on when another has succeeded. Their
+        versions tell which weights made which tokens.
         """
 
     @property
@@ -53,19 +56,21 @@ class Engine(Protocol):
 
     def sleep(self) -> None:
         """Gives its device's memory back: that of the weights, which move to host memory, until the next refit or
-        `generate`, that of the KV cache until the next `generate`. Not while it generates."""
+        `generate`, that of the KV cache until the next `generate`. An engine that generates cannot sleep."""
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        """Of each worker: name -> shape and dtype, of what a refit writes."""
+        """Returns for each worker what a refit writes: name -> shape and dtype."""
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
-        """From now on a refit is this plan, by this channel, into these holders: the engine's workers.
+        """Makes every later refit follow this plan, by this channel, into these holders: the engine's workers.
 
-        by_loader: the plan is of whole tensors of the checkpoint, which the engine's own loader puts in their places.
+        by_loader: whether the plan is of whole tensors of the checkpoint, which the engine's own loader puts in their
+        places.
         """
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
         """Writes new weights into the live engine and sets its version last. Returns what each worker says.
 
-        expected: what is to be found afterwards (None: not verified). Raises RuntimeError where it is not.
+        expected: the checksums that are to be found afterwards (None: not verified). Raises RuntimeError where it is
+        not.
         """

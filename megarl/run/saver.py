@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.pending import join
 from megarl.config.schema import Config
 from megarl.run.checkpoints import Checkpoints
 
@@ -22,7 +23,7 @@ class Saver:
         self._config, self._num_bytes = config, num_bytes
         self._checkpoints = Checkpoints(folder)
         self._fixed = {"config": config.model_dump(), "data_hash": data_hash}
-        self._pending: Pending | None = None
+        self._unfinished: Unfinished | None = None
         self._metrics: dict[str, float] = {}
 
     def save(self, groups: Sequence[TrainerGroup], step: int, run: Mapping[str, Any]) -> dict[str, float]:
@@ -36,29 +37,28 @@ class Saver:
             with self._waiting():
                 self._checkpoints.require_space(self._num_bytes, self._config.checkpoint.keep)
                 folder = self._checkpoints.begin(step)
-                self._pending = Pending(groups, step, run, folder, time.perf_counter())
-                for group in groups:
-                    group.save_checkpoint(folder)
+                self._unfinished = Unfinished(groups, step, run, folder, time.perf_counter())
+                for copying in [group.save_checkpoint(folder) for group in groups]:
+                    copying.result()
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def commit(self) -> None:
         """Completes the checkpoint if its files are written; without checkpoint.background it waits for that."""
-        if self._pending and (
-            not self._config.checkpoint.background or all(group.checkpoint_written() for group in self._pending.groups)
-        ):
+        if self._unfinished and (not self._config.checkpoint.background or self._unfinished.is_written()):
             self.finish()
 
     def finish(self) -> None:
         """Waits until the checkpoint that is under way, if any, is complete, and removes those that are too many."""
-        if self._pending is None:
+        if self._unfinished is None:
             return
-        pending, self._pending = self._pending, None
+        unfinished, self._unfinished = self._unfinished, None
         with self._waiting():
-            files = [record for group in pending.groups for record in group.finish_checkpoint(pending.folder)]
-            checkpoint = self._checkpoints.commit(pending.step, {**self._fixed, "run": pending.run}, files)
+            writing = [group.finish_checkpoint(unfinished.folder) for group in unfinished.groups]
+            files = [record for pending in writing for record in pending.result()]
+            checkpoint = self._checkpoints.commit(unfinished.step, {**self._fixed, "run": unfinished.run}, files)
             self.keep()
-        self._metrics["checkpoint/seconds"] = time.perf_counter() - pending.start
+        self._metrics["checkpoint/seconds"] = time.perf_counter() - unfinished.start
         self._metrics["checkpoint/bytes"] = checkpoint.num_bytes
 
     def keep(self) -> None:
@@ -77,7 +77,7 @@ class Saver:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class Unfinished:
     """A checkpoint whose files are being written into the folder since start, a reading of perf_counter."""
 
     groups: Sequence[TrainerGroup]
@@ -85,3 +85,8 @@ class Pending:
     run: Mapping[str, Any]
     folder: Path
     start: float
+
+    def is_written(self) -> bool:
+        """Whether all ranks of all groups have written their files, or failed to."""
+        asked = [group.checkpoint_written() for group in self.groups]
+        return all(join(asked).result())

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from megarl.algorithms.baselines import Member, MovingAverage, amplification, group_baselines
+from megarl.algorithms.baselines import Member, MovingAverage
+from megarl.algorithms.specs import GroupEstimator
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import NO_BASELINE, NO_TOTALS, Baseline, TokenTotals
+from megarl.core.types import NO_TOTALS, Baseline, TokenTotals
 from megarl.step.scoring import ScoredSample
 
 Totals = Mapping[str, TokenTotals]
@@ -27,24 +28,20 @@ def attach_baselines(
     token_reward_totals   an implicit reward model's rewards
     kl_reward_totals      those for being close to the reference
     """
-    advantage = config.algorithm.advantage
-    members = [[_member(config, item, token_reward_totals, kl_reward_totals) for item in group] for group in groups]
-    match advantage.spec.baseline:
-        case "moving_average":
-            baselines = [[Baseline(average.value)] * len(group) for group in groups]
-        case "greedy":
-            baselines = [[Baseline(item.greedy) for item in group] for group in groups]
-        case "group":
-            baselines = [group_baselines(advantage, group) for group in members]
-        case _:
-            baselines = [[NO_BASELINE] * len(group) for group in groups]
-    if advantage.estimator == "gpg":
-        alpha = amplification([[_member(config, item, token_reward_totals, {}) for item in group] for group in groups])
-        baselines = [[_amplified(baseline, alpha) for baseline in group] for group in baselines]
+    advantage, spec = config.algorithm.advantage, config.algorithm.advantage.spec
+    earlier = average.value
+    members = [
+        [_member(config, item, token_reward_totals, kl_reward_totals, earlier) for item in group] for group in groups
+    ]
+    options = advantage.options()
+    baselines = [spec.baselines(group, options) for group in members]
+    if isinstance(spec, GroupEstimator) and spec.amplify is not None:
+        factor = spec.amplify([[_member(config, item, token_reward_totals, {}) for item in group] for group in groups])
+        baselines = [[_amplified(baseline, factor) for baseline in group] for group in baselines]
     return [
         replace(item, baseline=baseline)
-        for group, own in zip(groups, baselines, strict=True)
-        for item, baseline in zip(group, own, strict=True)
+        for group, compared in zip(groups, baselines, strict=True)
+        for item, baseline in zip(group, compared, strict=True)
     ]
 
 
@@ -54,7 +51,7 @@ def update_reward_average(
     """After the step's updates are compared: the moving average takes up its rewards, if it is what they are compared
     with. Returns what it was until now."""
     advantage, before = config.algorithm.advantage, average.value
-    if advantage.spec.baseline != "moving_average":
+    if advantage.spec.comparison != "moving_average":
         return {}
     mean = fmean(
         _member(config, item, token_reward_totals, kl_reward_totals).reward for group in groups for item in group
@@ -63,18 +60,18 @@ def update_reward_average(
     return {"reward/baseline": Metric(before)}
 
 
-def _amplified(baseline: Baseline, alpha: float) -> Baseline:
-    return replace(baseline, scale=baseline.scale / alpha, token_scale=baseline.token_scale / alpha)
+def _amplified(baseline: Baseline, factor: float) -> Baseline:
+    return replace(baseline, scale=baseline.scale / factor, token_scale=baseline.token_scale / factor)
 
 
-def _member(config: Config, item: ScoredSample, token_reward_totals: Totals, kl_reward_totals: Totals) -> Member:
+def _member(
+    config: Config, item: ScoredSample, token_reward_totals: Totals, kl_reward_totals: Totals, earlier: float = 0.0
+) -> Member:
     """Rewards of single tokens are part of the sample's, unless they are compared by themselves. The KL always is."""
-    name = item.sample.info.id
-    learned, reward = (
-        token_reward_totals.get(name, NO_TOTALS),
-        item.reward + kl_reward_totals.get(name, NO_TOTALS).total,
-    )
-    num_tokens = item.sample.info.num_trained_tokens
-    if config.algorithm.advantage.credits_tokens:
-        return Member(reward - item.token_reward_totals.total, num_tokens, item.token_reward_totals + learned)
-    return Member(reward + learned.total, num_tokens)
+    name, num_tokens = item.sample.info.id, item.sample.info.num_trained_tokens
+    learned = token_reward_totals.get(name, NO_TOTALS)
+    reward = item.reward + kl_reward_totals.get(name, NO_TOTALS).total
+    if config.algorithm.advantage.credits_to_go:
+        totals = item.token_reward_totals + learned
+        return Member(reward - item.token_reward_totals.total, num_tokens, totals, item.greedy, earlier)
+    return Member(reward + learned.total, num_tokens, NO_TOTALS, item.greedy, earlier)

@@ -46,6 +46,7 @@ def dispatch(
     scores = scores or {}
     sample_refs = [
         SampleRef(
+            item.sample.info.id,
             item.sample.ref,
             _reward(item, role, process="process_reward" in scores),
             item.baseline,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.config.estimators import BASELINES
-from megarl.config.objectives import selects_tokens
+from megarl.algorithms.specs import COMPARISONS
+from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.pending import Pending, join
+from megarl.cluster.rank_batch import RankBatch
 from megarl.config.schema import KL, Config
 
 PassName = Literal["old log-probs", "reference log-probs", "implicit rewards", "critic values"]
@@ -47,7 +50,7 @@ def _critic_values(config: Config) -> Pass:
     advantage = config.algorithm.advantage
     if not config.algorithm.objective.spec.is_policy_objective:
         return Pass("critic values", False, f"{_chosen(config)}: it has no advantages")
-    reason = f"{advantage.estimator} takes {BASELINES[advantage.spec.baseline]}"
+    reason = f"{advantage.estimator} takes {COMPARISONS[advantage.spec.comparison]}"
     if config.actor_has_values:
         reason = "critic.trunk=actor: they come with the old log-probs"
     return Pass("critic values", config.has_critic, reason)
@@ -73,7 +76,7 @@ def _old_log_probs(config: Config) -> Pass:
         return Pass("old log-probs", True, f"{updates} updates per step: the policy moves between them")
     if config.kl_in_reward:
         return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards hold their KL")
-    if selects_tokens(config.algorithm.objective) and not from_rollout:
+    if config.algorithm.objective.spec.selects_tokens and not from_rollout:
         reason = "chooses tokens by their covariance over a whole update"
         return Pass("old log-probs", True, f"{_chosen(config)} {reason}")
     if config.actor_has_values:
@@ -91,3 +94,10 @@ def describe(config: Config) -> list[str]:
 
 def needed(config: Config, name: PassName) -> bool:
     return {p.name: p.needed for p in passes(config)}[name]
+
+
+def make_policy_passes(config: Config, actor: TrainerGroup, batches: Sequence[Sequence[RankBatch]]) -> Pending[list]:
+    """Submits the passes that the algorithm needs: log-probs of the policy before its updates, and of its reference,
+    which stay with its ranks."""
+    policies = [policy for policy in ("old", "reference") if needed(config, f"{policy} log-probs")]
+    return join([actor.keep_log_probs(policy, batches) for policy in policies])

@@ -50,10 +50,10 @@ def collect_rollouts(
         prompts = next_prompts(further_prompts(wanted - num_informative, num_informative, len(sampled), wanted))
         asked = requests(config, number, prompts, first=len(sampled))
         with watch.phase("rollout"), workers.offloaded() as offloaded:
-            groups = workers.engines.generate(asked, meanwhile=meanwhile)
+            groups = workers.engines.generate(asked).result(meanwhile)
         with watch.phase("reward"):
             samples = [sample for group in groups for sample in group]
-            round_scores, token_rewards = workers.rewards.score(samples, number, rollouts)
+            round_scores, token_rewards = workers.rewards.score(samples, number, rollouts).result()
         sampled += groups
         scores += round_scores
         process_rewards |= token_rewards

@@ -7,70 +7,29 @@ is in two or more of the cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import pytest
 import torch
 
-from megarl.config.estimators import ESTIMATORS
-from megarl.config.objectives import OBJECTIVES
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.config.schema import Aggregation
-from tests import estimator_reference as advantages
+from tests import estimator_reference, objective_cases
 from tests import objective_reference as plain
-from tests.distributed import test_objectives
-from tests.estimator_reference import Divergence, Estimate
+from tests.estimator_reference import AVERAGE, GREEDY, Divergence
 from tests.marks import exhaustive_but
 from tests.objective_cases import KL, LAYOUTS, Case, World, check, expected
 
-AVERAGE, GREEDY = 0.4, {"0": 0.5, "1": 1.0, "2": 0.0}
+ESTIMATOR_CASES = estimator_reference.CASES
+FIRST_CASES: dict[str, str] = {}
+for title, of_objective in objective_cases.CASES.items():
+    FIRST_CASES.setdefault(of_objective.name, title)
+OBJECTIVE_TITLES = list(FIRST_CASES.values())
+"""The first case of each objective."""
 
 
-class Estimator(NamedTuple):
-    """Its keys, what it amounts to with a KL in the reward, and what other models have to say of tokens for it."""
-
-    keys: str
-    estimate: Callable[[Divergence, World], Estimate]
-    given: tuple[str, ...] = ()
-
-
-def compared(name: str, compare: advantages.Compare) -> Estimator:
-    return Estimator(name, lambda kl, world: advantages.of_samples(compare, kl))
-
-
-OF_ESTIMATORS: dict[str, Estimator] = {
-    "policy gradient": compared("policy_gradient", advantages.nothing),
-    "REINFORCE": compared("reinforce", advantages.constant(AVERAGE)),
-    "REINFORCE++": Estimator(
-        "reinforce_plus_plus, gamma: 0.9", lambda kl, world: advantages.whitened(advantages.to_come(0.9, kl))
-    ),
-    "REINFORCE++, group baseline": Estimator(
-        "reinforce_plus_plus_baseline",
-        lambda kl, world: advantages.whitened(advantages.of_samples(advantages.group_mean, kl)),
-    ),
-    "RLOO": compared("rloo", advantages.mean_of_others),
-    "PRIME": Estimator(
-        "rloo, credit: to_go",
-        lambda kl, world: advantages.of_samples(advantages.mean_of_others, kl, world.lists("implicit_reward")),
-        ("implicit_reward",),
-    ),
-    "ReMax": compared("remax", advantages.by_prompt(GREEDY)),
-    "GRPO": compared("grpo", advantages.standardised),
-    "OPO": compared("opo", advantages.weighted_by_length),
-    "GPG": Estimator("gpg", lambda kl, world: advantages.amplified(kl)),
-    "pass@k": compared("pass_at_k, k: 2", advantages.best_of(2)),
-    "GAE": Estimator(
-        "gae, gamma: 0.9, gae_lambda: 0.8",
-        lambda kl, world: advantages.whitened(advantages.temporal_differences(0.9, 0.8, world.lists("values"), kl)),
-        ("values",),
-    ),
-}
-OF_OBJECTIVES = [
-    *("dual clip", "unclipped", "TRPO's penalty", "GSPO", "GMPO", "CISPO", "SAPO", "DPPO, TV", "DPPO, KL"),
-    *("Clip-Cov", "KL-Cov", "DRO"),
-]
 CORRECTIONS: list[tuple[str, plain.Factor]] = [
     ("", plain.no_factor),
     ("weight: token, weight_limit: 1.2", plain.truncated(plain.of_token, 1.2)),
@@ -88,24 +47,25 @@ KLS = [
 
 
 def case(world: World, i: int, j: int) -> Case:
-    """Of estimator i and objective j. 5 and 7 divide no difference of two indices that would leave a pair out: over a
-    row or a column, i + j takes every value modulo 5, and i + 3j modulo 7."""
-    keys, estimate, given = list(OF_ESTIMATORS.values())[i]
+    """Of estimator i and objective j. Over a row or a column, i + j takes every value modulo the number of aggregations
+    (5), and i + 3j modulo that of corrections (7), if there are as many columns or rows."""
+    estimator_case = list(ESTIMATOR_CASES.values())[i]
+    keys, estimate, given = estimator_case
     correction, factor = CORRECTIONS[(i + 3 * j) % len(CORRECTIONS)]
     aggregations = get_args(Aggregation)
     with_objective = replace(
-        test_objectives.CASES[OF_OBJECTIVES[j]],
+        objective_cases.CASES[OBJECTIVE_TITLES[j]],
         aggregation=aggregations[(i + j) % len(aggregations)],
         correction=correction,
         factor=factor,
         estimator=f"estimator: {keys}",
         given=given,
     )
-    form = KLS[(len(OF_OBJECTIVES) * i + j) % len(KLS)]
+    form = KLS[(len(OBJECTIVE_TITLES) * i + j) % len(KLS)]
     if form is None:
         return replace(with_objective, kl="", divergence=None, reported=None, estimate=estimate(Divergence(), world))
     placed, level, estimator, straight_through = form
-    in_reward, options = placed != "loss", ESTIMATORS[keys.partition(",")[0]].options
+    in_reward, options = placed != "loss", ESTIMATORS[estimator_case.name].options
     if in_reward and ("credit" in keys or "credit" not in options):
         placed = "to_go"  # as these have it
     elif in_reward:
@@ -130,7 +90,7 @@ def world(tmp_path_factory) -> World:
 
 @pytest.fixture(scope="module")
 def cases(world) -> dict[str, Case]:
-    pairs = product(enumerate(OF_ESTIMATORS), enumerate(OF_OBJECTIVES))
+    pairs = product(enumerate(ESTIMATOR_CASES), enumerate(OBJECTIVE_TITLES))
     return {f"{estimator} with {objective}": case(world, i, j) for (i, estimator), (j, objective) in pairs}
 
 
@@ -140,13 +100,12 @@ def of_single_samples(world, cases) -> dict[str, tuple[float, dict[str, torch.Te
 
 
 def test_every_pair_is_among_the_cases(cases):
-    estimators = {c.estimator.partition(": ")[2].partition(",")[0] for c in cases.values()}
-    objectives = {c.objective.partition(": ")[2].partition(",")[0] for c in cases.values()}
-    assert estimators == set(ESTIMATORS)
-    assert objectives == {name for name, reads in OBJECTIVES.items() if reads.is_policy_objective}
-    for axis, other in product((0, -1), ("aggregation", "correction")):
+    assert {case.name for case in ESTIMATOR_CASES.values()} == set(ESTIMATORS)
+    assert {c.name for c in cases.values()} == {name for name, spec in OBJECTIVES.items() if spec.is_policy_objective}
+    choices = {"aggregation": get_args(Aggregation), "correction": CORRECTIONS}
+    for (axis, titles), other in product(((0, ESTIMATOR_CASES), (-1, OBJECTIVE_TITLES)), choices):
         pairs = {(name.split(" with ")[axis], getattr(c, other)) for name, c in cases.items()}
-        assert len(pairs) == 12 * len({b for _, b in pairs}), (axis, other)
+        assert len(pairs) == len(titles) * len(choices[other]), (axis, other)
     assert len({c.reported and c.reported[0] for c in cases.values()}) == len(KLS)
 
 

@@ -35,7 +35,7 @@ from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 UPDATES = [random_groups(seed) for seed in range(2)]  # of the second, the policy is no longer its reference
 SOURCE = random.Random(3)
-OF_TOKENS = {
+TOKEN_REWARDS = {
     sample.id: [SOURCE.gauss(0.3, 1) for _ in sample.response_ids]
     for groups in UPDATES[:1]
     for group in groups
@@ -62,7 +62,7 @@ KINDS = {
     ),
     "tokens, compared within the group": (
         ["algorithm.advantage={estimator: rloo, credit: to_go}"],
-        of_samples(mean_of_others, learned=OF_TOKENS),
+        of_samples(mean_of_others, learned=TOKEN_REWARDS),
     ),
 }
 
@@ -93,7 +93,9 @@ def test_update_equals_plain_torch(dense, experts, layout, kind):
     folder = experts if layout == "EP2" else dense
     config = config_of(folder, *KINDS[kind][0], f"actor.layout={{{LAYOUTS[layout]}}}")
     given = (
-        {"implicit_reward": {name: torch.tensor(own) for name, own in OF_TOKENS.items()}} if "compared" in kind else {}
+        {"implicit_reward": {name: torch.tensor(own) for name, own in TOKEN_REWARDS.items()}}
+        if "compared" in kind
+        else {}
     )
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates_of(kind), given=given)
     assert_same_training(folder, ranks, plain(folder, kind))

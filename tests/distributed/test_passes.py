@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.config.objectives import OBJECTIVES
+from megarl.algorithms.registry import OBJECTIVES
 from megarl.config.schema import Config
 from megarl.megatron import parallel, step
 from megarl.megatron.workers.actor import ActorWorker
@@ -67,7 +67,7 @@ def tokens(seed: int) -> dict[str, torch.Tensor]:
 
 
 OBJECTIVES_WITHOUT_OLD = [
-    name for name, reads in OBJECTIVES.items() if reads.is_policy_objective and "covariance_share" not in reads.options
+    name for name, spec in OBJECTIVES.items() if spec.is_policy_objective and not spec.selects_tokens
 ]
 
 

@@ -6,25 +6,25 @@ import math
 from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megarl import finetune, train
 from megarl.algorithms.baselines import MovingAverage
-from megarl.algorithms.kl import metric_name
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.ranks import worker_class
+from megarl.cluster.pending import Pending, ready
 from megarl.cluster.rank_batch import RankBatch
+from megarl.cluster.workers import Workers
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.metrics import Metric
-from megarl.core.types import Sample, SampleInfo, TokenTotals
+from megarl.core.metrics import Metric, merge_updates
+from megarl.core.types import SampleInfo, TokenTotals
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.step import passes
-from megarl.step.dispatch import samples_of, updates_of
+from megarl.step.rollouts import Rollouts
 from megarl.step.scoring import ScoredSample
-from megarl.train import train, train_actor
 from tests.forked import run_ranks
 from tests.parity import local_batch, random_groups
 from tests.paths import CONFIGS
@@ -44,30 +44,28 @@ class Actor:
         self.packing, self._worker = worker.packing, worker
         self.calls: list[str] = []
 
-    def keep_log_probs(self, policy: str, rank_batches: Sequence[RankBatch]) -> None:
+    def keep_log_probs(self, policy: str, updates: Sequence[Sequence[RankBatch]]) -> Pending[None]:
         self.calls.append(f"{policy} log-probs")
-        self._worker.keep_log_probs(policy, self._own(rank_batches))
+        for batches in updates:
+            self._worker.keep_log_probs(policy, local_batch(*batches))
+        return ready(None)
 
     def score_tokens(self, updates: Sequence[Sequence[RankBatch]]):
         scores: dict[str, torch.Tensor] = {}
-        for rank_batches in updates:
-            scores |= self._worker.score_tokens(self._own(rank_batches))
-        return scores, totals(scores, updates)
+        for batches in updates:
+            scores |= self._worker.score_tokens(local_batch(*batches))
+        return ready((scores, totals(scores, updates)))
 
-    def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, Metric]:
-        return self._worker.update(self._own(rank_batches))
-
-    def end_step(self) -> None:
+    def train(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[dict[str, Metric]]:
+        metrics = [self._worker.update(local_batch(*batches)) for batches in updates]
         self._worker.end_step()
+        return ready(merge_updates(metrics))
 
-    def adapt_kl(self, divergence: float, num_samples: int) -> None:
-        self._worker.adapt_kl(divergence, num_samples)
+    def adapt_kl(self, divergence: float, num_samples: int) -> Pending[None]:
+        return ready(self._worker.adapt_kl(divergence, num_samples))
 
-    def renew_reference(self) -> None:
-        self._worker.renew_reference()
-
-    def _own(self, rank_batches: Sequence[RankBatch]):
-        return local_batch(*rank_batches)
+    def renew_reference(self) -> Pending[None]:
+        return ready(self._worker.renew_reference())
 
 
 class Scorer:
@@ -78,24 +76,17 @@ class Scorer:
 
     def score_tokens(self, updates: Sequence[Sequence[RankBatch]]):
         generator = torch.Generator().manual_seed(1)
-        samples = handed_out(updates)
+        samples = [item.sample for batches in updates for batch in batches for item in batch.samples]
         scores = {sample.id: torch.randn(len(sample.response_ids), generator=generator) for sample in samples}
-        return scores, totals(scores, updates)
+        return ready((scores, totals(scores, updates)))
 
-    def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, Metric]:
-        return {}
-
-    def end_step(self) -> None:
-        pass
+    def train(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[dict[str, Metric]]:
+        return ready({})
 
 
 def totals(scores: dict[str, torch.Tensor], updates: Sequence[Sequence[RankBatch]]) -> dict[str, TokenTotals]:
-    masks = {sample.id: sample.response_mask for sample in handed_out(updates)}
-    return {name: TokenTotals.of(list(compress(scores[name].tolist(), mask))) for name, mask in masks.items()}
-
-
-def handed_out(updates: Sequence[Sequence[RankBatch]]) -> list[Sample]:
-    return [item.sample for rank_batches in updates for rank_batch in rank_batches for item in rank_batch.samples]
+    samples = [item.sample for batches in updates for batch in batches for item in batch.samples]
+    return {s.id: TokenTotals.of(list(compress(scores[s.id].tolist(), s.response_mask))) for s in samples}
 
 
 def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[list[dict[str, float]], list[str], bool]:
@@ -103,22 +94,24 @@ def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[lis
     worker = worker_class(config, "actor")(config, folder, rank, store, threads=1)
     before = {name: weight.clone() for name, weight in worker.parameters().items()}
     actor = Actor(worker)
-    cast = SimpleNamespace(trainers=actor, critic=Scorer(worker.packing), implicit_reward=Scorer(worker.packing))
+    critic = Scorer(worker.packing) if config.has_critic else None
+    implicit_reward = Scorer(worker.packing) if config.has_implicit_reward else None
+    workers = Workers(actor, critic, implicit_reward, None, None, None, None, None, share_devices=True)
     first = config.critic.warmup_steps + 1
     metrics = [
-        of_step(config, cast, [scored(group) for group in random_groups(number)], number)
+        train_step(config, workers, [scored(group) for group in random_groups(number)], number)
         for number in (first, first + 1)
     ]
     moved = any(not torch.equal(weight, before[name]) for name, weight in worker.parameters().items())
     return metrics, actor.calls, moved
 
 
-def of_step(config: Config, cast: SimpleNamespace, groups: list[list[ScoredSample]], number: int) -> dict[str, float]:
+def train_step(config: Config, workers: Workers, groups: list[list[ScoredSample]], number: int) -> dict[str, float]:
     if config.is_offline:
         rows = [group[: config.trained_per_prompt] for group in groups]
-        metrics = train_actor(config, cast.trainers, [samples_of(update) for update in updates_of(config, rows)], {})
+        metrics = finetune.train(config, workers.actor, rows, number)
     else:
-        metrics = train(config, cast, groups, number, {}, MovingAverage())
+        metrics = train.train(config, workers, Rollouts((), groups, {}, {}), number, MovingAverage())
     return {name: metric.value for name, metric in metrics.items()}
 
 
@@ -145,6 +138,6 @@ def test_a_recipe_trains(folder, recipe):
         assert all(map(math.isfinite, step.values())), step
         assert any(name.endswith("grad_norm") and value > 0 for name, value in step.items())
     assert set(calls) == {name for name in ("old log-probs", "reference log-probs") if passes.needed(config, name)}
-    assert (metric_name(config.algorithm) in metrics[0]) == (config.algorithm.kl.coefficient > 0)
+    assert (config.algorithm.kl_metric in metrics[0]) == (config.algorithm.kl.coefficient > 0)
     if updates > 1 and config.algorithm.correction.old == "trainer":
         assert metrics[0]["policy/ratio_max"] > 1  # in the later updates of a step

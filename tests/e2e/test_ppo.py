@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 from transformers import AutoModelForCausalLM
 
+from megarl.cluster.trace import read_trace
 from megarl.config.value_head import KEY
 from tests.e2e.test_train import REWARD, metrics_of, train
 from tests.tiny_model import write_tiny_llama
@@ -31,6 +32,10 @@ def learned(tmp_path_factory) -> Path:
         "critic.optimizer.lr=0.003",
         f"critic.warmup_steps={WARMUP}",
         "critic.tokens_per_microbatch=512",
+        # Devices of their own, and a pass of the actor that the critic's can overlap with; too small to be noticed.
+        "cluster.placement=disaggregated",
+        "rollout.transport=shared_memory",
+        "algorithm.kl.coefficient=1.0e-9",
     )
 
 
@@ -52,6 +57,17 @@ def test_a_warming_critic_is_trained_alone(learned):
 def test_the_critic_has_processes_of_its_own(learned):
     logs = {file.stem for file in (learned / "logs").glob("**/*.log")}
     assert {"trainer-0", "trainer-1", "critic-0", "critic-1"} <= logs
+
+
+@pytest.mark.parametrize(("of_actor", "of_critic"), [("reference_log_probs", "score_tokens"), ("update", "update")])
+def test_passes_and_updates_of_actor_and_critic_overlap(learned, of_actor, of_critic):
+    """On devices of their own, by when they began and ended in their processes, in each step with both."""
+    trace = read_trace(learned / "logs/attempt_1")
+    actor = [span for span in trace if (span.process, span.task) == ("trainer-0", of_actor)]
+    critic = [span for span in trace if (span.process, span.task) == ("critic-0", of_critic)][-len(actor) :]
+    assert len(actor) == len(critic) == STEPS - WARMUP
+    overlap = [max(a.begin, b.begin) < min(a.end, b.end) for a, b in zip(actor, critic, strict=True)]
+    assert sum(overlap) > len(overlap) / 2, "one may be held up by what else the machine does"
 
 
 @pytest.mark.exhaustive

@@ -137,6 +137,7 @@ def test_run_folder_is_complete(learned):
         "trainer-1",
         "engine-0",
         "rewards-0",
+        "trace",
     }
     assert "\nactor: layers of " in (learned / "logs/attempt_1/trainer-1.log").read_text()
     assert "<svg" in (learned / "report.html").read_text()

@@ -14,10 +14,9 @@ import pytest
 
 import megarl
 from megarl import cli
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.cluster.supervision import supervisor
-from megarl.config.estimators import ESTIMATORS
 from megarl.config.load import dump, load
-from megarl.config.objectives import OBJECTIVES
 from megarl.config.schema import KL, Advantage, Aggregation, Config, Correction, Objective, Value
 from tests.paths import ROOT
 

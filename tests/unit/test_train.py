@@ -1,20 +1,22 @@
 """The driver's part of a step: joining samples with scores, and sharing them out."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.engines import RemoteSample
-from megarl.cluster.rank_batch import RankBatch
+from megarl.cluster.pending import Pending, ready
+from megarl.cluster.rank_batch import RankBatch, SampleRef
+from megarl.cluster.workers import Workers
 from megarl.config.load import load
-from megarl.core.metrics import Metric, values
+from megarl.core.metrics import Metric, merge_updates, values
 from megarl.core.types import Baseline, Prompt, SampleInfo, Score, TokenTotals
 from megarl.step.baselines import attach_baselines
 from megarl.step.dispatch import dispatch
 from megarl.step.requests import requests
+from megarl.step.rollouts import Rollouts
 from megarl.step.scoring import ScoredSample, select
 from megarl.train import train
 from tests.packing import packing
@@ -152,15 +154,12 @@ def test_the_losses_of_actor_and_critic_are_normalised_apart(mode, expected):
 def test_the_kls_coefficient_follows_the_steps_divergence():
     settings = config("algorithm.kl={coefficient: 0.1, adaptive_target: 0.2, adaptive_horizon: 512}")
     groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
-    actor, given = Group(), []
-    actor.keep_log_probs = lambda policy, share: None
-    actor.adapt_kl = lambda *arguments: given.append(arguments)
-    actor.update = lambda rank_batches: {"kl/loss_token_k3": Metric(0.3)}
-    train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
+    actor, given = Group({"kl/loss_token_k3": Metric(0.3)}), []
+    actor.adapt_kl = lambda *arguments: ready(given.append(arguments))
+    train(settings, workers_of(actor), rollouts_of(groups), 1, MovingAverage())
     assert given == [(0.3, 4)]
-    actor.update = lambda rank_batches: {}  # nothing was trained
-    train(settings, SimpleNamespace(trainers=actor), groups, 2, {}, MovingAverage())
-    assert len(given) == 1
+    train(settings, workers_of(actor), rollouts_of(groups), 2, MovingAverage())
+    assert len(given) == 1, "nothing was trained"
 
 
 def test_positive_examples_have_a_weight_of_their_own():
@@ -173,39 +172,46 @@ def test_positive_examples_have_a_weight_of_their_own():
 
 
 class Group:
-    """Stands in for a TrainerGroup: the samples of its updates, and whether its step has ended."""
+    """Stands in for a TrainerGroup: notes the samples of its updates, whose metrics it is given."""
 
     packing = packing()
 
-    def __init__(self) -> None:
-        self.updates: list[list[str]] = []
-        self.ended = False
+    def __init__(self, *metrics: dict[str, Metric]) -> None:
+        self.calls: list[str] = []
+        self.updates: list[list[SampleRef]] = []
+        self.metrics = iter(metrics)
 
-    def update(self, rank_batches: list[RankBatch]) -> dict[str, Metric]:
-        self.updates.append([item.sample for share in rank_batches for item in share.samples])
-        return {"policy/loss": Metric(1.0)}
+    def keep_log_probs(self, policy: str, updates: list[list[RankBatch]]) -> Pending[None]:
+        self.calls.append(policy)
+        return ready(None)
 
-    def end_step(self) -> None:
-        self.ended = True
+    def score_tokens(self, updates: list[list[RankBatch]]) -> Pending[tuple[dict, dict]]:
+        self.calls.append("score_tokens")
+        names = [item.sample_id for update in updates for batch in update for item in batch.samples]
+        return ready(
+            ({name: f"score of {name}" for name in names}, {name: TokenTotals(1, -1.0, 1.0) for name in names})
+        )
+
+    def train(self, updates: list[list[RankBatch]]) -> Pending[dict[str, Metric]]:
+        self.calls.append("train")
+        self.updates += [[item for batch in update for item in batch.samples] for update in updates]
+        return ready(merge_updates([next(self.metrics, {}) for _ in updates]))
+
+    @property
+    def trained_on(self) -> list[list[str]]:
+        return [sorted(item.sample_id for item in update) for update in self.updates]
 
 
-class Losing(Group):
-    """Its updates have these losses."""
+def loss(name: str, value: float) -> dict[str, Metric]:
+    return {f"{name}/loss": Metric(value, reduction="sum")}
 
-    def __init__(self, name: str, losses: list[float]) -> None:
-        super().__init__()
-        self.name, self.losses = name, losses
 
-    def keep_log_probs(self, policy: str, rank_batches: list[RankBatch]) -> None:
-        pass
+def workers_of(actor: Group, critic: Group | None = None) -> Workers:
+    return Workers(actor, critic, None, None, None, None, None, None, share_devices=True)
 
-    def score_tokens(self, updates: list[list[RankBatch]]):
-        names = [f"1.{prompt}.{k}" for prompt in range(2) for k in range(2)]
-        return {name: f"value of {name}" for name in names}, {}
 
-    def update(self, rank_batches: list[RankBatch]) -> dict[str, Metric]:
-        super().update(rank_batches)
-        return {f"{self.name}/loss": Metric(self.losses[len(self.updates) - 1], reduction="sum")}
+def rollouts_of(groups) -> Rollouts:
+    return Rollouts(sampled=(), chosen=groups, process_rewards={}, metrics={})
 
 
 def test_an_update_without_samples_is_left_out():
@@ -213,11 +219,9 @@ def test_an_update_without_samples_is_left_out():
     settings = config("rewards.failure_limit=0.5", "batch.prompts_per_step=3", "batch.prompts_per_update=1")
     samples = [[sample(prompt, k) for k in range(2)] for prompt in range(3)]
     groups, _ = select(settings, samples, [*map(score, [1.0, 0.0, None, None, 0.0, 1.0])])
-    actor = Group()
-    actor.keep_log_probs = lambda policy, rank_batches: None
-    metrics = train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
-    assert [sorted(update) for update in actor.updates] == [["0.0", "0.1"], ["2.0", "2.1"]]
-    assert actor.ended
+    actor = Group(loss("policy", 1.0), loss("policy", 1.0))
+    metrics = train(settings, workers_of(actor), rollouts_of(groups), 1, MovingAverage())
+    assert actor.trained_on == [["1.0.0", "1.0.1"], ["1.2.0", "1.2.1"]]
     assert values(metrics) == {"policy/loss": 1.0}
 
 
@@ -227,8 +231,9 @@ def test_the_loss_of_a_step_is_the_mean_of_its_updates(estimator):
         "batch.prompts_per_step=2", "batch.prompts_per_update=1", f"algorithm.advantage.estimator={estimator}"
     )
     groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
-    workers = SimpleNamespace(trainers=Losing("policy", [4.0, 2.0]), critic=Losing("value", [1.0, 7.0]))
-    metrics = values(train(settings, workers, groups, 1, {}, MovingAverage()))
+    actor, critic = Group(loss("policy", 4.0), loss("policy", 2.0)), Group(loss("value", 1.0), loss("value", 7.0))
+    workers = workers_of(actor, critic if estimator == "gae" else None)
+    metrics = values(train(settings, workers, rollouts_of(groups), 1, MovingAverage()))
     assert metrics == {"policy/loss": 3.0} | ({"value/loss": 4.0} if estimator == "gae" else {})
 
 
@@ -275,14 +280,14 @@ def test_each_prompt_is_asked_for_a_greedy_response_where_that_is_the_baseline()
 def test_rewards_are_compared_with_those_of_earlier_steps():
     settings = config("algorithm.advantage={estimator: reinforce, baseline_decay: 0.5}")
     actor, average = Group(), MovingAverage()
-    given = []
-    actor.update = lambda rank_batches: (
-        given.append({item.baseline for share in rank_batches for item in share.samples}) or {}
-    )
     for number, rewards in enumerate(([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0], [1.0] * 4), start=1):
         groups, _ = select(settings, GROUPS, [*map(score, rewards)])
-        train(settings, SimpleNamespace(trainers=actor), groups, number, {}, average)
-    assert given == [{Baseline(0.0)}, {Baseline(0.75)}, {Baseline((0.5 * 0.75 + 0.25) / 1.5)}]
+        train(settings, workers_of(actor), rollouts_of(groups), number, average)
+    assert [{item.baseline for item in update} for update in actor.updates] == [
+        {Baseline(0.0)},
+        {Baseline(0.75)},
+        {Baseline((0.5 * 0.75 + 0.25) / 1.5)},
+    ]
 
 
 def test_rewards_of_tokens_are_part_of_the_samples_or_compared_by_themselves():
@@ -291,11 +296,11 @@ def test_rewards_of_tokens_are_part_of_the_samples_or_compared_by_themselves():
         Score(1.0, {}, token_reward_totals=TokenTotals(1, -1.0, 1.0)),
     ]
     learned = {"1.0.0": TokenTotals(4, 1.0, 1.0), "1.0.1": TokenTotals(4, 8.0, 16.0)}
-    for credit, value, token_value in (("whole", 6.5, 0.0), ("to_go", 1.5, 10 / 11)):
+    for credit, center, token_center in (("whole", 6.5, 0.0), ("to_go", 1.5, 10 / 11)):
         settings = config(f"algorithm.advantage={{estimator: opo, credit: {credit}}}")
         groups, _ = select(settings, GROUPS[:1], scores)
         for item in attach_baselines(settings, groups, learned, {}, MovingAverage()):
-            assert item.baseline == Baseline(value, 1.0, pytest.approx(token_value), 1.0)
+            assert item.baseline == Baseline(center, 1.0, pytest.approx(token_center), 1.0)
 
 
 def test_a_reward_that_holds_the_kl_is_known_before_anybody_is_trained():
@@ -305,32 +310,27 @@ def test_a_reward_that_holds_the_kl_is_known_before_anybody_is_trained():
         "algorithm.advantage={estimator: gae}",
         "critic.tokens_per_microbatch=64",
     )
-    calls, handed = [], {}
-
-    class Scoring(Group):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name = name
-
-        def keep_log_probs(self, policy: str, rank_batches: list[RankBatch]) -> None:
-            calls.append(policy)
-
-        def score_tokens(self, updates: list[list[RankBatch]]):
-            calls.append(f"{self.name} tokens")
-            names = ["1.0.0", "1.0.1", "1.1.0", "1.1.1"]
-            return {name: f"{self.name} {name}" for name in names}, {name: TokenTotals(1, -1.0, 1.0) for name in names}
-
-        def update(self, rank_batches: list[RankBatch]) -> dict[str, Metric]:
-            calls.append(self.name)
-            handed[self.name] = {name: ref for share in rank_batches for name, ref in share.samples[0].scores.items()}
-            return {}
-
+    log: list[str] = []
+    actor, critic = Group(), Group()
+    actor.calls = critic.calls = log
     groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
-    workers = SimpleNamespace(trainers=Scoring("actor"), critic=Scoring("critic"))
-    train(settings, workers, groups, 1, {}, MovingAverage())
-    assert calls == ["old", "reference", "actor tokens", "critic tokens", "critic", "actor"]
-    assert handed["critic"] == {"kl_reward": "actor 1.0.0"}
-    assert handed["actor"] == {"kl_reward": "actor 1.0.0", "values": "critic 1.0.0"}
+    train(settings, workers_of(actor, critic), rollouts_of(groups), 1, MovingAverage())
+    assert log == ["old", "reference", "score_tokens", "score_tokens", "train", "train"]
+    [[of_critic, *_]], [[of_actor, *_]] = critic.updates, actor.updates
+    assert of_critic.scores == {"kl_reward": "score of 1.0.0"}
+    assert of_actor.scores == {"kl_reward": "score of 1.0.0", "values": "score of 1.0.0"}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_in_its_first_steps_the_critic_learns_alone(number):
+    settings = config(
+        "algorithm.advantage={estimator: gae}", "critic.tokens_per_microbatch=64", "critic.warmup_steps=1"
+    )
+    actor, critic = Group(), Group()
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    train(settings, workers_of(actor, critic), rollouts_of(groups), number, MovingAverage())
+    assert critic.calls == ["score_tokens", "train"]
+    assert actor.calls == (["train"] if number > 1 else [])
 
 
 def test_groups_are_compared_by_rewards_with_their_kl():
@@ -338,7 +338,7 @@ def test_groups_are_compared_by_rewards_with_their_kl():
     groups, _ = select(settings, GROUPS[:1], [*map(score, [1.0, 0.0])])
     kl_reward_totals = {"1.0.0": TokenTotals(4, -3.0, 9.0), "1.0.1": TokenTotals(4, -1.0, 1.0)}
     assert [
-        item.baseline.value for item in attach_baselines(settings, groups, {}, kl_reward_totals, MovingAverage())
+        item.baseline.center for item in attach_baselines(settings, groups, {}, kl_reward_totals, MovingAverage())
     ] == [-1.5, -1.5]
 
 
@@ -366,9 +366,9 @@ def test_online_dpo_learns_from_the_best_and_the_worst_of_each_group():
     samples = [[sample(prompt, k) for k in range(3)] for prompt in range(4)]
     groups, _ = select(settings, samples, [*map(score, [0.5, 0.0, 1.0, 1.0, 1.0, 1.0, *[0.0] * 6])])
     actor = Group()
-    actor.keep_log_probs = lambda policy, rank_batches: actor.updates.append([policy])
-    metrics = train(settings, SimpleNamespace(trainers=actor), groups, 1, {}, MovingAverage())
-    assert actor.updates == [["reference"], ["0.2", "0.1"]] and actor.ended
+    metrics = train(settings, workers_of(actor), rollouts_of(groups), 1, MovingAverage())
+    assert actor.calls == ["reference", "train"]
+    assert [[item.sample_id for item in update] for update in actor.updates] == [["1.0.2", "1.0.1"]]
     assert values(metrics)["preference/tied_share"] == 0.75
 
 

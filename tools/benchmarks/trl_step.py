@@ -22,7 +22,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from megarl.cluster.supervision.memory import MemorySampler
 from megarl.config.load import load
-from megarl.config.objectives import options
 from megarl.config.schema import Config
 from megarl.core.timing import Stopwatch
 from megarl.data.cursor import PromptCursor
@@ -119,7 +118,7 @@ def _parse() -> argparse.Namespace:
 
 def _grpo_config(config: Config, arguments: argparse.Namespace) -> GRPOConfig:
     """The recipe in TRL's words. One generation and one optimizer step a step, so no pass for old log-probs."""
-    optimizer, objective, batch = config.actor.optimizer, options(config.algorithm.objective), config.batch
+    optimizer, objective, batch = config.actor.optimizer, config.algorithm.objective.options(), config.batch
     return GRPOConfig(
         output_dir=str(arguments.folder / "trainer"),
         seed=config.run.seed,

@@ -1,1 +1,1 @@
-"""Advantage estimators on packed rows: N rows of response tokens, by sample. Only trained tokens are actions."""
+"""Advantage estimators, a file for each: its SPEC and its function. Only trained tokens are actions."""

@@ -2,56 +2,74 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from megarl.algorithms.advantages.returns import discounted_sum, same_sample
+from megarl.algorithms.returns import discounted_sum, same_sample
 from megarl.algorithms.shapes import require_one_shape
+from megarl.algorithms.specs import TokenAdvantages, TokenEstimator
+
+if TYPE_CHECKING:
+    import torch
 
 
 def gae(
     reward: torch.Tensor,
-    value: torch.Tensor,
     mask: torch.Tensor,
     row_sample: torch.Tensor,
+    value: torch.Tensor,
     gamma: float,
-    gae_lambda: float | torch.Tensor,
+    gae_lambda: float,
     critic_lambda: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    length_alpha: float | None = None,
+) -> TokenAdvantages:
     """A_t = Σ_l (γλ)^l·δ_{t+l} with δ_t = r_t + γ·V(s_{t+1}) − V(s_t); the critic's target is A_t + V(s_t).
 
-    Generalised advantage estimation (arXiv 1506.02438, eq. 16), with TD(λ) returns. A sample's actions are its trained
-    tokens: the state after one of them is that before the next, and after the last one worth 0. With a critic_lambda
-    the target is that of another λ than the policy's: decoupled GAE of VC-PPO (arXiv 2503.01491), where it is 1.
+    Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16), with TD(λ) returns. A sample's actions
+    are its trained tokens: the state after one of them is that before the next, and after the last one worth 0.
 
     reward, value   float32 [N]; value[t] is that of the state in which token t was sampled
     mask            bool [N], the trained tokens; rewards and values of others are not read
     row_sample      int64 [N], not decreasing
-    gae_lambda      a number, or float64 [N], equal for all rows of a sample
-    returns         advantage and return, float32 [N], 0 where the mask is False
+    critic_lambda   the critic's target has this λ, and not the policy's: decoupled GAE of VC-PPO
+                    (https://arxiv.org/abs/2503.01491), where it is 1
+    length_alpha    the policy's λ is `length_adaptive_lambda` of each sample, and gae_lambda the critic's
     """
-    given = {"gae_lambda": gae_lambda} if isinstance(gae_lambda, torch.Tensor) else {}
-    require_one_shape(reward=reward, value=value, mask=mask, row_sample=row_sample, **given)
+    require_one_shape(reward=reward, value=value, mask=mask, row_sample=row_sample)
     sample, now = row_sample[mask], value[mask]
-    following = torch.cat((now[1:], now.new_zeros(1)))[: len(now)]
-    following = torch.where(same_sample(sample, 1), following, 0.0)
+    following = now.roll(-1).where(same_sample(sample, 1), 0.0)
     delta = reward[mask] + gamma * following - now
-    of_policy = gae_lambda[mask] if isinstance(gae_lambda, torch.Tensor) else gae_lambda
-    advantage = discounted_sum(delta, sample, gamma * of_policy)
-    of_critic = advantage if critic_lambda is None else discounted_sum(delta, sample, gamma * critic_lambda)
-    zeros = torch.zeros_like(value)
-    return zeros.masked_scatter(mask, advantage), zeros.masked_scatter(mask, of_critic + now)
+    policy_lambda = gae_lambda if length_alpha is None else length_adaptive_lambda(mask, row_sample, length_alpha)[mask]
+    advantage = discounted_sum(delta, sample, gamma * policy_lambda)
+    if critic_lambda is None and length_alpha is None:
+        target = advantage
+    else:
+        target = discounted_sum(delta, sample, gamma * (gae_lambda if critic_lambda is None else critic_lambda))
+    zeros = value.new_zeros(value.shape)
+    return TokenAdvantages(zeros.masked_scatter(mask, advantage), zeros.masked_scatter(mask, target + now))
 
 
 def length_adaptive_lambda(mask: torch.Tensor, row_sample: torch.Tensor, alpha: float) -> torch.Tensor:
     """λ_i = 1 − 1/(α·l_i), l_i the trained tokens of sample i, so that Σ_t λ^t ≈ α·l_i; 0 where that is negative.
 
-    VAPO (arXiv 2504.05118, section 4.2).
+    VAPO (https://arxiv.org/abs/2504.05118, section 4.2).
 
     mask         bool [N]
     row_sample   int64 [N]
     returns      float64 [N]: close to 1, float32 would lose what is left to it
     """
     require_one_shape(mask=mask, row_sample=row_sample)
+    trained = mask.double()
     samples = int(row_sample[-1]) + 1 if len(row_sample) else 0
-    lengths = torch.zeros(samples, dtype=torch.float64, device=mask.device).index_add(0, row_sample, mask.double())
+    lengths = trained.new_zeros(samples).index_add(0, row_sample, trained)
     return (1 - 1 / (alpha * lengths.clamp(min=1))).clamp(min=0)[row_sample]
+
+
+SPEC = TokenEstimator(
+    name="gae",
+    formula="Σ_l (γλ)^l·δ_{t+l}, δ_t = r_t + γ·V_{t+1} − V_t, whitened over the update",
+    paper="GAE, arXiv 1506.02438",
+    comparison="values",
+    estimate=gae,
+    arguments={"gamma": 1.0, "gae_lambda": 0.95, "critic_lambda": None, "length_alpha": None},
+    whitens=True,
+)

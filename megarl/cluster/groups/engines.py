@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megarl.cluster.failure import RunFailure
+from megarl.cluster.groups.group import Answer
 from megarl.cluster.groups.vllm import VllmActor, VllmGroup
+from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import processes, segments
@@ -27,7 +30,6 @@ from megarl.rollout.engine import SamplingRequest
 if TYPE_CHECKING:
     from megarl.resharding.transports.transport import Channel
     from megarl.resharding.verification import Checksum, Region
-    from megarl.rollout.engine import Refitted
     from megarl.rollout.vllm.engine import VllmEngine
 
 
@@ -50,37 +52,27 @@ class RemoteSample:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class EngineActor(VllmActor):
+    """One engine. Because a method is async, Ray runs all of them in one event loop: others are done while `generate`
+    waits for its samples."""
+
     def _load(self) -> VllmEngine:
         from megarl.rollout.vllm.engine import VllmEngine
 
         config = self._config
         return VllmEngine(config.rollout, self._model_folder, config.model.dtype, config.run.seed)
 
-    async def generate(self, requests: Sequence[SamplingRequest]) -> list[list[SampleInfo] | Sample]:
-        """First what is to be known of the samples, then the samples: return values of their own, which, unlike objects
-        that this process puts, stay when it dies. Because it is async, Ray runs all methods in one event loop."""
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
         with self._whole():
-            samples = await self._engine.generate(requests)
+            return super().call(function, *arguments)
+
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Answer | Sample]:
+        """Returns first what is to be known of the samples, then the samples: return values of their own, which, unlike
+        objects that this process puts, stay when it dies."""
+        begin = time.time()
+        with self._whole():
+            samples = await self._worker.generate(requests)
         segments.note(self._scratch)  # vLLM makes some only when it generates
-        return [[SampleInfo.of(sample) for sample in samples], *samples]
-
-    def sleep(self) -> None:
-        with self._whole():
-            self._engine.sleep()
-
-    def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        return self._engine.parameters()
-
-    def connect(
-        self, plan: CompactPlan, channel: Channel, holders: Mapping[str, Sequence[Holder]], by_loader: bool
-    ) -> None:
-        """holders: of each engine."""
-        with self._whole():
-            self._engine.connect(plan, channel, holders[self._process.name], by_loader)
-
-    def refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> list[Refitted]:
-        with self._whole():
-            return self._engine.refit(version, expected)
+        return [Answer([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -88,19 +80,19 @@ class EngineActor(VllmActor):
         try:
             yield
         except Exception:
-            if self._engine.has_lost_a_rank:
+            if self._worker.has_lost_a_rank:
                 processes.end_descendants()
                 os._exit(1)
             raise
 
 
-class EngineGroup(VllmGroup):
+class EngineGroup(VllmGroup["VllmEngine"]):
     """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache.
 
     Where there are several, one that is lost is left out from then on, and the others do its work.
     """
 
-    actor_class = EngineActor
+    actor_class, title = EngineActor, "EngineActor"
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         tp, extra = config.rollout.tp, config.rollout.vllm_overrides
@@ -119,25 +111,35 @@ class EngineGroup(VllmGroup):
         self.by_loader = False
         """Whether they take weights by vLLM's own loader, which does not keep them as they came."""
 
-    def start(self) -> None:
-        """And finds out whether the engines' parameters are those of the model's family, which a plan can write."""
-        super().start()
-        name, actor = next(iter(self._actors.items()))
-        [workers] = self._session.wait({name: actor.parameters.remote()}, "parameters of the engine")
+    def start(self) -> Pending[None]:
+        """Starts the engines, finds out whether their parameters are those of the model's family, which a plan can
+        write, and has them sleep."""
+        started = super().start().then(lambda _: self._parameters_of_first())
+        return started.then(self._check_parameters).then(lambda _: self.sleep())
+
+    def _parameters_of_first(self) -> Pending[list[dict[str, tuple[tuple[int, ...], str]]]]:
+        return self._submit_to_first("parameters of the engine", "parameters", lambda engine: engine.parameters())
+
+    def _check_parameters(self, workers: Sequence[Mapping[str, tuple[tuple[int, ...], str]]]) -> None:
+        """workers: of the first engine, each with its parameters' shapes and dtypes."""
         mismatched_params = [
             f"{holder.name}: {line}"
-            for holder, own in zip(self._holders[name], workers, strict=True)
-            for line in holder.shard.mismatched_params(own)
+            for holder, parameters in zip(self._holders[self.names[0]], workers, strict=True)
+            for line in holder.shard.mismatched_params(parameters)
         ]
         if mismatched_params:
             self._take_whole_tensors(mismatched_params)
-        self.sleep()
 
-    def sleep(self) -> None:
-        """If they are to, until the next refit: see Engine.sleep."""
-        calls = {name: actor.sleep.remote() for name, actor in self._actors.items()} if self._sleeps else {}
-        _, lost = self._session.gather(calls, "engines: giving memory back", expendable=self.expendable)
-        self.drop(lost, "rollout")
+    def sleep(self) -> Pending[None]:
+        """Gives devices' memory back, if the engines are to, until the next refit: see Engine.sleep."""
+        calls = self._calls("sleep", lambda engine: engine.sleep()) if self._sleeps else {}
+        asleep = self._submit_expendable("engines: giving memory back", "sleep", calls)
+        return asleep.then(lambda answers: self.drop(answers.lost, "rollout"))
+
+    def _submit_expendable(self, phase: str, task: str, calls: Mapping[str, ray.ObjectRef]) -> Pending[Answers]:
+        """Submits calls of engines of which some may be lost."""
+        pending = self._session.submit(calls, phase, expendable=self.expendable)
+        return pending.then(lambda answers: replace(answers, values=self._session.trace.add(task, answers)))
 
     def _take_whole_tensors(self, mismatched_params: Sequence[str]) -> None:
         """Every worker then gets the whole model, as the checkpoint has it."""
@@ -169,40 +171,49 @@ class EngineGroup(VllmGroup):
         """Those without which the run goes on."""
         return self.names if len(self._actors) > 1 else []
 
-    def generate(
-        self, groups: Sequence[Sequence[SamplingRequest]], meanwhile: Callable[[], object] | None = None
-    ) -> list[list[RemoteSample]]:
-        """groups: the requests of each prompt. Returns their samples in the same shape and order. meanwhile: called now
-        and then until they are there."""
-        done: dict[int, list[RemoteSample]] = {}
-        while left := [i for i in range(len(groups)) if i not in done]:
-            dealt = {name: own for k, name in enumerate(self._actors) if (own := left[k :: len(self._actors)])}
-            asked = {name: self._ask(name, [groups[i] for i in own]) for name, own in dealt.items()}
-            calls = {name: refs[0] for name, refs in asked.items()}
-            infos, lost = self._session.gather(calls, "rollout", expendable=self.expendable, meanwhile=meanwhile)
-            for name in infos:
-                samples = map(RemoteSample, infos[name], asked[name][1:])
-                done |= {i: [next(samples) for _ in groups[i]] for i in dealt[name]}
-            self.drop(lost, "rollout")
-        return [done[i] for i in range(len(groups))]
+    def generate(self, groups: Sequence[Sequence[SamplingRequest]]) -> Pending[list[list[RemoteSample]]]:
+        """groups: the requests of each prompt. The result is their samples, in the same shape and order. What an engine
+        had to do that is lost meanwhile is asked of the others."""
+        return self._generate(groups, {})
+
+    def _generate(
+        self, groups: Sequence[Sequence[SamplingRequest]], done: Mapping[int, list[RemoteSample]]
+    ) -> Pending[list[list[RemoteSample]]]:
+        """done: the samples that are there, by the group's place in groups."""
+        left = [i for i in range(len(groups)) if i not in done]
+        dealt = {name: part for k, name in enumerate(self._actors) if (part := left[k :: len(self._actors)])}
+        asked = {name: self._ask(name, [groups[i] for i in part]) for name, part in dealt.items()}
+        calls = {name: refs[0] for name, refs in asked.items()}
+
+        def collect(answers: Answers) -> list[list[RemoteSample]] | Pending[list[list[RemoteSample]]]:
+            samples = dict(done)
+            for name, infos in answers.values.items():
+                found = map(RemoteSample, infos, asked[name][1:])
+                samples |= {i: [next(found) for _ in groups[i]] for i in dealt[name]}
+            self.drop(answers.lost, "rollout")
+            return [samples[i] for i in range(len(groups))] if not answers.lost else self._generate(groups, samples)
+
+        return self._submit_expendable("rollout", "generate", calls).then(collect)
 
     def _ask(self, name: str, groups: Sequence[Sequence[SamplingRequest]]) -> list[ray.ObjectRef]:
         """References to what EngineActor.generate returns."""
         requests = [request for group in groups for request in group]
         return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests)
 
-    def connect(self, plan: CompactPlan, channel: Channel) -> bool:
-        """From now on a refit is this plan. Returns whether all engines know; those that do not are lost."""
-        same = ray.put(plan), ray.put(channel), ray.put(self._holders), self.by_loader
-        calls = {name: actor.connect.remote(*same) for name, actor in self._actors.items()}
-        _, lost = self._session.gather(calls, "connecting for the refit", expendable=self.expendable)
-        self.drop(lost, "refit")
-        return not lost
+    def connect(self, plan: CompactPlan, channel: Channel) -> Pending[bool]:
+        """From now on a refit is this plan. The result is whether all engines know; those that do not are lost."""
+        arguments = (ray.put(plan), ray.put(channel), ray.put(self._holders), self.by_loader)
+        calls = {name: self._call(actor, "connect", _connect, name, *arguments) for name, actor in self._actors.items()}
 
-    def refitting(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
-        """Calls, under way, by which every engine takes the weights, for the caller to wait for. See Engine.refit."""
-        same = version, ray.put(expected)
-        return {name: actor.refit.remote(*same) for name, actor in self._actors.items()}
+        def drop_lost(answers: Answers) -> bool:
+            self.drop(answers.lost, "refit")
+            return not answers.lost
+
+        return self._submit_expendable("connecting for the refit", "connect", calls).then(drop_lost)
+
+    def start_refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
+        """Every engine takes the weights, see Engine.refit. Returns the calls: they end with those that send."""
+        return self._calls("refit", lambda engine, expected: engine.refit(version, expected), ray.put(expected))
 
     def drop(self, lost: Collection[str], phase: str) -> None:
         """Goes on without these. Raises RunFailure where none is left."""
@@ -223,3 +234,15 @@ class EngineGroup(VllmGroup):
         """The last one: its loss ends every wait; that of another is noticed when it is asked for something."""
         if len(self._actors) == 1:
             self._session.watch(self._actors)
+
+
+def _connect(
+    engine: VllmEngine,
+    name: str,
+    plan: CompactPlan,
+    channel: Channel,
+    holders: Mapping[str, Sequence[Holder]],
+    by_loader: bool,
+) -> None:
+    """holders: of each engine."""
+    engine.connect(plan, channel, holders[name], by_loader)

@@ -1,26 +1,30 @@
-"""The ranks of a model in Megatron: one Ray actor each, called together."""
+"""The ranks of a model in Megatron: one Ray actor each."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import ray
-from ray.actor import ActorHandle
 
-from megarl.cluster.placement import VISIBLE, Process
-from megarl.cluster.rank_batch import RankBatch
+from megarl.cluster.groups.group import Answer, Group, ProcessActor
+from megarl.cluster.pending import Pending
+from megarl.cluster.placement import Process
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch
 from megarl.cluster.session import Session
-from megarl.cluster.supervision.logs import log_to
 from megarl.config.schema import Config, MegatronRole
 from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
+    from megarl.data.local_batch import LocalBatch
     from megarl.megatron.workers.model import ModelWorker
+
+W = TypeVar("W", bound="ModelWorker")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,40 +37,44 @@ class Started:
     kernels: str
 
 
-class RankActor:
-    """Torch and Megatron are imported here, in the actor's own process, never in the driver's."""
+class RankActor(ProcessActor):
+    """One rank. Its worker is the role's class of megarl.megatron.workers."""
 
     def __init__(self, config: Config, role: MegatronRole, model_folder: Path, process: Process, logs: Path):
-        log_to(logs / f"{process.name}.log")
-        os.environ.update(process.environment(os.environ.get(VISIBLE)))
-        self._config, self._role, self._model_folder, self._process = config, role, model_folder, process
+        super().__init__(process, logs)
+        self._config, self._role, self._model_folder = config, role, model_folder
+        self._batches = FetchedBatches()
 
-    def open_store(self) -> tuple[str, int]:
-        """Rank 0 opens the store_address of the process group. Returns host and port."""
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        """Runs function(worker, *arguments), where a RankBatch among these is the LocalBatch that it refers to."""
+        return super().call(function, *map(self._fetched, arguments))
+
+    def _fetched(self, argument: Any) -> Any:
+        return self._batches.fetch(argument) if isinstance(argument, RankBatch) else argument
+
+    def open_store(self) -> Answer:
+        """Rank 0 opens the rendezvous of the process group. Answers with its host and port."""
         from megarl.megatron import parallel
 
+        begin = time.time()
         host = ray.util.get_node_ip_address()
         world_size = self._config.placed(self._role).layout.world_size
         self._store = parallel.open_store(host, world_size, self._config.cluster.start_timeout_s)
-        return host, self._store.port
+        return Answer((host, self._store.port), begin, time.time())
 
-    def start(self, host: str, port: int) -> Started:
-        """Builds the model and loads its weights."""
+    def start(self, host: str, port: int) -> Answer:
+        """Builds the model and loads its weights. Answers with a Started."""
         from megarl.megatron import parallel
 
+        begin = time.time()
         rank, world_size = self._process.index, self._config.placed(self._role).layout.world_size
-        store = (
-            self._store
-            if rank == 0
-            else parallel.join_store(host, port, world_size, self._config.cluster.start_timeout_s)
-        )
+        timeout_s = self._config.cluster.start_timeout_s
+        store = self._store if rank == 0 else parallel.join_store(host, port, world_size, timeout_s)
         role_worker = worker_class(self._config, self._role)
         worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
-        self._worker: Any = worker
-        return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
-
-    def close(self) -> None:
-        self._worker.close()
+        self._worker = worker
+        started = Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
+        return Answer(started, begin, time.time())
 
 
 def worker_class(config: Config, role: MegatronRole) -> type[ModelWorker]:
@@ -82,49 +90,60 @@ def worker_class(config: Config, role: MegatronRole) -> type[ModelWorker]:
     return next(worker for worker in workers if worker.role == role)
 
 
-class RankGroup:
-    """All ranks of a role. Every method is one call on every rank and returns when all have answered."""
+class RankGroup(Group[W]):
+    """All ranks of a role."""
 
     actor_class: ClassVar[Any]
     """A class derived from RankActor, as a Ray actor."""
+    title: ClassVar[str]
+    """Its name."""
 
     def __init__(
         self, session: Session, config: Config, role: MegatronRole, model_folder: Path, processes: Sequence[Process]
     ):
-        self._session, self._role = session, role
+        self._role = role
         self._start_timeout_s = config.cluster.start_timeout_s
         self._processes = processes
-        self._actors = {
+        actors = {
             process.name: self.actor_class.remote(config, role, model_folder, process, session.logs)
             for process in processes
         }
-        session.watch(self._actors)
+        super().__init__(session, self.title, actors)
+        session.watch(actors)
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
         self.store_address = ("", 0)
         """Host and port of the ranks' TCPStore, which rank 0 has."""
 
-    def start(self) -> None:
-        first_name, first = next(iter(self._actors.items()))
-        [(host, port)] = self._session.wait(
-            {first_name: first.open_store.remote()}, f"{self._role} store_address", self._start_timeout_s
+    def start(self) -> Pending[None]:
+        """Rank 0 opens the rendezvous, then all build the model."""
+        name, first = next(iter(self._actors.items()))
+        opened = self._read(
+            f"{self._role} rendezvous", "open_store", {name: first.open_store.remote()}, self._start_timeout_s
         )
+        return opened.then(lambda addresses: self._start_ranks(*addresses[0]))
+
+    def _start_ranks(self, host: str, port: int) -> Pending[None]:
         self.store_address = (host, port)
-        started = self._session.wait(
-            {name: actor.start.remote(host, port) for name, actor in self._actors.items()},
-            f"{self._role} start",
-            self._start_timeout_s,
-        )
+        calls = {name: actor.start.remote(host, port) for name, actor in self._actors.items()}
+        return self._read(f"{self._role} start", "start", calls, self._start_timeout_s).then(self._note_started)
+
+    def _note_started(self, started: Sequence[Started]) -> None:
         self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
         ranks = zip(self._processes, started, strict=True)
         self.holders = [holder for process, rank in ranks for holder in process.hold([rank.holder])]
         self.packing, self.kernels = started[0].packing, started[0].kernels
 
-    def close(self) -> None:
+    def close(self) -> Pending[list[None]]:
         """Leaves the process group together, so that no rank sees the others vanish."""
-        self._session.wait({name: actor.close.remote() for name, actor in self._actors.items()}, f"{self._role} end")
+        return self._submit(f"{self._role} end", "close", lambda worker: worker.close())
 
-    def _dealt(self, rank_batches: Sequence[RankBatch]) -> Iterator[tuple[str, ActorHandle, RankBatch]]:
-        """Every rank with the batch of its data-parallel rank."""
-        for (name, actor), rank in zip(self._actors.items(), self._data_parallel_ranks, strict=True):
-            yield name, actor, rank_batches[rank]
+    def _submit_batches(
+        self,
+        phase: str,
+        task: str,
+        function: Callable[[W, LocalBatch], T],
+        batches: Sequence[RankBatch],
+    ) -> Pending[list[T]]:
+        """Runs function(worker, batch) in every rank, with what the batch of its data-parallel rank refers to."""
+        return self._submit_each(phase, task, function, [(batches[rank],) for rank in self._data_parallel_ranks])

@@ -10,8 +10,9 @@ import ray
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.vllm import VllmActor, VllmGroup
+from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import Scores, put_scores
+from megarl.cluster.rank_batch import Scores, join_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.config.schema import Config
@@ -22,36 +23,35 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardEngineActor(VllmActor):
+    """One classifier on vLLM."""
+
     def _load(self) -> VllmClassifier:
         from megarl.rollout.vllm.classifier import VllmClassifier
 
         return VllmClassifier(self._config, self._model_folder)
 
-    def scores(self, samples: Sequence[RemoteSample]) -> Scores:
-        scores = self._engine.scores(ray.get([sample.ref for sample in samples]))
-        segments.note(self._scratch)
-        return put_scores({sample.info.id: own for sample, own in zip(samples, scores, strict=True)})
 
-
-class RewardEngineGroup(VllmGroup):
+class RewardEngineGroup(VllmGroup["VllmClassifier"]):
     """All engines. The samples of one prompt go to the same one, where they share a prefix cache."""
 
-    actor_class = RewardEngineActor
+    actor_class, title = RewardEngineActor, "RewardEngineActor"
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         super().__init__(session, config, model_folder, processes, config.reward_model.layout.tp)
 
-    def scores(self, samples: Sequence[RemoteSample]) -> Scores:
-        """Of each response token, float32 [R]; of a sequence classifier that of the sample, [1]."""
+    def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
+        """The score of each response token, float32 [R]; of a sequence classifier that of the sample, [1]."""
         prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.info.prompt_id for sample in samples))}
-        own = [
+        scratch = self._session.scratch
+
+        def score(engine: VllmClassifier, samples: Sequence[RemoteSample]) -> Scores:
+            scores = engine.scores(ray.get([sample.ref for sample in samples])) if samples else []
+            segments.note(scratch)
+            return put_scores({sample.info.id: own for sample, own in zip(samples, scores, strict=True)})
+
+        shares = [
             [sample for sample in samples if prompts[sample.info.prompt_id] % len(self._actors) == i]
             for i in range(len(self._actors))
         ]
-        dealt = zip(self._actors.items(), own, strict=True)
-        calls = {name: actor.scores.remote(samples) for (name, actor), samples in dealt if samples}
-        answers = self._session.wait(calls, "reward model: scores")
-        return {sample: ref for answer in answers for sample, ref in answer.items()}
-
-    def close(self) -> None:
-        """An engine ends with its process: it is in no process group that it could leave others waiting in."""
+        scored = self._submit_each("reward model: scores", "score", score, [(share,) for share in shares])
+        return scored.then(join_scores)

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.group import Answer
 from megarl.cluster.groups.ranks import RankActor, RankGroup
-from megarl.cluster.rank_batch import RankBatch, SampleRef, Scores, put_scores
+from megarl.cluster.pending import Pending
+from megarl.cluster.rank_batch import RankBatch, SampleRef, Scores, join_scores, put_scores
 from megarl.data.packing import Lengths, schedule
+
+if TYPE_CHECKING:
+    pass
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardModelActor(RankActor):
-    def scores(self, rank_batch: RankBatch) -> Scores:
-        return put_scores(self._worker.score_tokens(rank_batch.fetch()))
+    """One rank of a reward model. It scores samples once, and does not keep them."""
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        answer = super().call(function, *arguments)
+        self._batches.clear()
+        return answer
 
 
-class RewardModelGroup(RankGroup):
-    actor_class = RewardModelActor
+class RewardModelGroup(RankGroup["RewardModelWorker"]):
+    """All ranks of a reward model."""
 
-    def scores(self, samples: Sequence[RemoteSample]) -> Scores:
-        """Of each response token, float32 [R]; of a sequence classifier that of the sample, [1]."""
+    actor_class, title = RewardModelActor, "RewardModelActor"
+
+    def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
+        """The score of each response token, float32 [R]; of a sequence classifier that of the sample, [1]."""
         microbatches = schedule([Lengths.of(sample.info) for sample in samples], self.packing)
-        sample_refs = [SampleRef.unscored(sample.ref) for sample in samples]
-        rank_batches = [RankBatch.of(sample_refs, own) for own in microbatches]
-        calls = {name: actor.scores.remote(rank_batch) for name, actor, rank_batch in self._dealt(rank_batches)}
-        answers = self._session.wait(calls, "reward model: scores")
-        return {sample: ref for answer in answers for sample, ref in answer.items()}
+        sample_refs = [SampleRef.unscored(sample.info.id, sample.ref) for sample in samples]
+        batches = [RankBatch.of(sample_refs, members) for members in microbatches]
+        scores = self._submit_batches(
+            "reward model: scores",
+            "score_tokens",
+            lambda worker, batch: put_scores(worker.score_tokens(batch)),
+            batches,
+        )
+        return scores.then(join_scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING
 import ray
 
 from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.group import Answer, Group, ProcessActor
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
 from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import Scores, put_scores
 from megarl.cluster.session import Session
-from megarl.cluster.supervision.logs import log_to
 from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
 from megarl.core.types import Sample, Score
@@ -32,21 +34,29 @@ if TYPE_CHECKING:
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
-class RewardActor:
-    def __init__(self, config: Config, models: ModelFolders, process: Process, logs: Path):
-        log_to(logs / f"{process.name}.log")
-        self._config, self._models = config, models
+class RewardActor(ProcessActor):
+    """The process that scores samples. Its worker is a RewardWorker."""
+
+    def start(self, config: Config, models: ModelFolders) -> Answer:
+        begin = time.time()
+        self._worker = RewardWorker(config, models)
+        return Answer(None, begin, time.time())
+
+
+class RewardWorker:
+    """Reads and scores samples, whose text the driver never sees."""
+
+    def __init__(self, config: Config, models: ModelFolders):
+        self._models = models
         self._readings: dict[str, Reading | Unreadable] = {}
         """Of this step's samples, where the reward model does not read the sampled ids."""
-
-    def start(self) -> None:
-        rewards = self._config.rewards
-        rewards_tokens = self._config.algorithm.advantage.credits_tokens
-        self._scorer = Scorer(rewards.functions, self._config.reward_model.weight, rewards.judge, rewards_tokens)
-        folder = self._models.reward_model
+        rewards = config.rewards
+        rewards_tokens = config.algorithm.advantage.credits_to_go
+        self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards.judge, rewards_tokens)
+        folder = models.reward_model
         if folder is not None:
-            self._reader = model_reader(self._config, folder, self._models.actor)
-            self._of_model = classifier_reward(self._config, folder, self._reader)
+            self._reader = model_reader(config, folder, models.actor)
+            self._model_score = classifier_reward(config, folder, self._reader)
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
         """The samples in the reward model's own tokens; those that it cannot read are missing."""
@@ -87,12 +97,12 @@ class RewardActor:
         if isinstance(reading, Unreadable):
             return ModelReward(None, failure=str(reading))
         assert scores is not None, f"the reward model left out sample {sample.id}"
-        return self._of_model.reward(sample, scores.tolist(), reading)
+        return self._model_score.reward(sample, scores.tolist(), reading)
 
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
     """Of the reward model in this folder."""
-    rewards_tokens = config.algorithm.advantage.credits_tokens
+    rewards_tokens = config.algorithm.advantage.credits_to_go
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
 
 
@@ -136,7 +146,9 @@ def _row(step: int, sample: Sample, score: Score) -> dict:
     }
 
 
-class RewardWorker:
+class RewardGroup(Group[RewardWorker]):
+    """The process that scores samples, with the reward model that scores them first, if there is one."""
+
     def __init__(
         self,
         session: Session,
@@ -145,25 +157,37 @@ class RewardWorker:
         model: RewardModelGroup | RewardEngineGroup | None,
         models: ModelFolders,
     ):
-        self._session, self._name, self._model = session, process.name, model
+        super().__init__(session, "RewardActor", {process.name: RewardActor.remote(process, session.logs)})
+        session.watch(self._actors)
+        self._model, self._config, self._models = model, config, models
         self._reads_ids = config.reward_model.reads == "ids"
-        self._actor = RewardActor.remote(config, models, process, session.logs)
-        session.watch({self._name: self._actor})
 
-    def start(self) -> None:
-        self._session.wait({self._name: self._actor.start.remote()}, "reward start")
+    def start(self) -> Pending[list[None]]:
+        calls = {name: actor.start.remote(self._config, self._models) for name, actor in self._actors.items()}
+        return self._read("reward start", "start", calls)
 
-    def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> tuple[list[Score], Scores]:
-        """By the reward model, then by the functions. Returns, too, where rewards of single tokens are, if one of them
-        gives such: float32 [R]."""
-        model_scores = {} if self._model is None else self._model_scores(self._model, samples)
-        call = self._actor.score.remote([sample.ref for sample in samples], model_scores, step, rollouts.resolve())
-        [answer] = self._session.wait({self._name: call}, "rewards")
-        return answer
+    def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
+        """Scores the samples by the reward model, then by the functions. The result has, too, where rewards of single
+        tokens are, if one of them gives such: float32 [R]."""
+        refs, path = [sample.ref for sample in samples], rollouts.resolve()
 
-    def _model_scores(self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]) -> Scores:
-        """Of the samples that it can read."""
-        if not self._reads_ids:
-            call = self._actor.read.remote([sample.ref for sample in samples])
-            [samples] = self._session.wait({self._name: call}, "reading for the reward model")
-        return model.scores(samples) if samples else {}
+        def score(model_scores: Scores) -> Pending[tuple[list[Score], Scores]]:
+            return self._submit_to_first(
+                "rewards", "score", lambda worker, *sent: worker.score(*sent), refs, model_scores, step, path
+            )
+
+        return score({}) if self._model is None else self._model_scores(self._model, samples).then(score)
+
+    def _model_scores(
+        self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]
+    ) -> Pending[Scores]:
+        """The reward model's scores of the samples that it can read."""
+        if self._reads_ids:
+            return model.scores(samples)
+        read = self._submit_to_first(
+            "reading for the reward model",
+            "read",
+            lambda worker, refs: worker.read(refs),
+            [sample.ref for sample in samples],
+        )
+        return read.then(lambda readable: model.scores(readable) if readable else {})

@@ -13,14 +13,13 @@ from torch.distributed import Store
 
 from megarl.algorithms.kl import adapted
 from megarl.algorithms.kl_reward import kl_reward
-from megarl.config.objectives import selects_tokens
 from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
 from megarl.core.types import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
-from megarl.megatron.losses import Objective, dpo_objective, policy_objective, sft_objective
+from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.workers.trainer import TrainerWorker
 
@@ -44,11 +43,13 @@ class ActorWorker(TrainerWorker):
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
 
     @property
-    def objective(self) -> Objective:
-        algorithm, kind = self._config.algorithm, self._config.algorithm.objective.spec
-        if kind.is_pairwise:
-            return partial(dpo_objective, algorithm, not self._config.is_offline)
-        return partial(policy_objective, algorithm, self.kl_coefficient) if kind.is_policy_objective else sft_objective
+    def objective(self) -> Loss:
+        algorithm, spec = self._config.algorithm, self._config.algorithm.objective.spec
+        if spec.is_policy_objective:
+            return partial(policy_loss, algorithm, self.kl_coefficient)
+        if spec.is_pairwise:
+            return partial(preference_loss, algorithm.objective, not self._config.is_offline)
+        return partial(imitation_loss, algorithm.objective)
 
     def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> None:
         """Forward-only pass; the log-probs stay here, for the update of the same samples, and so do the values that
@@ -80,7 +81,7 @@ class ActorWorker(TrainerWorker):
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
         batches, algorithm = super()._training_batches(batch), self._config.algorithm
-        if not selects_tokens(algorithm.objective) or not parallel.is_last_stage(None):
+        if not algorithm.objective.spec.selects_tokens or not parallel.is_last_stage(None):
             return batches
         return with_selection(algorithm, batches, batch.members)
 

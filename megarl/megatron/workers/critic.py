@@ -13,7 +13,7 @@ from megarl.config.schema import Config
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
-from megarl.megatron.losses import Objective, value_objective
+from megarl.megatron.losses import Loss, value_loss
 from megarl.megatron.workers.trainer import TrainerWorker
 
 
@@ -27,8 +27,8 @@ class CriticWorker(TrainerWorker):
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 
     @property
-    def objective(self) -> Objective:
-        return partial(value_objective, self._config.algorithm.value)
+    def objective(self) -> Loss:
+        return partial(value_loss, self._config.algorithm.value)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Forward-only pass: sample id -> value of the state before each response token, float32 [R] on the host.

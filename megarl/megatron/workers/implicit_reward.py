@@ -14,7 +14,7 @@ from megarl.core.types import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
-from megarl.megatron.losses import Objective, implicit_reward_objective
+from megarl.megatron.losses import Loss, implicit_reward_loss
 from megarl.megatron.workers.trainer import TrainerWorker
 
 
@@ -29,8 +29,8 @@ class ImplicitRewardWorker(TrainerWorker):
         self._weight_snapshots.keep("reference")
 
     @property
-    def objective(self) -> Objective:
-        return partial(implicit_reward_objective, self._config.implicit_reward)
+    def objective(self) -> Loss:
+        return partial(implicit_reward_loss, self._config.implicit_reward)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Two forward-only passes: sample id -> what each response token adds to the reward, float32 [R] on the host.

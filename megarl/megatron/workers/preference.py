@@ -10,7 +10,7 @@ from torch.distributed import Store
 from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
-from megarl.megatron.losses import Objective, reward_model_objective
+from megarl.megatron.losses import Loss, reward_model_loss
 from megarl.megatron.workers.trainer import TrainerWorker
 
 
@@ -24,5 +24,5 @@ class PreferenceWorker(TrainerWorker):
         super().__init__(config, as_classifier(read_config(model_folder)), model_folder, rank, store, threads)
 
     @property
-    def objective(self) -> Objective:
-        return partial(reward_model_objective, self._config.algorithm)
+    def objective(self) -> Loss:
+        return partial(reward_model_loss, self._config.algorithm.objective)

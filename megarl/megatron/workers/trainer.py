@@ -22,7 +22,7 @@ from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step
 from megarl.megatron.advantages import with_advantages
 from megarl.megatron.checkpoint import sharded
-from megarl.megatron.losses import Objective
+from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import read
 from megarl.megatron.model.build import named_parameters, named_weights
 from megarl.megatron.offload import Offload
@@ -72,7 +72,7 @@ class TrainerWorker(ModelWorker, ABC):
 
     @property
     @abstractmethod
-    def objective(self) -> Objective:
+    def objective(self) -> Loss:
         """What the next update is trained on."""
 
     def publish(self) -> Published:

@@ -1,4 +1,4 @@
-"""Model families, and what each kind of holder has of a model."""
+"""Model families, and the part of a model that each kind of holder has."""
 
 from megarl.resharding.families.huggingface import huggingface_holder
 from megarl.resharding.families.megatron import megatron_holder, megatron_holders

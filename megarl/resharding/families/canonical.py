@@ -20,7 +20,8 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 
 
 class Canonical:
-    """Names and shapes, by place: those outside the layers, and those of a layer (names without its prefix)."""
+    """The names and shapes of a checkpoint's tensors, by place: those outside the layers, and those of a layer (names
+    without its prefix)."""
 
     def __init__(self, hf_config: Mapping[str, Any]):
         self.model = ModelShape.of(hf_config)
@@ -52,7 +53,7 @@ class Canonical:
         return self._layer(layer).shapes
 
     def float32(self, layer: int) -> frozenset[str]:
-        """Tensors that are so whatever the dtype of the model."""
+        """Returns the layer's tensors that are float32 whatever the dtype of the model."""
         return self._layer(layer).float32
 
     def _layer(self, layer: int) -> _Layer:
@@ -63,7 +64,7 @@ class Canonical:
 
 
 class _Layer(NamedTuple):
-    """What all layers of a kind, those with or those without experts, have."""
+    """The parts and tensors of all layers of a kind, those with or those without experts."""
 
     parts: list[Part]
     shapes: dict[str, Shape]

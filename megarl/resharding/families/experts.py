@@ -14,7 +14,7 @@ NORM = replace(mlp.NORM, transformer_engine=None)
 
 
 def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
-    """The router, and the experts with these names for their projections."""
+    """Returns the router, and the experts with these names for their projections."""
     router = Part(
         tensors={f"{prefix}.gate.weight": ("experts.count", "hidden")},
         megatron={"mlp.router.weight": Whole((f"{prefix}.gate.weight",))},
@@ -33,7 +33,7 @@ def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
             "mlp.experts.local_experts.{}.linear_fc2.weight": out,
         },
         transformer_engine={"mlp.experts.linear_fc1.weight{}": into, "mlp.experts.linear_fc2.weight{}": out},
-        # [experts, rows, columns] there: here the first two axes are one.
+        # vLLM has [experts, rows, columns]; here the first two axes are one.
         vllm={
             f"{prefix}.experts.routed_experts.w13_weight": into,
             f"{prefix}.experts.routed_experts.w2_weight": replace(out, along=0),

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds: canonical space itself."""
+"""The weights in a Hugging Face folder: canonical space itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megarl.resharding.piece import Holder, Piece, Shard, whole
 
 
 def huggingface_holder(hf_config: Mapping[str, Any], dtype: str | None = None) -> Holder:
-    """Every tensor of the checkpoint, named "huggingface". A tied head is not among them: it is the embedding.
+    """Returns the holder of every tensor of the checkpoint, named "huggingface". A tied head is not among them: it is
+    the embedding.
 
     dtype   of the weights, such as "bfloat16" (None: what config.json says)
     """

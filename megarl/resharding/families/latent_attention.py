@@ -11,12 +11,12 @@ from megarl.resharding.families.tiling import Split, Tiling, Whole
 
 
 def _renamed(canonical: str, dims: tuple[str, ...], megatron: str, tiling: Tiling) -> Part:
-    """A tensor that has a name of its own in Megatron only."""
+    """Returns the part of a tensor that has a name of its own in Megatron only."""
     return Part(tensors={canonical: dims}, megatron={megatron: tiling}, vllm={canonical: tiling})
 
 
 def _norm(canonical: str, dim: str, megatron: str, linear: str) -> Part:
-    """The norm of a latent; Transformer Engine has it in the linear layer after it."""
+    """Returns the part of a latent's norm; Transformer Engine has it in the linear layer after it."""
     whole = Whole((canonical,))
     separate = _renamed(canonical, (dim,), f"self_attention.{megatron}.weight", whole)
     return replace(separate, transformer_engine={f"self_attention.{linear}.layer_norm_weight": whole})

@@ -1,4 +1,4 @@
-"""What a rank of a Megatron-core trainer holds: its shard of a GPTModel."""
+"""The weights of a rank of a Megatron-core trainer: its shard of a GPTModel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megarl.config.schema import Layout
 
 VOCABULARY_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this times tp, as Megatron does."""
+"""The factor of tp to a multiple of which the vocabulary is padded, as Megatron does."""
 
 
 class Coordinates(NamedTuple):
@@ -33,7 +33,8 @@ class Coordinates(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Self:
-        """Rank order: tensor parallel innermost, then context and data parallel, pipeline outermost."""
+        """Returns a rank's place, with tensor parallel innermost, then context and data parallel, pipeline
+        outermost."""
         stage, within = divmod(rank, layout.tp * layout.cp * layout.dp)
         ep_rank, etp_rank = divmod(within, layout.expert_tp)
         return cls(stage, rank % layout.tp, ep_rank % layout.ep, etp_rank)
@@ -47,10 +48,10 @@ def megatron_holder(
     transformer_engine: bool = False,
     vocab_multiple: int = VOCABULARY_MULTIPLE,
 ) -> Holder:
-    """The parameters of global rank `rank`, named "megatron:{rank}".
+    """Returns the holder of global rank `rank`, named "megatron:{rank}".
 
     dtype               of the weights, such as "bfloat16" (None: the checkpoint's)
-    transformer_engine  its layer spec, in which norms are part of the linear layers after them
+    transformer_engine  whether the layer spec is its, in which norms are part of the linear layers after them
     vocab_multiple      the vocabulary is padded to a multiple of this times tp
 
     Raises ValueError where the model does not divide by the layout. In a run the config's rules have refused that
@@ -66,7 +67,7 @@ def megatron_holders(
     transformer_engine: bool = False,
     vocab_multiple: int = VOCABULARY_MULTIPLE,
 ) -> list[Holder]:
-    """The same of all ranks."""
+    """Returns the holders of all ranks; the arguments are those of `megatron_holder`."""
     return _holders(hf_config, layout, range(layout.world_size), dtype, transformer_engine, vocab_multiple)
 
 
@@ -129,8 +130,8 @@ def _shard(
 
 
 def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
-    """The layers of each virtual stage of each pipeline stage, as [virtual][stage]. A microbatch goes through all
-    pipeline stages once for every virtual stage, so layers are counted in this order.
+    """Returns the layers of each virtual stage of each pipeline stage, as [virtual][stage]. A microbatch goes through
+    all pipeline stages once for every virtual stage, so layers are counted in this order.
 
     Raises ValueError where they do not divide evenly.
     """
@@ -150,7 +151,8 @@ def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
 
 
 def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
-    """How many layers each pipeline stage has. Raises ValueError where they do not divide evenly among the stages."""
+    """Returns how many layers each pipeline stage has. Raises ValueError where they do not divide evenly among the
+    stages."""
     first, last = layout.first_stage_layers, layout.last_stage_layers
     fixed = {0: first, layout.pp - 1: last}
     counts = [fixed.get(stage) for stage in range(layout.pp)]

@@ -12,14 +12,14 @@ from megarl.resharding.families.tiling import Tiling
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Names are relative to the layer's prefix, in Megatron, in vLLM and in the checkpoint.
+    """A part of a decoder layer. Names are relative to the layer's prefix, in Megatron, in vLLM and in the checkpoint.
 
     tensors             canonical tensor -> its shape, as names of ModelShape's attributes (several: their sum)
     megatron, vllm      local parameter -> its tiling
     transformer_engine  the same for Megatron's layers of Transformer Engine (None: as in `megatron`)
     float32             canonical tensors that are kept so, whatever the dtype of the model
-    per_expert          what is said of one expert: {} in names is its number, in Megatron's that among the rank's own;
-                        a parameter of vLLM has all of the worker's, one after the other
+    per_expert          whether it describes one expert: {} in names is its number, in Megatron's that among the rank's
+                        own; a parameter of vLLM has all of the worker's, one after the other
     """
 
     tensors: Mapping[str, tuple[str | tuple[str, ...], ...]]
@@ -34,7 +34,7 @@ class Part:
         return {name.format(expert): shape for expert in self._experts(model) for name, shape in sizes.items()}
 
     def megatron_tilings(self, transformer_engine: bool, experts: Sequence[int]) -> dict[str, Tiling]:
-        """experts: the numbers of those that the rank has."""
+        """Returns local parameter -> tiling for a rank that has the experts with these numbers."""
         tilings = self.transformer_engine if transformer_engine and self.transformer_engine else self.megatron
         if not self.per_expert:
             return dict(tilings)
@@ -45,7 +45,7 @@ class Part:
         }
 
     def vllm_tilings(self, experts: Iterable[int]) -> dict[str, Tiling]:
-        """experts: the numbers of those that the worker has."""
+        """Returns local parameter -> tiling for a worker that has the experts with these numbers."""
         if not self.per_expert:
             return dict(self.vllm)
         return {local: tiling.of_experts(experts) for local, tiling in self.vllm.items()}

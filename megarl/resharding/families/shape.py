@@ -20,8 +20,13 @@ from megarl.config.huggingface import (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """heads, kv_heads: of queries, and of keys and values; tied: the head's weight is the embedding's; fused: the
-    checkpoint has query, key and value projections as one tensor, and so gate and up."""
+    """The numbers of an architecture that decide the shapes of its weights.
+
+    heads      heads of queries
+    kv_heads   heads of keys and values
+    tied       whether the head's weight is the embedding's
+    fused      whether the checkpoint has query, key and value projections as one tensor, and so gate and up
+    """
 
     model_type: str
     num_layers: int
@@ -42,12 +47,12 @@ class ModelShape:
 
     @property
     def query(self) -> int:
-        """Rows of the query projection."""
+        """The rows of the query projection."""
         return self.heads * self.head_dim
 
     @property
     def active_intermediate(self) -> float:
-        """Rows of the MLPs that a token goes through, the mean over the layers."""
+        """The rows of the MLPs that a token goes through, the mean over the layers."""
         if self.experts is None:
             return self.intermediate
         rows = self.experts.active * self.experts.intermediate + self.experts.shared_intermediate
@@ -55,27 +60,27 @@ class ModelShape:
 
     @property
     def key(self) -> int:
-        """Rows of the key projection, and of the value projection."""
+        """The rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that turn with its position."""
+        """The channels of a head that turn with its position."""
         return self.latent.position_dim if self.latent else self.head_dim
 
     @property
     def value(self) -> int:
-        """Columns of the output projection."""
+        """The columns of the output projection."""
         return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
     def latent_keys_and_values(self) -> int:
-        """Rows of the projection from the latent of keys and values."""
+        """The rows of the projection from the latent of keys and values."""
         return self.heads * (self.latent.content_dim + self.latent.value_dim) if self.latent else 0
 
     @property
     def latent_and_position(self) -> int:
-        """Rows of the projection to that latent and to the key's channels with positions, which all heads share."""
+        """The rows of the projection to that latent and to the key's channels with positions, which all heads share."""
         return self.latent.kv_rank + self.latent.position_dim if self.latent else 0
 
     def has_experts(self, layer: int) -> bool:
@@ -83,8 +88,8 @@ class ModelShape:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelShape:
-        """From a Hugging Face config.json. Raises ValueError for an unknown family, a missing key, or a feature that
-        is not done here."""
+        """Returns the shape that a Hugging Face config.json describes. Raises ValueError for an unknown family, a
+        missing key, or a feature that is not supported."""
         model = _checked(hf_config)
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
         family, latent = model["model_type"], latent_attention(model)
@@ -94,7 +99,7 @@ class ModelShape:
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads(model),
-            # What config.json calls so is only the part that has positions, if attention is latent.
+            # In latent attention, head_dim of config.json is only the part of a head that has positions.
             head_dim=latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads,
             intermediate=_number(model, "intermediate_size"),
             vocab=_number(model, "vocab_size"),

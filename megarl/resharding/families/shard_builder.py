@@ -1,4 +1,4 @@
-"""Puts together what a holder has, parameter by parameter, from tilings."""
+"""Puts a holder's shard together from tilings, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Share(NamedTuple):
 
 
 class ShardBuilder:
-    """One rank's parameters.
+    """One rank's parameters, as they are added.
 
     dtype     of the model; what a family keeps in float32 stays so
     """
@@ -30,12 +30,12 @@ class ShardBuilder:
         self._dtypes: dict[str, str] = {}
 
     def add(self, local: str, tiling: Tiling, share: Share) -> None:
-        """A parameter outside the layers."""
+        """Adds a parameter outside the layers."""
         self._add(local, tiling, self._canonical.outer_shapes, "", share)
         self._dtypes[local] = self._dtype
 
     def add_layer(self, layer: int, local_prefix: str, tilings: Mapping[str, Tiling], share: Share) -> None:
-        """layer: its number in the whole model."""
+        """Adds parameters of a layer, whose number in the whole model is `layer`."""
         shapes, prefix = self._canonical.layer_shapes(layer), self._canonical.layer_prefix(layer)
         precise = self._canonical.float32(layer)
         for local, tiling in tilings.items():
@@ -50,10 +50,12 @@ class ShardBuilder:
         sizes = [shapes[name][axis] for name in tiling.tensors]
         position, shape = 0, shapes[tiling.tensors[0]]
         for tensor, start, stop in tiling.blocks(sizes, self._canonical.model, *share):
-            there = span(shape if tensor is None else shapes[tiling.tensors[tensor]], axis, start, stop)
-            shape = shape_of(there)
-            here = span(shape, along, position, position + shape[along])
+            canonical_rectangle = span(shape if tensor is None else shapes[tiling.tensors[tensor]], axis, start, stop)
+            shape = shape_of(canonical_rectangle)
+            rectangle = span(shape, along, position, position + shape[along])
             canonical = None if tensor is None else prefix + tiling.tensors[tensor]
-            self._pieces.append(Piece(canonical, here if canonical is None else there, local, here))
+            self._pieces.append(
+                Piece(canonical, rectangle if canonical is None else canonical_rectangle, local, rectangle)
+            )
             position += shape[along]
         self._shapes[local] = (*shape[:along], position, *shape[along + 1 :])

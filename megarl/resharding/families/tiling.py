@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Block(NamedTuple):
-    """start <= index < stop of the tiling's tensor number `tensor`; None: so many zeros, without a counterpart."""
+    """The span start <= index < stop of the tiling's tensor number `tensor`; None: so many zeros, without a
+    counterpart."""
 
     tensor: int | None
     start: int
@@ -25,9 +26,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """tensors  canonical names, relative to the layer within a layer
-    axis     which is cut
-    along    which the pieces follow each other on (None: the same)
+    """The way in which a local parameter is put together.
+
+    tensors  canonical names, relative to the layer within a layer
+    axis     the axis that is cut
+    along    the axis on which the pieces follow each other (None: the same)
     """
 
     tensors: tuple[str, ...]
@@ -35,11 +38,11 @@ class Tiling:
     along: int | None = None
 
     def of_experts(self, numbers: Iterable[int]) -> Self:
-        """For each of these experts the same tensors; {} in their names is its number."""
+        """Returns the tiling with the tensors of each of these experts; {} in their names is its number."""
         return replace(self, tensors=tuple(name.format(number) for number in numbers for name in self.tensors))
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
-        """sizes: that of each tensor along the axis."""
+        """Returns the blocks of a rank, in order. sizes: that of each tensor along the axis."""
         raise NotImplementedError
 
 
@@ -98,7 +101,7 @@ class Padded(Tiling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused(Tiling):
-    """One tensor that has several parts, one after the other: what `tiling` makes of them, each as a tensor.
+    """The blocks that `tiling` makes of the parts of one tensor, which follow each other, each taken as a tensor.
 
     parts     rows of each, as names of ModelShape's attributes
     """

@@ -1,4 +1,4 @@
-"""What a worker of a vLLM engine holds."""
+"""The weights of a worker of a vLLM engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.resharding.families.tiling import Padded, Whole
 from megarl.resharding.piece import Holder, Shard
 
 VOCABULARY_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this, whatever tp is."""
+"""The multiple to which vLLM pads the vocabulary, whatever tp is."""
 
 
 def vllm_holder(
@@ -24,10 +24,10 @@ def vllm_holder(
     dtype: str | None = None,
     expert_parallel: bool = False,
 ) -> Holder:
-    """The parameters of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}".
+    """Returns the holder of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}".
 
     dtype            of the weights, such as "bfloat16" (None: the checkpoint's)
-    expert_parallel  workers have whole experts, in runs as equal as can be, not a share of each expert
+    expert_parallel  whether workers have whole experts, in runs as equal as can be, not a share of each expert
 
     Raises ValueError where the model does not divide by tp.
     """
@@ -41,7 +41,7 @@ def vllm_holders(
     dtype: str | None = None,
     expert_parallel: bool = False,
 ) -> list[Holder]:
-    """The same of all workers of all engines."""
+    """Returns the holders of all workers of all engines; the arguments are those of `vllm_holder`."""
     shards = [_shard(hf_config, tp, rank, dtype, expert_parallel) for rank in range(tp)]
     return [Holder(f"vllm:{replica}.{rank}", shards[rank]) for replica in range(replicas) for rank in range(tp)]
 
@@ -68,7 +68,8 @@ def _shard(hf_config: Mapping[str, Any], tp: int, rank: int, dtype: str | None, 
 
 
 def _run(count: int, parts: int, part: int) -> range:
-    """The first `count % parts` of them have one more than the others."""
+    """Returns the numbers in run `part` of `parts`, of which the first `count % parts` have one more than the
+    others."""
     each, more = divmod(count, parts)
     start = part * each + min(part, more)
     return range(start, start + each + (part < more))

@@ -1,4 +1,4 @@
-"""Who sends to whom: load spread over replicas, and one way into every node."""
+"""Decides who sends to whom: load is spread over replicas, and there is one way into every node."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from megarl.resharding.planning.plan import Link
 
 
 class Way(NamedTuple):
-    """links: from those who have something to those who want it; onward: between the latter, inside their nodes."""
+    """The links by which something travels.
+
+    links    from those who have it to those who want it
+    onward   between the latter, inside their nodes
+    """
 
     links: tuple[Link, ...]
     onward: tuple[Link, ...]
 
 
 class Balance:
-    """A destination takes from a source on its own device, or else on its own node, where there is one. Otherwise one
-    destination of the node takes from a source elsewhere, and hands on to the others: a byte enters a node once.
+    """The choice of links. A destination takes from a source on its own device, or else on its own node, where there is
+    one. Otherwise one destination of the node takes from a source elsewhere, and hands on to the others: a byte enters
+    a node once.
 
     Replicas share the load: next to give is who is least ahead of its fair share, which is the same part for all who
     could have given; what stays on a device is no load. Those who bring bytes into their node take turns in the same
@@ -28,16 +33,16 @@ class Balance:
     """
 
     def __init__(self, nodes: Sequence[int], devices: Sequence[int | None]):
-        """Of each holder, by its number."""
+        """Takes the node and the device of each holder, by its number."""
         self._nodes, self._devices = nodes, devices
         self._ahead = [0.0] * len(nodes)
-        """Bytes that a holder has given, less its fair share."""
+        """The bytes that each holder has given, less its fair share."""
         self._entered: dict[tuple[int, ...], list[int]] = {}
         self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
         self._ways: dict[tuple[tuple[int, ...], tuple[int, ...], int], Way] = {}
 
     def even_parts(self, having: tuple[int, ...], wanting: tuple[int, ...]) -> int:
-        """How many equal parts something must be cut into, so that all who have it can give the same."""
+        """Returns how many equal parts something must be cut into, so that all who have it can give the same."""
         if len(having) == 1:
             return 1
         groups = self.by_node(wanting)
@@ -47,7 +52,8 @@ class Balance:
         return len(having) // gcd(len(having), len(groups))
 
     def way(self, having: tuple[int, ...], wanting: tuple[int, ...], num_bytes: int) -> Way:
-        """having, wanting: holders of the same elements, and those that are to get them."""
+        """Returns the way from the holders of some elements (`having`) to those that are to get them (`wanting`), and
+        counts its bytes."""
         order = having if len(having) == 1 else tuple(sorted(having, key=self._ahead.__getitem__))
         key = order, wanting, self._turn(wanting, num_bytes)
         if key not in self._ways:
@@ -62,7 +68,7 @@ class Balance:
         return way
 
     def by_node(self, holders: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The holders of each node together."""
+        """Returns the holders of each node together."""
         if holders not in self._groups:
             groups = defaultdict(list)
             for holder in holders:
@@ -71,7 +77,7 @@ class Balance:
         return self._groups[holders]
 
     def _turn(self, wanting: tuple[int, ...], num_bytes: int) -> int:
-        """Which holder of each node, by its place in its group, brings something in."""
+        """Returns which holder of each node, by its place in its group, brings something in."""
         size = max(map(len, self.by_node(wanting)))
         if size == 1:
             return 0
@@ -81,7 +87,7 @@ class Balance:
         return turn
 
     def _make_way(self, order: tuple[int, ...], wanting: tuple[int, ...], turn: int) -> Way:
-        """order: of those who have it, the next to give first."""
+        """Returns the way. order: those who have it, the next to give first."""
         links, onward = [], []
         far = 0
         for group in self.by_node(wanting):
@@ -96,11 +102,11 @@ class Balance:
         return Way(tuple(links), tuple(onward))
 
     def _inside(self, near: Sequence[int], takers: Sequence[int]) -> Iterator[Link]:
-        """From those on a node that have it, the next to give first, to those on it that want it."""
+        """Yields links from those on a node that have it, the next to give first, to those on it that want it."""
         taking = cycle(near)
         for taker in takers:
-            beside = next((holder for holder in near if self._is_local(holder, taker)), None)
-            yield Link(next(taking) if beside is None else beside, taker)
+            local = next((holder for holder in near if self._is_local(holder, taker)), None)
+            yield Link(next(taking) if local is None else local, taker)
 
     def _is_local(self, one: int, other: int) -> bool:
         return self._devices[one] == self._devices[other] is not None

@@ -23,7 +23,7 @@ from megarl.resharding.planning.plan import Bucket, Hop, Link, Move, Plan
 
 
 class PlanError(ValueError):
-    """The plan would leave an element unwritten, write one twice, or write the wrong one."""
+    """The error of a plan that would leave an element unwritten, write one twice, or write the wrong one."""
 
 
 def check_plan(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder]) -> None:
@@ -89,14 +89,14 @@ class _Check:
         givers = {self._shards[link.source] for link in bucket.links}
         takers = {self._shards[link.destination] for link in (*bucket.links, *bucket.onward)}
         for move in bucket.moves:
-            there = {self._held(shard, move.source, move.source_dtype, move) for shard in givers}
-            here = {self._held(shard, move.destination, move.destination_dtype, move) for shard in takers}
-            if None in there:
+            sent = {self._held(shard, move.source, move.source_dtype, move) for shard in givers}
+            kept = {self._held(shard, move.destination, move.destination_dtype, move) for shard in takers}
+            if None in sent:
                 raise PlanError(f"its source does not hold what is copied: {move}")
-            if None in here:
+            if None in kept:
                 raise PlanError(f"its destination does not keep what is copied: {move}")
-            if len(there | here) != 1:
-                raise PlanError(f"{sorted(there)} at the source, {sorted(here)} at the destination: {move}")
+            if len(sent | kept) != 1:
+                raise PlanError(f"{sorted(sent)} at the source, {sorted(kept)} at the destination: {move}")
         size = sum(
             num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype] for move in bucket.moves
         )
@@ -111,7 +111,8 @@ class _Check:
         return canonical
 
     def _check_coverage(self) -> None:
-        """Of each kind of destination: those of the same shard that are among the takers of the same things."""
+        """Checks each kind of destination once: those of the same shard that are among the takers of the same
+        things."""
         written = self._written()
         received: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for takers in written:
@@ -125,7 +126,8 @@ class _Check:
             _check_tiling(self._plan.holders[holder], shard, places)
 
     def _written(self) -> dict[tuple[int, ...], list[Place]]:
-        """Holders -> the places that are written at each of them. One that gets something twice is in there twice."""
+        """Returns holders -> the places that are written at each of them. A holder that gets something twice is named
+        twice."""
         written: dict[tuple[int, ...], list[Place]] = defaultdict(list)
         for bucket in self._plan.buckets:
             takers = tuple(link.destination for link in (*bucket.links, *bucket.onward))
@@ -149,7 +151,7 @@ class _Check:
                 yield Hop(number, link)
 
     def _check_handed_on(self) -> None:
-        """Links that begin at a destination: inside the bucket that it has just received, or later."""
+        """Checks links that begin at a destination: inside the bucket that it has just received, or later."""
         received: dict[int, list[Place]] = {
             link.source: []
             for bucket in self._plan.buckets
@@ -177,7 +179,7 @@ class _Check:
 
 
 class _Parameters:
-    """What the elements of a shard's parameters are."""
+    """The canonical coordinates of the elements of a shard's parameters."""
 
     def __init__(self, shard: Shard):
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -187,7 +189,7 @@ class _Parameters:
             pieces.sort(key=_start)
 
     def canonical(self, place: Place) -> tuple[str, Rectangle] | None:
-        """The canonical coordinates of a place; None for padding and for what is not held."""
+        """Returns the canonical coordinates of a place; None for padding and for what is not held."""
         piece = self._piece(place)
         if piece is None or piece.canonical is None:
             return None
@@ -200,7 +202,7 @@ class _Parameters:
     def _piece(self, place: Place) -> Piece | None:
         pieces = self._pieces.get(place.parameter, [])
         start = tuple(low for low, _ in place.rectangle)
-        # Mostly pieces follow each other along one axis: then it is the last that starts no later.
+        # Mostly pieces follow each other along one axis: then the last that starts no later contains the place.
         near = bisect_right(pieces, start, key=_start)
         for piece in chain(pieces[max(0, near - 1) : near], pieces):
             if contains(piece.local_rectangle, place.rectangle):
@@ -230,7 +232,8 @@ def _check_tiling(name: str, shard: Shard, places: Iterable[Place]) -> None:
 
 
 def _overlap(rectangles: Sequence[Rectangle], axis: int = 0) -> Rectangle | None:
-    """A rectangle that two of them share. Axis by axis, only those whose spans touch are compared: no pair by pair."""
+    """Returns a rectangle that two of them share. Axis by axis, only those whose spans touch are compared: not all
+    pairs."""
     if len(rectangles) < 2:
         return None
     if axis == len(rectangles[0]):
@@ -239,7 +242,7 @@ def _overlap(rectangles: Sequence[Rectangle], axis: int = 0) -> Rectangle | None
 
 
 def _runs(rectangles: Sequence[Rectangle], axis: int) -> list[list[Rectangle]]:
-    """Groups whose spans along the axis do not overlap those of any other group."""
+    """Returns groups whose spans along the axis do not overlap those of any other group."""
     runs: list[list[Rectangle]] = []
     end = 0
     for rectangle in sorted(rectangles, key=lambda rectangle: rectangle[axis]):

@@ -1,4 +1,4 @@
-"""Python's search for garbage, left out where it finds none."""
+"""Pauses Python's search for garbage where it finds none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """A large plan is a million small objects, none of them garbage; looking for some takes as long as planning."""
+    """Pauses the search. A large plan is a million small objects, none of them garbage, and the search takes as long as
+    planning."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

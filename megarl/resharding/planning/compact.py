@@ -21,7 +21,7 @@ from megarl.resharding.planning.plan import Bucket, Hop, Link, Move, Padding, Pl
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompactPlan:
-    """The arrays are of integers, a row each.
+    """A plan as arrays of integers, a row for each item.
 
     bare     the plan without what is in the arrays
     buckets  [B, 2]  bytes of the bucket, and how many moves there are up to its end
@@ -66,33 +66,34 @@ class CompactPlan:
         )
 
     def part(self, names: Collection[str]) -> Plan:
-        """The plan as far as it concerns these holders: all holders, but only the links of which they are an end."""
+        """Returns the plan as far as it concerns these holders: all holders, but only the links of which they are an
+        end."""
         members = [number for number, name in enumerate(self.bare.holders) if name in names]
         links = self.links[np.isin(self.links[:, 2:], members).any(axis=1)]
         hops = self.order[np.isin(self.order[:, 1:], members).any(axis=1)]
         numbers, starts = np.unique(links[:, 0], return_index=True)
         runs = pairwise((*starts, len(links)))
         order = np.column_stack((np.searchsorted(numbers, hops[:, 0]), hops[:, 1:])).tolist()
-        own = (Padding(tuple(h for h in holders if h in members), places) for holders, places in self.bare.padding)
+        paddings = (Padding(tuple(h for h in holders if h in members), places) for holders, places in self.bare.padding)
         return replace(
             self.bare,
             buckets=tuple(self._bucket(number, links[i:j]) for number, (i, j) in zip(numbers, runs, strict=True)),
-            padding=tuple(padding for padding in own if padding.holders),
+            padding=tuple(padding for padding in paddings if padding.holders),
             order=tuple(Hop(bucket, Link(*ends)) for bucket, *ends in order),
         )
 
     def _bucket(self, number: int, links: np.ndarray) -> Bucket:
         num_bytes, end = self.buckets[number].tolist()
         start = self.buckets[number - 1, 1] if number else 0
-        by_kind = (links[links[:, 1] == onward, 2:].tolist() for onward in (False, True))
-        ways = (tuple(Link(*ends) for ends in some) for some in by_kind)
+        kinds = (links[links[:, 1] == onward, 2:].tolist() for onward in (False, True))
+        ways = (tuple(Link(*ends) for ends in kind) for kind in kinds)
         return Bucket(*ways, tuple(self._move(*row) for row in self.moves[start:end].tolist()), num_bytes)
 
     def _move(self, *numbers: int) -> Move:
-        parameter, rectangle, to_parameter, to_rectangle, *dtypes = (self.terms[number] for number in numbers)
-        return Move(Place(parameter, rectangle), Place(to_parameter, to_rectangle), *dtypes)
+        parameter, rectangle, new_parameter, new_rectangle, *dtypes = (self.terms[number] for number in numbers)
+        return Move(Place(parameter, rectangle), Place(new_parameter, new_rectangle), *dtypes)
 
 
 def _rows(rows: Iterable[tuple[int, ...]], width: int, dtype: type = np.int32) -> np.ndarray:
-    """As an array, also where there are none."""
+    """Returns the rows as an array [rows, width], also where there are none."""
     return np.array([*rows], dtype).reshape(-1, width)

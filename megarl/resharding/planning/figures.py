@@ -1,4 +1,4 @@
-"""What a plan costs, in numbers."""
+"""The cost of a plan, in numbers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, sc
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """bytes_total           that travel, over all links, or are copied on a device
+    """The figures of a plan.
+
+    bytes_total           bytes that travel, over all links, or are copied on a device
     bytes_wasted          of them, what its destination does not keep, or what enters a node that has it already
     bytes_by_link         "inter": between nodes, "intra": inside them, "local": on a device that both sides share
-    written_once          proven: every element of every destination is written exactly once, with what belongs there
-    source_balance        the busiest source: what it gives over the mean of its replicas. Where several sets of
+    written_once          whether it is proven that every element of every destination is written exactly once, with
+                          what belongs there
+    source_balance        the bytes that the busiest source gives, over the mean of its replicas. Where several sets of
                           replicas overlap, as those of experts and of other layers do, the mean is summed over them.
                           What stays on a device does not count
-    predicted_seconds     when everything travels in the order in which it is sent over a network
+    predicted_seconds     the time until everything has travelled, in the order in which it is sent over a network
     floor_seconds         the busiest rank's bytes in or out, over the bandwidth of that link
-    peak_staging_bytes    of buckets that a rank has in hand: the one on its way from or to another node, and the next
-    ranks_source, ranks_destination    how many processes
-    plan_hash             equal for equal plans
+    peak_staging_bytes    bytes of buckets that a rank has in hand: the one on its way from or to another node, and the
+                          next
+    ranks_source, ranks_destination    the numbers of processes
+    plan_hash             a hash that is equal for equal plans
     """
 
     bytes_total: int
@@ -47,7 +51,7 @@ class Figures:
 
 
 def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder], bandwidth: Bandwidth) -> Figures:
-    """Proves the plan first. Raises PlanError where that fails."""
+    """Returns a plan's figures, once the plan is proven. Raises PlanError where that fails."""
     plan = ordered(plan)
     check_plan(plan, sources, destinations)
     need = _need(sources, destinations)
@@ -69,7 +73,7 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
 
 
 class Need(NamedTuple):
-    """What follows from the holders alone, whatever the plan.
+    """The bytes that follow from the holders alone, whatever the plan.
 
     kept      bytes that the destinations keep, without padding
     entering  bytes that enter nodes, each once, where they are not there already
@@ -107,8 +111,8 @@ def _need(sources: Sequence[Holder], destinations: Sequence[Holder]) -> Need:
 def _shares(
     having: tuple[int, ...], takers: tuple[int, ...], places: Sequence[tuple[int, int | None]]
 ) -> tuple[int, dict[int, float]]:
-    """How many nodes something must enter, and how many times each of those who have it gives it to others. places:
-    node and device of each."""
+    """Returns how many nodes something must enter, and how many times each of those who have it gives it to others.
+    places: node and device of each."""
     near: dict[int, list[int]] = defaultdict(list)
     for holder in having:
         near[places[holder][0]].append(holder)
@@ -127,8 +131,8 @@ def _bytes_by_link(plan: Plan) -> dict[str, int]:
     moved = {"inter": 0, "intra": 0, "local": 0}
     for bucket in plan.buckets:
         for link in (*bucket.links, *bucket.onward):
-            inside = "local" if plan.is_local(link) else "intra"
-            moved[inside if plan.nodes[link.source] == plan.nodes[link.destination] else "inter"] += bucket.num_bytes
+            node_link = "local" if plan.is_local(link) else "intra"
+            moved[node_link if plan.nodes[link.source] == plan.nodes[link.destination] else "inter"] += bucket.num_bytes
     return moved
 
 
@@ -142,13 +146,14 @@ def _source_balance(plan: Plan, fair: Sequence[float]) -> float:
 
 
 def _peak_staging(plan: Plan, simulated: Schedule) -> int:
-    """Inside a node nothing is staged: there a process can read what another one has in its place."""
-    before: dict[tuple[int, bool], int] = defaultdict(int)
+    """Returns the peak of staged bytes. Inside a node nothing is staged: a process can read what another one has where
+    it lies."""
+    last_sizes: dict[tuple[int, bool], int] = defaultdict(int)
     peak = 0
     for number, (source, destination), _, _ in simulated.transfers:
         if plan.nodes[source] != plan.nodes[destination]:
             size = plan.buckets[number].num_bytes
             for port in ((source, True), (destination, False)):
-                peak = max(peak, before[port] + size)
-                before[port] = size
+                peak = max(peak, last_sizes[port] + size)
+                last_sizes[port] = size
     return peak

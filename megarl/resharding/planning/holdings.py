@@ -29,16 +29,16 @@ class Kept(NamedTuple):
     holders: tuple[int, ...]
 
     def part(self, rectangle: Rectangle) -> Place:
-        """Where a part of the canonical rectangle lies."""
+        """Returns the place of a part of the canonical rectangle."""
         return Place(self.place.parameter, moved(rectangle, self.canonical, self.place.rectangle))
 
 
 Holdings = dict[str, dict[Rectangle, list[Kept]]]
-"""Canonical tensor -> each of its rectangles that somebody keeps as one piece -> by whom and where."""
+"""The index: canonical tensor -> each of its rectangles that somebody keeps as one piece -> by whom and where."""
 
 
 def shards_of(holders: Sequence[Holder], first: int = 0) -> dict[Shard, tuple[int, ...]]:
-    """Each shard with the numbers of its holders, which are counted from `first`."""
+    """Returns each shard with the numbers of its holders, which are counted from `first`."""
     numbers: dict[Shard, list[int]] = defaultdict(list)
     for number, holder in enumerate(holders, start=first):
         numbers[holder.shard].append(number)
@@ -46,7 +46,7 @@ def shards_of(holders: Sequence[Holder], first: int = 0) -> dict[Shard, tuple[in
 
 
 def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
-    """The holders' numbers are counted from `first`."""
+    """Returns the index of these holders, whose numbers are counted from `first`."""
     shards = shards_of(holders, first)
     members = list(shards.values())
     keepers: dict[str, dict[Rectangle, dict[tuple[Place, str], list[int]]]] = {}
@@ -56,17 +56,17 @@ def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
                 places = keepers.setdefault(piece.canonical, {}).setdefault(piece.canonical_rectangle, {})
                 key = Place(piece.local, piece.local_rectangle), shard.dtypes[piece.local]
                 places.setdefault(key, []).append(number)
-    together: dict[tuple[int, ...], tuple[int, ...]] = {}
+    merged: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def holders_of(numbers: list[int]) -> tuple[int, ...]:
+    def merge_members(numbers: list[int]) -> tuple[int, ...]:
         key = tuple(numbers)
-        if key not in together:
-            together[key] = tuple(sorted(holder for number in key for holder in members[number]))
-        return together[key]
+        if key not in merged:
+            merged[key] = tuple(sorted(holder for number in key for holder in members[number]))
+        return merged[key]
 
     return {
         tensor: {
-            rectangle: [Kept(rectangle, *key, holders_of(numbers)) for key, numbers in places.items()]
+            rectangle: [Kept(rectangle, *key, merge_members(numbers)) for key, numbers in places.items()]
             for rectangle, places in rectangles.items()
         }
         for tensor, rectangles in keepers.items()
@@ -75,8 +75,8 @@ def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What of a wanted rectangle its sources have: parts, each as large as one source can give, and for each the
-    numbers of the rectangles that contain it."""
+    """The parts of a wanted rectangle that its sources have, each as large as one source can give, and for each the
+    numbers of the rectangles that contain it; and a part that none of them has, if there is one."""
 
     parts: tuple[tuple[Rectangle, tuple[int, ...]], ...]
     missing: Rectangle | None
@@ -84,7 +84,8 @@ class Division:
 
 @lru_cache(maxsize=4096)  # layers, experts and replicas are cut alike
 def divide(held: tuple[Rectangle, ...], wanted: Rectangle) -> Division:
-    """held: what sources keep of the same tensor, each as one piece."""
+    """Divides a wanted rectangle among `held`, the rectangles of the same tensor that sources keep, each as one
+    piece."""
     overlapping = [(i, rectangle) for i, rectangle in enumerate(held) if intersect(rectangle, wanted)]
     parts, missing = [], [wanted]
     for _, rectangle in overlapping:

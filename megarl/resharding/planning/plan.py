@@ -1,4 +1,4 @@
-"""The plan: which rectangle of which parameter goes where. Pure data, the same on every process that computes it."""
+"""A plan says which rectangle of which parameter goes where. Pure data, the same on every process that computes it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.resharding.piece import Place
 
 
 class Link(NamedTuple):
-    """From one holder to another, by their numbers in Plan.holders."""
+    """A way from one holder to another, by their numbers in Plan.holders."""
 
     source: int
     destination: int
 
 
 class Move(NamedTuple):
-    """The elements of a place become those of a place of the same shape.
+    """A rectangle's way: the elements of a place become those of a place of the same shape.
 
     Where the dtypes differ they are cast, by who sends them: what travels has destination_dtype.
     """
@@ -36,9 +36,10 @@ class Move(NamedTuple):
 class Bucket:
     """Moves that travel together, as one buffer.
 
-    links      the buffer goes over each of them: a source packs it once for all of its replicas' destinations
+    links      the links over each of which the buffer goes: a source packs it once for all of its replicas'
+               destinations
     onward     links inside a node: who has received the buffer hands it on to others, which keep it at the same places
-    num_bytes  of the buffer
+    num_bytes  bytes of the buffer
     """
 
     links: tuple[Link, ...]
@@ -48,8 +49,8 @@ class Bucket:
 
     @property
     def onward_moves(self) -> Iterator[Move]:
-        """What the moves are over the links of `onward`."""
-        return (Move(to, to, dtype, dtype) for _, to, _, dtype in self.moves)
+        """The moves over the links of `onward`."""
+        return (Move(place, place, dtype, dtype) for _, place, _, dtype in self.moves)
 
 
 class Padding(NamedTuple):
@@ -75,7 +76,7 @@ class Copy(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """The elements of a place become zero."""
+    """A place whose elements become zero."""
 
     destination: str
     place: Place
@@ -89,7 +90,7 @@ class Writes:
     fills: tuple[Fill, ...]
 
     def grouped_by(self, key: Callable[[str], str]) -> dict[str, Writes]:
-        """In parts, by what `key` says of the parameter that is written."""
+        """Returns the writes in parts, by what `key` says of the parameter that is written."""
         copies, fills = defaultdict(list), defaultdict(list)
         for copy in self.copies:
             copies[key(copy.move.destination.parameter)].append(copy)
@@ -103,12 +104,12 @@ class Plan:
     """Everything that moves, said once for all replicas that it is true of.
 
     holders       their names, sources before destinations
-    nodes         the machine of each
+    nodes         the machine of each holder
     num_sources   how many of the holders are sources
     buckets       in the order in which they may be executed: what is handed on was received before
-    padding       what becomes zero
-    devices       of each holder, where some share one; empty where none do
-    order         of everything that travels, as schedule.ordered finds it (empty: nobody has asked)
+    padding       the places that become zero
+    devices       the device of each holder, where some share one; empty where none do
+    order         the order of everything that travels, as schedule.ordered finds it (empty: nobody has asked)
 
     To execute it, a process needs into(its name), or, where buffers travel, the hops that it is an end of: it sends and
     receives in their order, and packs and unpacks the moves of a bucket in theirs. No other agreement is needed, as
@@ -133,7 +134,7 @@ class Plan:
         return digest.hexdigest()
 
     def into(self, name: str) -> Writes:
-        """What is written into one holder. Raises ValueError for a name that is not a destination's."""
+        """Returns what is written into one holder. Raises ValueError for a name that is not a destination's."""
         if name not in self.holders[self.num_sources :]:
             raise ValueError(f"{name} is not a destination of the plan; it has {', '.join(self.destinations)}")
         holder = self.holders.index(name, self.num_sources)
@@ -149,7 +150,7 @@ class Plan:
         return Writes(copies, tuple(fills))
 
     def is_local(self, link: Link) -> bool:
-        """Both ends are on one device."""
+        """Returns whether both ends are on one device."""
         return bool(self.devices) and self.devices[link.source] == self.devices[link.destination] is not None
 
     @property
@@ -162,5 +163,5 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """That travel, over all links."""
+        """The bytes that travel, over all links."""
         return sum(bucket.num_bytes * (len(bucket.links) + len(bucket.onward)) for bucket in self.buckets)

@@ -15,16 +15,17 @@ from megarl.resharding.planning.plan import Bucket, Link, Move, Padding, Plan
 MIB = 2**20
 LARGEST_BUCKET, SMALLEST_BUCKET = 256 * MIB, MIB
 BUCKETS_OF_A_DESTINATION = 64
-"""So many buckets fill a destination: while one is under way, little of the whole waits for it."""
+"""The number of buckets that fill a destination: while one is under way, little of the whole waits for it."""
 SMALLEST_PART = MIB
-"""Nothing is cut smaller for the sake of balance."""
+"""The bytes of the smallest part that is cut for the sake of balance."""
 
 
 @without_collector()
 def make_plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int | None = None) -> Plan:
-    """Every element of every destination from exactly one source, directly or by way of another on its node.
+    """Returns the plan in which every element of every destination comes from exactly one source, directly or by way of
+    another destination on its node.
 
-    bucket_bytes    of a buffer that travels, at most (None: a 64th of the largest destination, at most 256 MiB)
+    bucket_bytes    bytes of a buffer that travels, at most (None: a 64th of the largest destination, at most 256 MiB)
 
     Raises ValueError for an element that no source holds.
     """
@@ -32,7 +33,7 @@ def make_plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_
 
 
 def bucket_size(destinations: Sequence[Holder]) -> int:
-    """Bytes of a bucket, where the caller does not say."""
+    """Returns the bytes of a bucket, where the caller does not say."""
     largest = max((shard.num_bytes for shard in shards_of(destinations)), default=0)
     return min(max(largest // BUCKETS_OF_A_DESTINATION, SMALLEST_BUCKET), LARGEST_BUCKET)
 
@@ -66,7 +67,7 @@ class _Planner:
         )
 
     def _send(self, part: Rectangle, having: list[Kept], wanting: list[Kept]) -> None:
-        """A canonical rectangle, from those who have it to those who want it."""
+        """Plans a canonical rectangle, from those who have it to those who want it."""
         if len(having) == len(wanting) == 1:
             [giver], [taker] = having, wanting
             for slab, way in self._ways(part, giver.holders, taker.holders, taker.dtype):
@@ -80,7 +81,7 @@ class _Planner:
     def _ways(
         self, part: Rectangle, having: tuple[int, ...], wanting: tuple[int, ...], dtype: str
     ) -> Iterator[tuple[Rectangle, Way]]:
-        """The rectangle in slabs that fit a bucket, and that replicas can share evenly; how each travels."""
+        """Yields slabs of the rectangle that fit a bucket and that replicas can share evenly, and how each travels."""
         size, rows = num_elements(part) * ITEM_BYTES[dtype], part[0][1] - part[0][0]
         shares = min(self._balance.even_parts(having, wanting), max(1, size // SMALLEST_PART))
         rows_in_bucket = max(1, self._bucket_bytes * rows // size)
@@ -90,15 +91,16 @@ class _Planner:
             yield slab, self._balance.way(having, wanting, num_elements(slab) * ITEM_BYTES[dtype])
 
     def _send_apart(self, slab: Rectangle, way: Way, givers: dict[int, Kept], takers: dict[int, Kept]) -> None:
-        """Where not all who have it, or who want it, keep it at the same place: with links of one kind together."""
+        """Plans a slab that not all who have it, or who want it, keep at the same place: links between the same places
+        are together."""
         links: dict[tuple[Kept, Kept], list[Link]] = defaultdict(list)
         for link in way.links:
             links[givers[link.source], takers[link.destination]].append(link)
         alike = [link for link in way.onward if takers[link.source] == takers[link.destination]]
-        for (giver, taker), some in links.items():
-            entries = {link.destination for link in some}
+        for (giver, taker), group in links.items():
+            entries = {link.destination for link in group}
             onward = tuple(link for link in alike if link.source in entries)
-            self._first.add(Way(tuple(some), onward), _move(slab, giver, taker))
+            self._first.add(Way(tuple(group), onward), _move(slab, giver, taker))
         for link in way.onward:
             if link not in alike:
                 move = _move(slab, takers[link.source], takers[link.destination])
@@ -112,7 +114,7 @@ class _Planner:
 
 
 class _Buckets:
-    """Gathers moves that go the same way."""
+    """Buckets of moves that go the same way."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -129,13 +131,13 @@ class _Buckets:
         self._open[way] = moves, size + num_bytes
 
     def closed(self) -> list[Bucket]:
-        """One of each way after the other: so all sources have something to send from the start."""
-        of_ways = ([*self._full[way], Bucket(*way, tuple(moves), size)] for way, (moves, size) in self._open.items())
-        return [bucket for turn in zip_longest(*of_ways) for bucket in turn if bucket is not None]
+        """Returns one bucket of each way after the other: so all sources have something to send from the start."""
+        queues = ([*self._full[way], Bucket(*way, tuple(moves), size)] for way, (moves, size) in self._open.items())
+        return [bucket for turn in zip_longest(*queues) for bucket in turn if bucket is not None]
 
 
 def _rounds(wanting: list[Kept]) -> list[dict[int, Kept]]:
-    """Holder -> what it wants; a holder that keeps the same elements twice gets them twice."""
+    """Returns rounds of holder -> what it wants; a holder that keeps the same elements twice gets them twice."""
     rounds: list[dict[int, Kept]] = []
     for kept in wanting:
         for holder in kept.holders:

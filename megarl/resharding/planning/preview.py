@@ -1,4 +1,4 @@
-"""How a model's weights would move from one layout to another: planned, proven and described, without moving any."""
+"""Plans, proves and describes how a model's weights would move from one layout to another, without moving any."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from megarl.resharding.planning.side import bytes_per_second, colocate, on_nodes
 def reshard(
     model: Path, source: str, destination: str, ranks_per_node: int, bandwidth: str, colocated: bool = False
 ) -> Figures:
-    """Nodes are filled in the order of ranks. What has been asked before is not computed again.
+    """Returns the figures of the plan. Nodes are filled in the order of ranks. Figures that have been asked for before
+    are not computed again.
 
     model                 a config.json, or the folder that has it
     source, destination   see side_holders
-    colocated             they share devices: rank i of both is on the same one. Else they are on different nodes
+    colocated             whether they share devices, rank i of both the same one; otherwise they are on different nodes
 
     Raises ValueError for what cannot be read, or does not fit the model.
     """
@@ -47,12 +48,12 @@ def reshard(
 
 
 def table(found: Figures) -> str:
-    """For people."""
+    """Returns the figures as lines for people."""
     inter, intra, local = (_size(found.bytes_by_link[link]) for link in ("inter", "intra", "local"))
-    beside = f", {local} on a device" if found.bytes_by_link["local"] else ""
+    local_bytes = f", {local} on a device" if found.bytes_by_link["local"] else ""
     rows = {
         "ranks": f"{found.ranks_source:,} -> {found.ranks_destination:,}",
-        "bytes": f"{_size(found.bytes_total)}: {inter} between nodes, {intra} inside them{beside}",
+        "bytes": f"{_size(found.bytes_total)}: {inter} between nodes, {intra} inside them{local_bytes}",
         "wasted": _size(found.bytes_wasted),
         "proof": "every element is written exactly once" if found.written_once else "FAILED",
         "busiest": f"source gives {found.source_balance:.3f} of the mean of its replicas",
@@ -77,7 +78,8 @@ def _size(num_bytes: int) -> str:
 
 
 def _read(model: Path) -> Mapping[str, Any]:
-    """A quantised checkpoint counts as what it is quantised from: trainers and engines hold that."""
+    """Returns the model's config.json. A quantised checkpoint counts as what it is quantised from: trainers and engines
+    hold that."""
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
         raise ValueError(f"--model {model}: {path} does not exist; give a config.json, or the folder that has it")

@@ -1,4 +1,4 @@
-"""What was computed once, kept for other processes: a file for each result, named by a hash of what it follows from."""
+"""Keeps results for other processes: a file for each, named by a hash of what it follows from."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 ROOMS = ("config", "resharding")
-"""The code that a result follows from."""
+"""The rooms whose code a result follows from."""
 
 
 def kept(folder: Path, inputs: Any, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What compute() gives, as JSON; from the folder, if it has been computed before, by this code.
+    """Returns what compute() gives, as JSON; from the folder, if this code has computed it before.
 
     inputs   all that it follows from, as JSON
 
-    A damaged file is computed again, and a folder that cannot be written goes without: both are said.
+    The content of a damaged file is computed again, and nothing is kept in a folder that cannot be written; both are
+    logged.
     """
     file = folder / f"{_digest([_code(), inputs])}.json"
     found = _read(file)
@@ -45,7 +46,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _write(file: Path, entry: dict[str, Any]) -> None:
-    """Under its name it is whole, whenever this process ends."""
+    """Writes a file that is whole under its name, whenever this process ends."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=file.parent) as folder:
@@ -58,7 +59,7 @@ def _write(file: Path, entry: dict[str, Any]) -> None:
 
 @cache
 def _code() -> str:
-    """SHA-256 of the rooms' source files."""
+    """Returns the SHA-256 of the rooms' source files."""
     digest = hashlib.sha256()
     for path in sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")):
         digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""When each bucket of a plan travels: a simulation of all processes' ports, and the order that follows from it."""
+"""Decides when each bucket of a plan travels, by a simulation of all processes' ports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megarl.resharding.planning.plan import Hop, Link, Plan
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes per second that one process sends, and at the same time receives: to other nodes, and inside its own."""
+    """The bytes per second that one process sends, and at the same time receives: to other nodes, and inside its
+    own."""
 
     inter: float
     intra: float
@@ -32,9 +33,11 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """transfers      in the order of the plan, and each when its ports are free
-    seconds        until the last one has ended
-    floor_seconds  no schedule of this plan is faster: what the busiest port carries, over its bandwidth
+    """The times at which everything in a plan travels.
+
+    transfers      the transfers in the order of the plan, each when its ports are free
+    seconds        the time until the last one has ended
+    floor_seconds  the time below which no schedule of this plan is: what the busiest port carries, over its bandwidth
     """
 
     transfers: tuple[Transfer, ...]
@@ -43,12 +46,13 @@ class Schedule:
 
 
 TYPICAL = Bandwidth(inter=1.0, intra=8.0)
-"""What orders are made for. They depend little on it: 8 or 18 times faster inside a node makes the same order good."""
+"""The bandwidth that orders are made for. They depend little on it: 8 or 18 times faster inside a node makes the same
+order good."""
 
 
 @without_collector()
 def ordered(plan: Plan) -> Plan:
-    """The plan with the order of what travels.
+    """Returns the plan with the order of what travels.
 
     If each process does its own hops in this order, none waits for one that waits for it: before the first hop that is
     not done, all is done at both of its ends.
@@ -57,7 +61,7 @@ def ordered(plan: Plan) -> Plan:
 
 
 def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
-    """When each hop of an ordered plan begins and ends.
+    """Returns when each hop of an ordered plan begins and ends.
 
     Every process has a port for each direction, to other nodes and inside its own; each carries one bucket at a time,
     in the plan's order. What is handed on starts when its bucket has arrived. Casting, packing, latency and copies on a
@@ -70,12 +74,12 @@ def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
     for number, link in plan.order:
         bucket = plan.buckets[number]
         out, into, seconds = _ports(plan, number, link, speeds)
-        # What begins at a destination is of the bucket that it has received, or of anything that it has.
-        before = (number, link.source) if link in bucket.onward else link.source
+        # A hop that begins at a destination waits for the bucket that it hands on, or for all that it has received.
+        arrival = (number, link.source) if link in bucket.onward else link.source
         if plan.is_local(link):
-            transfers.append(Transfer(number, link, arrived[before], arrived[before]))
+            transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))
             continue
-        start = max(free["out", out], free["in", into], arrived[before])
+        start = max(free["out", out], free["in", into], arrived[arrival])
         stop = start + seconds
         free["out", out] = free["in", into] = arrived[number, link.destination] = stop
         arrived[link.destination] = max(arrived[link.destination], stop)
@@ -86,7 +90,8 @@ def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
 
 
 Port = int
-"""Number of the holder, times two, plus 1 for the inside of its node; incoming and outgoing ports are counted apart."""
+"""The number of the holder, times two, plus 1 for the inside of its node; incoming and outgoing ports are counted
+apart."""
 
 
 class _Waiting(NamedTuple):
@@ -98,15 +103,15 @@ class _Waiting(NamedTuple):
 
 
 class _Side:
-    """The outgoing, or the incoming, ports."""
+    """The outgoing ports, or the incoming ones."""
 
     def __init__(self) -> None:
         self.left: dict[Port, float] = defaultdict(float)
-        """Seconds of transfers that have not started."""
+        """The seconds of transfers that have not started."""
         self.partners: dict[Port, dict[Port, deque[_Waiting]]] = defaultdict(dict)
-        """Port -> with whom it has transfers that could start now."""
+        """The partners of each port: port -> with whom it has transfers that could start now."""
         self._free: tuple[list[tuple[float, Port]], ...] = ([], [])
-        """To other nodes, and inside; those with the most left first."""
+        """The free ports to other nodes, and those inside; those with the most left first."""
         self._key: dict[Port, tuple[float, Port]] = {}
 
     def release(self, port: Port) -> None:
@@ -120,7 +125,7 @@ class _Side:
         return port in self._key
 
     def best(self, partners: dict[Port, deque[_Waiting]], inside: int) -> Port | None:
-        """The free one of these ports that has the most left to do."""
+        """Returns the free one of these ports that has the most left to do."""
         free = self._free[inside]
         if len(partners) < len(free):
             return min((self._key[port] for port in partners if port in self._key), default=(0, None))[1]
@@ -128,7 +133,7 @@ class _Side:
 
 
 class _Simulation:
-    """Of the ports that are free, the two with the most left to do come together first."""
+    """The simulation, in which of the free ports the two with the most left to do come together first."""
 
     def __init__(self, plan: Plan, bandwidth: Bandwidth):
         self._plan, self._speeds = plan, (bandwidth.inter, bandwidth.intra)
@@ -138,9 +143,10 @@ class _Simulation:
         self._order: list[Hop] = []
         self._onward: list[dict[int, list[Link]]] = [_by_source(bucket.onward) for bucket in plan.buckets]
         self._later: dict[int, list[tuple[int, Link]]] = defaultdict(list)
-        """Destination -> links that begin there, other than in the bucket that has just arrived: they wait for all."""
+        """The links that wait for all that arrives: destination -> links that begin there in other buckets than those
+        that have just arrived."""
         self._missing: dict[int, int] = defaultdict(int)
-        """Destination -> transfers that have not arrived; those of `_later` do not count."""
+        """The numbers of missing transfers: destination -> those that have not arrived, without those of `_later`."""
 
     def run(self) -> list[Hop]:
         self._load()
@@ -178,7 +184,7 @@ class _Simulation:
                     self._arrived(number, link)
 
     def _offer(self, bucket: int, link: Link) -> None:
-        """From now on this transfer can start."""
+        """Makes a transfer one of those that can start."""
         out, into, seconds = _ports(self._plan, bucket, link, self._speeds)
         queue = self._out.partners[out].setdefault(into, deque())
         self._in.partners[into][out] = queue
@@ -187,7 +193,7 @@ class _Simulation:
         self._touched[1].add(into)
 
     def _start(self, now: float) -> None:
-        """All that can start. Ports with the most left to do choose first."""
+        """Starts all that can start. Ports with the most left to do choose first."""
         outs, ins = self._touched
         sides = ((self._in, ins), (self._out, outs))
         waiting = [(-side.left[port], i, port) for i, (side, ports) in enumerate(sides) for port in ports]
@@ -219,18 +225,18 @@ class _Simulation:
         self._arrived(done.bucket, done.link)
 
     def _arrived(self, bucket: int, link: Link) -> None:
-        """What waited for it can start."""
-        here = link.destination
-        for onward in self._onward[bucket].pop(here, ()):
+        """Offers what waited for this arrival."""
+        destination = link.destination
+        for onward in self._onward[bucket].pop(destination, ()):
             self._offer(bucket, onward)
-        self._missing[here] -= 1
-        if self._missing[here] == 0:
-            for later in self._later.pop(here, ()):
+        self._missing[destination] -= 1
+        if self._missing[destination] == 0:
+            for later in self._later.pop(destination, ()):
                 self._offer(*later)
 
 
 def _ports(plan: Plan, bucket: int, link: Link, speeds: tuple[float, float]) -> tuple[Port, Port, float]:
-    """speeds: to other nodes, and inside."""
+    """Returns the ports at which a bucket leaves and arrives, and its seconds. speeds: to other nodes, and inside."""
     inside = int(plan.nodes[link.source] == plan.nodes[link.destination])
     return 2 * link.source + inside, 2 * link.destination + inside, plan.buckets[bucket].num_bytes / speeds[inside]
 

@@ -21,7 +21,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "
 
 
 def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source: bool) -> list[Holder]:
-    """The processes that e.g. "tp=8,pp=16,ep=32,etp=1,dp=4", "vllm:tp=8,replicas=32" or "hf" stands for.
+    """Returns the holders that e.g. "tp=8,pp=16,ep=32,etp=1,dp=4", "vllm:tp=8,replicas=32" or "hf" stands for.
 
     option     where it was given, such as --from
 
@@ -41,14 +41,14 @@ def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source
 
 
 def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list[Holder]:
-    """The holders in order, so many on each node; nodes are numbered from `first`."""
+    """Returns the holders in order, `ranks_per_node` on each node; nodes are numbered from `first`."""
     return [replace(holder, node=first + i // ranks_per_node) for i, holder in enumerate(holders)]
 
 
 def colocate(
     source: str, sources: Sequence[Holder], destination: str, destinations: Sequence[Holder]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Rank i of both on device i. source, destination: as they were given.
+    """Returns the holders with rank i of both sides on device i. source, destination: as they were given.
 
     Raises ValueError where not every device has one of each.
     """
@@ -65,7 +65,7 @@ def colocate(
 
 
 def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
-    """How the destinations become as many as the sources."""
+    """Says how the destinations become as many as the sources."""
     workers = sum(holder.name.startswith("vllm:0.") for holder in destinations)
     if workers and num_sources % workers == 0:
         replicas = num_sources // workers
@@ -76,7 +76,7 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
 
 
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
-    """E.g. "inter=50GB/s,intra=400GB/s"; a small b stands for bits. Raises ValueError for what cannot be read."""
+    """Reads e.g. "inter=50GB/s,intra=400GB/s"; a small b stands for bits. Raises ValueError for what cannot be read."""
     given = dict(item.partition("=")[::2] for item in text.split(","))
     if given.keys() != set(names):
         raise ValueError(f"{option} {text}: give {' and '.join(names)}, such as inter=50GB/s,intra=400GB/s")
@@ -108,7 +108,7 @@ def _layout(text: str, hf_config: Mapping[str, Any]) -> Layout:
 
 
 def _check_stages(layout: Layout, num_layers: int) -> None:
-    """An uneven division must be asked for, as Megatron wants it."""
+    """Raises ValueError for an uneven division that was not asked for, as Megatron wants it."""
     if num_layers % layout.pp == 0 or any(layout.uneven_stages.values()):
         return
     each = -(-num_layers // layout.pp)
@@ -121,7 +121,7 @@ def _check_stages(layout: Layout, num_layers: int) -> None:
 
 
 def _fields(text: str, known: Collection[str]) -> dict[str, str]:
-    """What is said as name=value, between commas."""
+    """Reads name=value between commas."""
     given: dict[str, str] = {}
     for item in text.split(",") if text else ():
         name, _, value = item.partition("=")

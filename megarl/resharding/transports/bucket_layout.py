@@ -1,4 +1,4 @@
-"""Where the moves of a bucket are while it travels: in a buffer, or in the parameters themselves."""
+"""Lays out the moves of a bucket while it travels: in a buffer, or in the parameters themselves."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from megarl.resharding.planning.plan import Move
 from megarl.resharding.transports.transport import view
 
 ALONE_BYTES = 128 * 2**10
-"""A move of so many bytes is a message of its own: to copy it would take longer than a message takes to set out."""
+"""The bytes from which a move is a message of its own: to copy it would take longer than a message takes to set out."""
 ALIGNMENT = 8
-"""Bytes. A move of another size, which would leave those after it misaligned, is not alone."""
+"""The multiple of bytes that keeps moves aligned. A move of another size, which would leave those after it misaligned,
+is not alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A move at one of its holders; start is where in the buffer, or None where its elements lie in one stretch of the
-    parameter, from or to which they travel without a copy."""
+    """A move at one of its holders.
+
+    start   its first byte in the buffer, or None where its elements lie in one stretch of the parameter, from or to
+            which they travel without a copy
+    """
 
     move: Move
     place: Place
@@ -32,11 +36,11 @@ class Part:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what travels."""
+        """The dtype of what travels."""
         return getattr(torch, self.move.destination_dtype)
 
     def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The elements of the parameter."""
+        """Returns the elements of the parameter."""
         return view(parameters[self.place.parameter], self.place.rectangle)
 
     def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -48,9 +52,9 @@ class Part:
 class BucketLayout:
     """A bucket at one of its holders.
 
-    alone      moves that are messages of their own
-    together   those that are the last message
-    num_bytes  of the buffer
+    alone      the moves that are messages of their own
+    together   the moves that are the last message
+    num_bytes  bytes of the buffer
     """
 
     alone: tuple[Part, ...]
@@ -62,7 +66,7 @@ class BucketLayout:
         return (*self.alone, *self.together)
 
     def messages(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What is sent, or received into."""
+        """Yields the tensors that are sent, or received into."""
         for part in self.alone:
             yield part.of(parameters) if part.start is None else part.in_buffer(buffer)
         if self.together:
@@ -70,11 +74,14 @@ class BucketLayout:
 
 
 def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.Tensor]) -> BucketLayout:
-    """moves: each with where its elements are at this holder, whose parameters these are; what is none of them goes by
-    way of the buffer. The messages are the same at all holders."""
+    """Returns the layout of a bucket, with the same messages at all holders.
+
+    moves        each with the place of its elements at this holder
+    parameters   this holder's; a move of another one goes by way of the buffer
+    """
     alone, together = [], []
     offset = 0
-    for move, place in sorted(moves, key=lambda item: (not _is_alone(item[0]), *_by_size(item))):
+    for move, place in sorted(moves, key=lambda item: (not _is_alone(item[0]), *_size_key(item))):
         in_place = _is_alone(move) and _lies_in_one_stretch(move, place, parameters)
         (alone if _is_alone(move) else together).append(Part(move, place, None if in_place else offset))
         offset += 0 if in_place else _num_bytes(move)
@@ -89,17 +96,17 @@ def _lies_in_one_stretch(move: Move, place: Place, parameters: Mapping[str, torc
 
 
 def lay_out_together(moves: Iterable[tuple[Move, Place]]) -> BucketLayout:
-    """All in one message."""
+    """Returns the layout of a bucket that travels in one message."""
     parts = []
     offset = 0
-    for move, place in sorted(moves, key=_by_size):
+    for move, place in sorted(moves, key=_size_key):
         parts.append(Part(move, place, offset))
         offset += _num_bytes(move)
     return BucketLayout((), tuple(parts), offset)
 
 
-def _by_size(item: tuple[Move, Place]) -> tuple[int]:
-    """Larger dtypes first, so that all are aligned."""
+def _size_key(item: tuple[Move, Place]) -> tuple[int]:
+    """Returns the key by which larger dtypes come first, so that all are aligned."""
     return (-ITEM_BYTES[item[0].destination_dtype],)
 
 

@@ -1,4 +1,4 @@
-"""Weights of another process on a GPU of this machine, read where they lie: the GPU's counterpart of shared memory.
+"""Reads weights of another process on a GPU of this machine where they lie: the GPU's counterpart of shared memory.
 
 The owner's storages stay where they are and are opened by CUDA IPC. It waits for its own device before it lets others
 read: here what it has when it publishes, and by itself what it changes later. An owner that moves its tensors between
@@ -23,24 +23,28 @@ from megarl.resharding.transports.published import Published, PublishedMemory, P
 from megarl.resharding.transports.transport import Delivery
 
 DEVICE_INDEX = 6
-"""Of the owner's number for the GPU among the arguments of rebuild_cuda_tensor; the reader may have another."""
+"""The place, among the arguments of rebuild_cuda_tensor, of the owner's number for the GPU; the reader may have
+another."""
 COUNTER = slice(11, 13)
-"""Where torch counts the reader, among the same: the name of a shared memory, and a place in it."""
+"""The places, among the same, of what torch counts the reader by: the name of a shared memory, and a place in it."""
 NO_COUNTER = (b"/no-such-counter", 0)
-"""A reader that closes a storage counts down if it finds the counter."""
+"""The counter of no storage: a reader that closes a storage counts down only if it finds the counter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A storage of the owner's. gpu: its UUID, which is the same in every process. arguments: of rebuild_cuda_tensor,
-    for all of its bytes."""
+    """A storage of the owner's.
+
+    gpu         UUID of its GPU, which is the same in every process
+    arguments   those of rebuild_cuda_tensor, for all of its bytes
+    """
 
     gpu: str
     arguments: tuple[Any, ...]
 
 
 def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
-    """CUDA tensors, for one reader, which will read from each. The caller keeps them."""
+    """Publishes CUDA tensors for one reader, which will read from each. The caller keeps them."""
     device.synchronize()
     segments: dict[int, Segment] = {}
     for tensor in parameters.values():
@@ -71,40 +75,42 @@ class CudaMemory:
         self._sources, self._moving = sources, moving
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> GpuReader:
-        own = {source: readers[member] for source, readers in self._sources.items() if member in readers}
+        published = {source: readers[member] for source, readers in self._sources.items() if member in readers}
         # A reader may have another device than the process's current one.
-        return GpuReader(own, self._moving, next(iter(parameters.values())).device)
+        return GpuReader(published, self._moving, next(iter(parameters.values())).device)
 
 
 class GpuReader(PublishedMemory[Segment]):
-    """One reader's end."""
+    """One reader's end of the channel."""
 
-    def __init__(self, sources: Mapping[str, Published[Segment]], moving: bool, own: torch.device):
-        """own: the reader's device."""
+    def __init__(self, sources: Mapping[str, Published[Segment]], moving: bool, reader_device: torch.device):
+        """sources: holder name -> what it has published for this reader."""
         super().__init__(sources)
-        self._moving, self._own = moving, own
+        self._moving, self._reader_device = moving, reader_device
         self._open: dict[Segment, torch.UntypedStorage] = {}
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         try:
             yield from super().deliver(copies)
         finally:
-            for each in {self._own, *(storage.device for storage in self._open.values())}:
+            for each in {self._reader_device, *(storage.device for storage in self._open.values())}:
                 device.synchronize(each)  # from here on the owner may change them
             if self._moving:
                 self._open.clear()
 
     def _opened(self, source: str, segment: Segment) -> torch.UntypedStorage:
-        """Raises ValueError where this process does not see the GPU."""
+        """Returns the storage, in this process. Raises ValueError where it does not see the GPU."""
         if segment not in self._open:
             self._open[segment] = _open_segment(source, segment)
         return self._open[segment]
 
 
 def _open_segment(source: str, segment: Segment) -> torch.UntypedStorage:
-    own = {device.uuid(index): index for index in range(device.num_gpus())}
-    if segment.gpu not in own:
-        raise ValueError(f"{source} has its weights on GPU {segment.gpu}, and this process sees {', '.join(own)} only")
+    indexes = {device.uuid(index): index for index in range(device.num_gpus())}
+    if segment.gpu not in indexes:
+        raise ValueError(
+            f"{source} has its weights on GPU {segment.gpu}, and this process sees {', '.join(indexes)} only"
+        )
     arguments = list(segment.arguments)
-    arguments[DEVICE_INDEX] = own[segment.gpu]
+    arguments[DEVICE_INDEX] = indexes[segment.gpu]
     return rebuild_cuda_tensor(*arguments).untyped_storage()

@@ -1,20 +1,21 @@
-"""What has changed between two states of a tensor: indices and values, bit for bit."""
+"""Encodes what has changed between two states of a tensor as indices and values, bit for bit."""
 
 from __future__ import annotations
 
 import torch
 
 BLOCK = 2**16
-"""Elements that are counted together: a place in them takes 16 bits."""
+"""The elements that are counted together: a place in them takes 16 bits."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Two states, [elements] of one dtype. Returns how `old` becomes `new`, as bytes, and how many elements change.
+    """Encodes two states, [elements] of one dtype. Returns how `old` becomes `new`, as bytes, and how many elements
+    change.
 
-    For each block of BLOCK elements the number of those that change (int32); for each of these its place in the block
-    (uint16); their new values.
+    The bytes are, for each block of BLOCK elements, the number of those that change (int32); for each of these its
+    place in the block (uint16); their new values.
     """
     bits = _bits(new)
     where = (bits != _bits(old)).nonzero().squeeze(1)
@@ -24,7 +25,7 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def encoded_bytes(num_changed: int, tensor: torch.Tensor) -> int:
-    """Of a tensor of which so many elements change."""
+    """Returns the bytes that encode a tensor of which `num_changed` elements change."""
     return 4 * _num_blocks(tensor) + num_changed * (2 + tensor.itemsize)
 
 
@@ -42,7 +43,7 @@ def apply(encoded: torch.Tensor, num_changed: int, target: torch.Tensor) -> None
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers: zeros of either sign differ, and equal NaNs do not."""
+    """Returns the elements as integers: zeros of either sign differ, and equal NaNs do not."""
     return tensor.view(INTEGERS[tensor.itemsize])
 
 

@@ -1,4 +1,4 @@
-"""Messages with only what has changed since the last exchange, where that is fewer bytes; nothing is lost.
+"""Sends messages with only what has changed since the last exchange, where that is fewer bytes; nothing is lost.
 
 A source keeps what it has sent, in host memory. Before an exchange the receivers say whether they still have it: not at
 their first exchange, nor when their weights have been rewritten since, and then all is sent. After an error connections
@@ -23,18 +23,18 @@ from megarl.resharding.transports.p2p import Begun, Message, PointToPoint, Rende
 from megarl.resharding.transports.transport import Delivery
 
 SLAB = 2**20
-"""Elements that are compared at once: more would only take memory."""
+"""The elements that are compared at once: more would only take memory."""
 WHOLE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaRendezvous(Rendezvous):
-    """Of members that send deltas."""
+    """The rendezvous of members that send deltas."""
 
     def open(
         self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True
     ) -> DeltaPointToPoint:
-        """Deltas are of parameters that stay as they came."""
+        """Opens a member's end, whose parameters stay as they came: deltas are applied to them."""
         assert in_place, f"{member}: nothing to apply deltas to"
         return DeltaPointToPoint(self, member, parameters, plan)
 
@@ -45,10 +45,10 @@ class DeltaPointToPoint(PointToPoint):
         self._has_last = False
         """Whether this member's weights are those of the last exchange."""
         self._last: dict[int, torch.Tensor] = {}
-        """Bucket -> what this source has sent of it."""
+        """The last state: bucket -> what this source has sent of it."""
         self._sends_deltas = False
         self._headers: dict[int, torch.Tensor] = {}
-        """Of the buckets of the last exchange."""
+        """The headers of the buckets of the last exchange."""
 
     def forget(self) -> None:
         """See Transport."""
@@ -65,7 +65,8 @@ class DeltaPointToPoint(PointToPoint):
         self._remember()
 
     def _ask_receivers(self) -> bool:
-        """Whether all of them have what this member sent last; it tells its own senders the same of itself."""
+        """Returns whether all receivers have what this member sent last, and tells its own senders the same of
+        itself."""
         self._check_open()
         answers, begun = [], []
         for link in sorted({hop.link for hop in self._hops}):
@@ -86,7 +87,8 @@ class DeltaPointToPoint(PointToPoint):
                     part.in_buffer(kept).copy_(part.of(self._parameters))
 
     def _pack(self, message: Message) -> None:
-        """As deltas, where the receivers and this member have the last state, and these are smaller."""
+        """Fills the buffer: with deltas where the receivers and this member have the last state, and deltas are
+        smaller."""
         header, offset = [], 0
         last = self._last.get(message.bucket) if self._sends_deltas else None
         for part in message.layout.parts:
@@ -119,7 +121,8 @@ class DeltaPointToPoint(PointToPoint):
         return [self._begin(self._group.send, link, link.destination, tensor) for tensor in (header, body)]
 
     def _receive(self, message: Message, link: Link) -> list[Begun]:
-        """Waits for the header: its sender is as far as that, or will be without this member's doing."""
+        """Begins the receipt of a bucket. It waits for the header: its sender is as far as that, or will be without
+        this member's doing."""
         num_slabs = sum(len(_slabs(part.of(self._parameters))) for part in message.layout.parts)
         header = torch.empty(2 * num_slabs, dtype=torch.int64, device=self._device)
         self._wait([self._begin(self._group.recv, link, link.source, header)])
@@ -133,7 +136,7 @@ class DeltaPointToPoint(PointToPoint):
     def _slabs_of(
         self, layout: BucketLayout, header: torch.Tensor
     ) -> Iterator[tuple[Part, torch.Tensor, int, int, int]]:
-        """Part, elements, how many of them change, their checksum, and the bytes that travel for them."""
+        """Yields part, elements, how many of them change, their checksum, and the bytes that travel for them."""
         entries = iter(header.view(-1, 2).tolist())
         for part in layout.parts:
             for slab in _slabs(part.of(self._parameters)):
@@ -143,8 +146,8 @@ class DeltaPointToPoint(PointToPoint):
                 yield part, slab, num_changed, expected, size
 
     def _unpacked(self, message: Message) -> Iterator[tuple[Part, None]]:
-        """In place, and compared with their checksums. Raises RuntimeError that names a parameter which has become
-        other than its source's."""
+        """Yields the parts once they are in place and agree with their checksums. Raises RuntimeError that names a
+        parameter which has become other than its source's."""
         offset = 0
         for part, slab, num_changed, expected, size in self._slabs_of(message.layout, self._headers[message.bucket]):
             encoded = message.buffer[offset : offset + size]
@@ -164,5 +167,5 @@ class DeltaPointToPoint(PointToPoint):
 
 
 def _slabs(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows of it, as views."""
+    """Returns runs of the tensor's rows, as views."""
     return tensor.split(max(1, SLAB * len(tensor) // max(1, tensor.numel())))

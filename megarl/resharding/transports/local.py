@@ -1,4 +1,4 @@
-"""Sources that are tensors of this process."""
+"""Reads sources that are tensors of this process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from megarl.resharding.transports.transport import Readable, view
 
 
 class LocalMemory(Readable):
+    """Sources that are tensors of this process."""
+
     def __init__(self, sources: Mapping[str, Mapping[str, torch.Tensor]]):
         """sources: holder name -> its parameters."""
         self._sources = sources

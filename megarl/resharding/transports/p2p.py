@@ -1,9 +1,9 @@
-"""Weights sent from process to process, on one machine or between several: over gloo on CPU, over NCCL on GPU.
+"""Sends weights from process to process, on one machine or between several: over gloo on CPU, over NCCL on GPU.
 
 The members have a process group of their own, so that neither the trainer's nor the engine's is disturbed. The buckets
 of the plan travel in its order, and every member has two buffers for them: one is filled or emptied while the other is
-on its way. What is large and lies in one stretch of a parameter needs none. A bucket that is to leave again when its
-buffer has been used for others is packed anew.
+on its way. A move that is large and lies in one stretch of a parameter needs none. A bucket that is to leave again when
+its buffer has been used for others is packed anew.
 
 NCCL knows no tags, and does what goes between two members, in either direction, one after the other. Both begin it in
 the plan's order, and so it matches. Even where a GPU has room for one operation at a time nobody waits for ever, by the
@@ -33,19 +33,19 @@ from megarl.resharding.transports.waiter import Waiter
 
 BUFFERS = 2
 UNUSED_TAG, NOTHING = 2**31 - 1, torch.empty(1, dtype=torch.uint8)
-"""Nobody sends this."""
+"""The tag and the message that nobody sends."""
 CHECK_S = 1.0
-"""How often a member that waits for another looks whether they are still connected."""
+"""The interval at which a member that waits for another looks whether they are still connected."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Result = TypeVar("Result")
 _Deliveries = Generator[Delivered, None, Result]
-"""Delivers what arrives meanwhile, and returns a result."""
+"""A generator that delivers what arrives meanwhile, and returns a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the members of a process group, the holders of a plan, find each other. A Channel.
+    """The store where the members of a process group, the holders of a plan, find each other. A Channel.
 
     host, port    of a TCPStore that one of them has
     name          tells the group from others that meet there
@@ -60,7 +60,7 @@ class Rendezvous:
     def open(
         self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True
     ) -> PointToPoint:
-        """Does not wait for the others: connections are made when they are used."""
+        """Opens a member's end without waiting for the others: connections are made when they are used."""
         return PointToPoint(self, member, parameters, plan, in_place)
 
 
@@ -90,9 +90,9 @@ class Message:
 
 @dataclass
 class Sent:
-    """What a member has sent in an exchange.
+    """The amount that a member has sent in an exchange.
 
-    num_bytes            over all links
+    num_bytes            bytes over all links
     compared, changed    elements, where only what has changed is sent
     """
 
@@ -113,9 +113,9 @@ class PointToPoint:
         assert plan.order or not plan.buckets, "a plan without an order; see schedule.ordered"
         self._hops = [hop for hop in plan.order if self._rank in hop.link]
         self._tags: Counter[Link] = Counter()
-        """Messages of each link so far, which both ends count alike."""
+        """The number of messages of each link so far, which both ends count alike."""
         self._neighbours: set[int] = set()
-        """Those that it has talked to."""
+        """The members that it has talked to."""
         is_destination = self._rank >= plan.num_sources
         copies = plan.into(member).copies if is_destination else ()
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
@@ -129,21 +129,21 @@ class PointToPoint:
         self.sent = Sent()
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
-        """As the plan has it; the source checks that this is so."""
+        """Returns the dtype that the plan has; the source checks that this is so."""
         if (source, parameter) not in self._dtypes:
             raise ValueError(f"{source} sends {self._member} no parameter {parameter}")
         return getattr(torch, self._dtypes[source, parameter])
 
     def send(self) -> Sent:
-        """What this member, a source only, has for the others."""
+        """Sends what this member, a source only, has for the others. Returns how much that was."""
         for _ in self.deliver(()):
             raise AssertionError(f"{self._member} is a source only")
         return self.sent
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """copies: all that the plan has into this member. Raises RuntimeError that names another member which has
-        failed, or does not answer in time."""
+        """Delivers all copies that the plan has into this member. Raises RuntimeError that names another member which
+        has failed, or does not answer in time."""
         self.sent = Sent()
         self._tags.clear()
         try:
@@ -155,7 +155,7 @@ class PointToPoint:
             raise
 
     def forget(self) -> None:
-        """All is sent each time."""
+        """See Transport. Nothing is kept: all is sent each time."""
 
     def close(self) -> None:
         """Ends the connections, and with them the waiting of others for this member."""
@@ -166,15 +166,15 @@ class PointToPoint:
 
     @cached_property
     def _layouts(self) -> dict[int, BucketLayout]:
-        """Of each bucket, by its number."""
+        """The layout of each bucket, by its number."""
         return {number: self._lay_out(self._plan.buckets[number]) for number, _ in self._hops}
 
     def _lay_out(self, bucket: Bucket) -> BucketLayout:
         return lay_out(self._places(bucket), self._parameters)
 
     def _places(self, bucket: Bucket) -> list[tuple[Move, Place]]:
-        """Its moves, and where their elements are at this member. Raises ValueError where it has them in another dtype
-        than planned."""
+        """Returns the bucket's moves, and where their elements are at this member. Raises ValueError where it has them
+        in another dtype than planned."""
         gives = any(link.source == self._rank for link in bucket.links)
         for move in bucket.moves if gives else ():
             actual = self._parameters[move.source.parameter].dtype
@@ -183,7 +183,8 @@ class PointToPoint:
         return [(move, move.source if gives else move.destination) for move in bucket.moves]
 
     def _exchange(self) -> Delivery:
-        """In the order of the plan, of which every member follows its part: see schedule.ordered."""
+        """Does this member's hops in the order of the plan, of which every member follows its part: see
+        schedule.ordered."""
         self._check_open()
         free = self._buffers()
         for hop in self._hops:
@@ -227,12 +228,13 @@ class PointToPoint:
         return Begun(neighbour, work)
 
     def _meet(self, neighbour: int) -> None:
-        """Waits until it is as far: to connect them, in their first operation, NCCL waits without a deadline."""
+        """Waits until the neighbour is as far: to connect them, in their first operation, NCCL waits without a
+        deadline."""
         self._store.set(f"{self._rank} for {neighbour}", "here")
         self._store.wait([f"{neighbour} for {self._rank}"], self._timeout)
 
     def _wait(self, begun: list[Begun]) -> None:
-        """Until all of it is done; none is left then.
+        """Waits until all of it is done, and empties the list.
 
         Gloo tells of the end of a connection, but not to what has travelled in part: that would wait until its time is
         over. So another thread waits for it, while this one looks after the connections.
@@ -260,12 +262,12 @@ class PointToPoint:
             raise RuntimeError(f"{self._member}: with {self._plan.holders[neighbour]}: {error}") from error
 
     def _filled(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[Message]:
-        """With what the hop takes along."""
+        """Returns the message of a hop, filled with its bucket."""
         for message in self._in_hand:
             if message.bucket == hop.bucket:
                 yield from self._arrive(message)
                 return message
-        if self._rank >= self._plan.num_sources:  # what it has may be under way to it
+        if self._rank >= self._plan.num_sources:  # what it sends may be under way to it
             for message in self._in_hand:
                 yield from self._arrive(message)
         message = yield from self._taken(hop.bucket, free)
@@ -278,7 +280,7 @@ class PointToPoint:
                 part.in_buffer(message.buffer).copy_(part.of(self._parameters))
 
     def _taken(self, bucket: int, free: list[torch.Tensor]) -> _Deliveries[Message]:
-        """With a buffer that is to be filled."""
+        """Returns a message whose buffer is to be filled, once one is free."""
         if not free:
             yield from self._settle_oldest(free)
         self._in_hand.append(Message(bucket, free.pop(), self._layouts[bucket]))
@@ -300,7 +302,7 @@ class PointToPoint:
             yield Copy(sender, self._member, part.move), elements
 
     def _unpacked(self, message: Message) -> Iterator[tuple[Part, torch.Tensor | None]]:
-        """Elements as a transport delivers them."""
+        """Yields the parts and their elements as a transport delivers them."""
         for part in message.layout.parts:
             yield part, None if part.start is None else part.in_buffer(message.buffer)
 
@@ -326,9 +328,9 @@ def _process_group(store: dist.Store, timeout: timedelta, rank: int, size: int) 
 
 
 def _network_device() -> dist.ProcessGroupGloo.Device:
-    """Gloo's, of the interface that GLOO_SOCKET_IFNAME names, as torch's own groups have it, or of several the first;
-    without it of the one with the address of the host's name. Members connect when they first talk to each other: most
-    pairs never do."""
+    """Returns gloo's device, of the interface that GLOO_SOCKET_IFNAME names, as torch's own groups have it, or of
+    several the first; without it of the one with the address of the host's name. Members connect when they first talk
+    to each other: most pairs never do."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
@@ -337,10 +339,10 @@ def _network_device() -> dist.ProcessGroupGloo.Device:
 
 @contextmanager
 def _waiting_for_the_end() -> Iterator[None]:
-    """For NCCL groups that are made inside: who waits for an operation waits until the GPU has done it, at most for the
-    group's timeout, and is told of what goes wrong. Else the wait would be the GPU's, without a deadline, and at an
-    error torch's watchdog would end the process. torch has no option of a group for it, and reads the variable when it
-    makes one."""
+    """Makes waiting end, for NCCL groups that are made inside: who waits for an operation waits until the GPU has done
+    it, at most for the group's timeout, and is told of what goes wrong. Else the wait would be the GPU's, without a
+    deadline, and at an error torch's watchdog would end the process. torch has no option of a group for it, and reads
+    the variable when it makes one."""
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:
@@ -353,7 +355,7 @@ def _waiting_for_the_end() -> Iterator[None]:
 
 
 def _end_connections(group: dist.Backend, neighbours: Iterable[int]) -> None:
-    """neighbours: whom the group is connected to."""
+    """Ends a group's connections. neighbours: whom it is connected to."""
     if device.backend() == "nccl":
         group.abort()
         return
@@ -365,5 +367,5 @@ def _end_connections(group: dist.Backend, neighbours: Iterable[int]) -> None:
 
 
 def _receive_unused(group: dist.Backend, neighbour: int) -> dist.Work:
-    """Raises RuntimeError where the connection has ended."""
+    """Begins to receive what nobody sends. Raises RuntimeError where the connection has ended."""
     return group.recv([NOTHING], neighbour, UNUSED_TAG)

@@ -1,4 +1,4 @@
-"""Parameters that another process of this machine lets others read where they lie."""
+"""Reads parameters that another process of this machine publishes, where they lie."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class PublishedParameter(Generic[S]):
-    """Where a live parameter lies: offset and stride in elements."""
+    """The place of a live parameter; offset and stride are in elements."""
 
     segment: S
     offset: int
@@ -32,11 +32,11 @@ class PublishedParameter(Generic[S]):
 
 
 Published = Mapping[str, PublishedParameter[S]]
-"""Of one owner, by parameter."""
+"""The published parameters of one owner, by name."""
 
 
 class PublishedMemory(Readable, Generic[S]):
-    """What several owners have published. The kind of segment says how it is opened."""
+    """The parameters that several owners have published. The kind of segment says how it is opened."""
 
     def __init__(self, sources: Mapping[str, Published[S]]):
         """sources: by holder name."""
@@ -53,7 +53,7 @@ class PublishedMemory(Readable, Generic[S]):
 
     @abstractmethod
     def _opened(self, source: str, segment: S) -> torch.UntypedStorage:
-        """The storage, in this process."""
+        """Returns the storage, in this process."""
 
     def _published(self, source: str, parameter: str) -> PublishedParameter[S]:
         try:

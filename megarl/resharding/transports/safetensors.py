@@ -1,5 +1,5 @@
-"""A Hugging Face folder as a source, of which only the slices are read that are asked for; and how its files are
-written, a tensor at a time."""
+"""Reads a Hugging Face folder as a source, only the slices that are asked for, and writes its files a tensor at a
+time."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class SafetensorsFolder(Readable):
         self._stack.close()
 
     def described(self, holder: Holder) -> Holder:
-        """The same with the dtypes of the files. Raises ValueError for a tensor that is missing here, or has another
-        shape."""
+        """Returns the holder with the dtypes of the files. Raises ValueError for a tensor that is missing here, or has
+        another shape."""
         for name, shape in holder.shapes.items():
             found = tuple(self._slice(name).get_shape())
             if found != shape:
@@ -58,7 +58,7 @@ class SafetensorsFolder(Readable):
         return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
     def unexpected(self, holder: Holder) -> list[str]:
-        """Tensors that the holder does not have."""
+        """Returns the names of the tensors that the holder does not have."""
         return sorted(self._files.keys() - holder.shapes.keys())
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
@@ -101,7 +101,10 @@ def write_file(
     dtypes: Mapping[str, str],
     tensor: Callable[[str], torch.Tensor],
 ) -> None:
-    """As safetensors' own writer does, which wants all tensors at once. tensor: gives one when it is its turn."""
+    """Writes a file as safetensors' own writer does, which would want all tensors at once.
+
+    tensor   gives the tensor of a name when it is its turn
+    """
     names = {dtype_name(dtype): name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,4 +1,4 @@
-"""Weights of another process on this machine, read where they lie: one copy, no staging, no name in /dev/shm.
+"""Reads weights of another process on this machine where they lie: one copy, no staging, no name in /dev/shm.
 
 The owner's storages are moved into anonymous shared memory once; from then on every view of them (parameters, the
 optimizer's shards) lives there, so that in-place updates are visible to a reader at once. The memory is reached
@@ -72,7 +72,7 @@ class SharedMemory(PublishedMemory[Segment]):
 
 
 _mappings: dict[Segment, torch.UntypedStorage] = {}
-"""Of this process. Mapping a segment anew costs a page fault for every page that is read."""
+"""The mappings of this process. Mapping a segment anew costs a page fault for every page that is read."""
 
 
 def _mapped(segment: Segment) -> torch.UntypedStorage:

@@ -1,4 +1,5 @@
-"""A checkpoint of torch.distributed.checkpoint as a source: files are mapped, and only what is asked for is read."""
+"""Reads a checkpoint of torch.distributed.checkpoint as a source: files are mapped, and only what is asked for is
+read."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class StoredTensor:
 
 
 class TorchDistFolder:
-    """A context manager, which unmaps the files. Tensors that it gives are views of the files until then."""
+    """A checkpoint's folder, and a context manager, which unmaps its files. Tensors that it gives are views of the
+    files until then."""
 
     def __init__(self, folder: Path):
         """Raises ValueError for a folder that is no such checkpoint, or lacks a file."""
@@ -57,12 +59,12 @@ class TorchDistFolder:
 
     @property
     def files(self) -> dict[str, int]:
-        """Name -> bytes of those that tensors are in."""
+        """The files that tensors are in: name -> bytes."""
         names = {info.relative_path for info in self._items.values()}
         return {name: (self._folder / name).stat().st_size for name in sorted(names)}
 
     def read(self, key: str, place: Rectangle) -> torch.Tensor:
-        """A part of a tensor, within one of the rectangles that it is stored in."""
+        """Returns a part of a tensor, within one of the rectangles that it is stored in."""
         for rectangle in self.tensors[key].rectangles:
             if contains(rectangle, place):
                 chunk = self._chunk(key, rectangle)
@@ -70,12 +72,13 @@ class TorchDistFolder:
         raise ValueError(f"{self._folder}: no file holds {key} at {place} as a whole")
 
     def read_object(self, key: str) -> bytes:
-        """As it was saved."""
+        """Returns the bytes of an object as it was saved."""
         info = self._items[key, ()]
         return self._map(info.relative_path)[info.offset : info.offset + info.length]
 
     def _check_files(self) -> None:
-        """Reading beyond the end of a mapped file would end the process."""
+        """Raises ValueError for a file that is missing or cut short: to read beyond the end of a mapped file would end
+        the process."""
         ends: dict[str, int] = {}
         for info in self._items.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -91,7 +94,7 @@ class TorchDistFolder:
         if index not in self._chunks:
             info = self._items[index]
             data, start = self._map(info.relative_path), info.offset - info.offset % mmap.PAGESIZE
-            # All of it is read soon: in large blocks, not in the small ones of faults.
+            # All of it is read soon: this reads it in large blocks, not in the small ones of page faults.
             data.madvise(mmap.MADV_WILLNEED, start, info.offset + info.length - start)
             chunk = _mapped(data, info.offset, info.length)
             if tuple(chunk.shape) != shape_of(rectangle) or dtype_name(chunk.dtype) != self.tensors[key].dtype:
@@ -102,13 +105,14 @@ class TorchDistFolder:
     def _map(self, name: str) -> mmap.mmap:
         if name not in self._maps:
             file = self._stack.enter_context((self._folder / name).open("rb"))
-            # Private and writable, which a tensor's memory has to be; nobody writes into it.
+            # The map is private and writable, which a tensor's memory has to be; nobody writes into it.
             self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[name]
 
 
 class StoredExtents(Readable):
-    """The transport: extents by their names, in a checkpoint that has `prefix` before their keys."""
+    """The transport of such a checkpoint: extents by their names, in a checkpoint that has `prefix` before their
+    keys."""
 
     def __init__(self, folder: TorchDistFolder, extents: Mapping[str, Extent], prefix: str = ""):
         """extents: each within one of the rectangles that its tensor is stored in."""
@@ -149,7 +153,7 @@ class Window(io.RawIOBase):
 
 
 def _mapped(data: mmap.mmap, offset: int, length: int) -> torch.Tensor:
-    """The tensor that torch.save wrote at the offset, where it lies."""
+    """Returns the tensor that torch.save wrote at the offset, where it lies."""
     with FakeTensorMode():  # reads shape, dtype and place, no elements
         form = torch.load(io.BufferedReader(Window(data, offset, length)), weights_only=True)
     storage = form.untyped_storage()

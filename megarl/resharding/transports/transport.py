@@ -1,4 +1,4 @@
-"""What every transport offers to the execution of a plan."""
+"""The interface that every transport offers to the execution of a plan."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ Delivery = Iterator[Delivered]
 
 class Transport(Protocol):
     staging_bytes: int
-    """Allocated for what is on its way, at its peak in the last delivery."""
+    """The bytes allocated for what is on its way, at their peak in the last delivery."""
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
-        """Of a source's parameter. Raises ValueError for one that the source does not have."""
+        """Returns the dtype of a source's parameter. Raises ValueError for one that the source does not have."""
 
     def forget(self) -> None:
-        """What was delivered last has been rewritten since."""
+        """Notes that what was delivered last has been rewritten since."""
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """The copies, whole or in parts and in any order, each with its elements, or None where they are in their place
-        already. They are valid until the next is asked for, and by then the destination has written them."""
+        """Yields the copies, whole or in parts and in any order, each with its elements, or None where they are in
+        their place already. They are valid until the next is asked for, and by then the destination has written
+        them."""
 
 
 class Channel(Protocol):
     """A transport before it is opened: can be pickled and sent to those that take part in it."""
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> Transport:
-        """Called by the process that is `member`, a holder, and has these parameters.
+        """Opens the transport in the process that is `member`, a holder, and has these parameters.
 
-        plan      its part
+        plan      the member's part of the plan
         in_place  whether the parameters are those that the plan writes. If not, they only tell the device
         """
 
@@ -59,14 +60,15 @@ class Readable(ABC):
 
     @abstractmethod
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
-        """The elements of a rectangle of a source's parameter, as a view of the source where the medium allows it."""
+        """Returns the elements of a rectangle of a source's parameter, as a view of the source where the medium allows
+        it."""
 
 
 def view(tensor: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
-    """A rectangle of a tensor, sharing its storage."""
+    """Returns a rectangle of a tensor, which shares its storage."""
     return tensor[tuple(slice(start, stop) for start, stop in rectangle)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As plans write it, such as "bfloat16"."""
+    """Returns the dtype's name as plans write it, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

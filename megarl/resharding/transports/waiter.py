@@ -1,4 +1,4 @@
-"""Waiting that can be given up."""
+"""Waits in a way that can be given up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Waiter:
         self._waits.put(wait)
 
     def goes_on(self, seconds: float) -> bool:
-        """Whether the wait does after so many seconds, or fewer if it ends. Raises the error that has ended it."""
+        """Returns whether the wait goes on after `seconds`, or sooner that it has ended. Raises the error that has
+        ended it."""
         try:
             error = self._ends.get(timeout=seconds)
         except Empty:
@@ -32,7 +33,7 @@ class Waiter:
         return False
 
     def close(self) -> None:
-        """The thread ends, after what it still waits for."""
+        """Ends the thread, after what it still waits for."""
         self._waits.put(None)
 
     def _run(self) -> None:

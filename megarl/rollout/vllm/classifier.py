@@ -17,7 +17,7 @@ from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 
 class VllmClassifier:
-    """Scores samples by their token ids, with the weights of its folder."""
+    """A classifier that scores samples by their token ids, with the weights of its folder."""
 
     def __init__(self, config: Config, folder: Path):
         settings, head = config.reward_model, score_head_of(read_config(folder))
@@ -32,7 +32,7 @@ class VllmClassifier:
             settings.kv_cache_gib,
             settings.vllm_overrides,
             runner="pooling",
-            # The head's output as it is: vLLM would put it through a sigmoid or a softmax.
+            # The head's output is wanted as it is: vLLM would put it through a sigmoid or a softmax.
             pooler_config=PoolerConfig(task=self._task, use_activation=False),
             max_num_batched_tokens=settings.tokens_per_microbatch,
             seed=config.run.seed,
@@ -40,7 +40,8 @@ class VllmClassifier:
         self._llm = LLM(**arguments)
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Of each sample's response tokens, float32 [R]; of a sequence classifier that of its last token, [1]."""
+        """Returns the scores of each sample's response tokens, float32 [R]; a sequence classifier's is [1], that of the
+        last token."""
         outputs = self._llm.encode(
             [{"prompt_token_ids": sample.token_ids.tolist()} for sample in samples],
             pooling_task=self._task,
@@ -53,5 +54,6 @@ class VllmClassifier:
 
 
 def _scores(pooled: torch.Tensor) -> torch.Tensor:
-    """From the head's one label: [1] of a sample, [tokens, 1] of its tokens. A tensor of its own, for its reader."""
+    """Returns float32 [tokens] on CPU from the head's one label, [1] of a sample or [tokens, 1] of its tokens, as a
+    copy that the caller may keep."""
     return pooled.float().flatten().cpu().clone()

@@ -1,4 +1,4 @@
-"""What vLLM's CPU build lacks for weights that are written in place, and for latent attention. On GPU it changes
+"""Adds what vLLM's CPU build lacks for weights that are written in place, and for latent attention. On GPU it changes
 nothing."""
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ _rotate = RotaryEmbedding.forward_cpu
 
 
 def install() -> None:
-    """In a process of vLLM's, before it loads a model."""
+    """Changes vLLM's functions, in a process of vLLM's before it loads a model."""
     linear_layers.dispatch_cpu_unquantized_gemm = _keep_weight
     RotaryEmbedding.forward_cpu = _rotate_heads
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """vLLM packs every linear layer for oneDNN and frees the weight: nothing would be left to write into."""
+    """Leaves a linear layer's weight in its place: vLLM would pack it for oneDNN and free it, and nothing would be left
+    to write into."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
 def _rotate_heads(
     self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """vLLM's kernel takes [tokens, heads, channels], which latent attention gives it, for one head and the first heads
-    for tokens. It is right for [tokens, heads * channels]."""
+    """Rotates query and key by vLLM's kernel, in the shape for which it is right, [tokens, heads * channels]. It would
+    take [tokens, heads, channels], which latent attention gives it, for one head and the first heads for tokens."""
     rotated, rotated_key = _rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
     return rotated.view(query.shape), None if key is None else rotated_key.view(key.shape)
 
 
 def pack_experts(layer: RoutedExperts) -> bool:
-    """As vLLM does for its kernel after it has loaded them. Returns whether it has packed: on GPU the engine is started
-    with the one backend that takes weights as they are."""
+    """Packs a layer's expert weights for vLLM's kernel, as vLLM does after it has loaded them. Returns whether it has
+    packed: on GPU the engine is started with the one backend that takes weights as they are."""
     kernel = layer.quant_method.moe_kernel.fused_experts
     packs = isinstance(kernel, CPUUnquantizedExperts)
     if packs:

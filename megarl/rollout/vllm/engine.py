@@ -28,12 +28,12 @@ from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
 PAUSE_S = 0.05
-"""How often samples under way look whether a failed refit has been made good."""
+"""The interval at which samples under way look whether a failed refit has been made good."""
 
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A request that vLLM works on, under the id that vLLM gave it; in the end, with what came of it."""
+    """A request that vLLM works on, the id that vLLM gave it, and in the end its completion."""
 
     request: SamplingRequest
     vllm_id: str
@@ -41,10 +41,10 @@ class _UnderWay:
 
 
 class VllmEngine:
-    """Starts without weights (`version` None) and gets them by `refit`, as after every later update.
+    """An engine that starts without weights (`version` None) and gets them by `refit`, as after every later update.
 
-    All calls are made in one thread, by one event loop: what comes while `generate` waits for its samples is done
-    between two steps of vLLM, for any number of `generate` at once.
+    All calls are made in one thread, by one event loop: a call that comes while `generate` waits for its samples is
+    done between two steps of vLLM, for any number of `generate` at once.
     """
 
     def __init__(self, config: Rollout, model_folder: Path, dtype: str, seed: int):
@@ -62,11 +62,11 @@ class VllmEngine:
             config.kv_cache_gib,
             config.vllm_overrides,
             load_format="dummy",
-            # Log-probs of the distribution that is sampled from: after the temperature.
+            # These are log-probs of the distribution that is sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
             max_logprobs=config.top_k or 0,
             max_num_batched_tokens=max(2048, config.context_length),
-            # Of a mixture of experts' kernels on GPU, the one that leaves the weights as they are, to be written into.
+            # On GPU, this kernel for experts leaves their weights as they are, to be written into.
             moe_backend="triton" if device.on_cuda() else "auto",
             # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.
             enable_sleep_mode=config.sleep and device.on_cuda(),
@@ -78,17 +78,17 @@ class VllmEngine:
         if self.version is None:
             raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
         self._wake("weights", "kv_cache")
-        own = {str(next(self._numbers)): request for request in requests}
-        self._under_way |= {name: _UnderWay(request, self._submit(name, request)) for name, request in own.items()}
+        numbered = {str(next(self._numbers)): request for request in requests}
+        self._under_way |= {name: _UnderWay(request, self._submit(name, request)) for name, request in numbered.items()}
         try:
-            while any(self._under_way[name].completion is None for name in own):
+            while any(self._under_way[name].completion is None for name in numbered):
                 if self.version is not None:
                     self._step()
                 await asyncio.sleep(PAUSE_S if self.version is None else 0)
-            return [_sample(request, self._under_way[name].completion) for name, request in own.items()]
+            return [_sample(request, self._under_way[name].completion) for name, request in numbered.items()]
         finally:
-            self._withdraw([name for name in own if self._under_way[name].completion is None])
-            for name in own:
+            self._withdraw([name for name in numbered if self._under_way[name].completion is None])
+            for name in numbered:
                 del self._under_way[name]
 
     def sleep(self) -> None:
@@ -118,21 +118,22 @@ class VllmEngine:
         return refitted
 
     def hold(self, version: int) -> None:
-        """Says that the weights are of this version, and so the tokens from now on."""
+        """Sets the version of the weights, and so of the tokens from now on."""
         self._llm.llm_engine.set_weight_version(str(version))
         self.version = version
 
     @property
     def has_lost_a_rank(self) -> bool:
-        """Whether a process of its own has died, after which it can do nothing."""
+        """Whether a process of the engine has died, after which it can do nothing."""
         return getattr(self._llm.llm_engine.model_executor, "is_failed", False)
 
     def checksums(self) -> list[dict[str, str]]:
-        """Per worker: parameter -> SHA-256 of its bytes."""
+        """Returns for each worker: parameter -> SHA-256 of its bytes."""
         return self._ask_workers(RefitExtension.checksums)
 
     def _ask_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """method: of RefitExtension, which each worker has under its name. Raises the first worker's error."""
+        """Calls a method of RefitExtension in every worker, which has it under the same name. Returns their answers.
+        Raises the first worker's error."""
         answers = self._llm.collective_rpc(method.__name__, args=args)
         for answer in answers:
             if isinstance(answer, Failed):
@@ -140,7 +141,7 @@ class VllmEngine:
         return answers
 
     def _submit(self, name: str, request: SamplingRequest) -> str:
-        """Returns vLLM's own id of the request.
+        """Gives vLLM the request. Returns vLLM's own id of it.
 
         The salt keeps requests apart in the prefix cache: those of one refit's weights reuse no keys and values of
         another's, which samples that it interrupted still need and go on adding to.
@@ -163,12 +164,15 @@ class VllmEngine:
         self._llm.wake_up(tags=["scheduling"])
 
     def _begin_again(self) -> None:
-        """With what has no token yet, so that no key or value of a sample of the new weights alone is of older ones."""
+        """Submits anew the requests that have no token yet: samples that are of the new weights alone then have no keys
+        and values of older ones."""
         states = self._llm.llm_engine.output_processor.request_states
         unfinished = {name: item for name, item in self._under_way.items() if item.completion is None}
-        again = [name for name, item in unfinished.items() if not states[item.vllm_id].detokenizer.num_output_tokens()]
-        self._withdraw(again)
-        for name in again:
+        tokenless = [
+            name for name, item in unfinished.items() if not states[item.vllm_id].detokenizer.num_output_tokens()
+        ]
+        self._withdraw(tokenless)
+        for name in tokenless:
             unfinished[name].vllm_id = self._submit(name, unfinished[name].request)
 
     def _sampling(self, request: SamplingRequest) -> SamplingParams:
@@ -184,33 +188,34 @@ class VllmEngine:
         )
 
     def _num_kept(self, request: SamplingRequest) -> int:
-        """How many of the most likely tokens it tells beside the sampled one. Under top_k, it kept no others."""
+        """Returns how many of the most likely tokens the engine reports beside the sampled one: under top_k, those that
+        it keeps."""
         return 0 if request.greedy else self._config.top_k or 0
 
 
 def _sample(request: SamplingRequest, completion: CompletionOutput) -> Sample:
     assert completion.finish_reason in ("stop", "length"), f"{request.sample_id}: {completion.finish_reason}"
-    told = completion.logprobs  # flat: for each position the sampled token, then the most likely ones
+    logprobs = completion.logprobs  # flat: for each position the sampled token, then the most likely ones
     return Sample(
         id=request.sample_id,
         prompt=request.prompt,
         response_ids=completion.token_ids,
-        response_logprobs=[told.logprobs[start] for start in told.start_indices],
+        response_logprobs=[logprobs.logprobs[start] for start in logprobs.start_indices],
         response_mask=np.ones(len(completion.token_ids), np.bool_),
         versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in completion.weight_versions),
         finish_reason=completion.finish_reason,
         text=completion.text,
-        candidate_ids=_candidate_ids(told),
+        candidate_ids=_candidate_ids(logprobs),
     )
 
 
-def _candidate_ids(told: FlatLogprobs) -> CandidateIds | None:
-    """Of the most likely tokens, those with a probability. Where several are as likely as the last of them, the engine
-    keeps more than it tells."""
-    starts, ends = (np.asarray(indices, np.int64) for indices in (told.start_indices, told.end_indices))
-    is_kept = np.asarray(told.logprobs) > -np.inf
+def _candidate_ids(logprobs: FlatLogprobs) -> CandidateIds | None:
+    """Returns the most likely tokens, as far as they have a probability. Where several are as likely as the last of
+    them, the engine keeps more than it reports."""
+    starts, ends = (np.asarray(indices, np.int64) for indices in (logprobs.start_indices, logprobs.end_indices))
+    is_kept = np.asarray(logprobs.logprobs) > -np.inf
     is_kept[starts] = False  # the sampled token
     if not is_kept.any():
         return None
     counts = np.append(0, np.cumsum(is_kept))
-    return CandidateIds(np.asarray(told.token_ids)[is_kept], np.append(0, counts[ends]))
+    return CandidateIds(np.asarray(logprobs.token_ids)[is_kept], np.append(0, counts[ends]))

@@ -1,4 +1,4 @@
-"""What every engine on vLLM is started with, whatever it computes."""
+"""The arguments that every engine on vLLM is started with, whatever it computes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megarl.core import device
 from megarl.data.model_folder import read_config
 
 FREE_SHARE = 0.01
-"""vLLM starts only where this share of a GPU's memory is free, by default nearly all, and takes a KV cache of the given
+"""The share of a GPU's memory that must be free for vLLM to start, by default nearly all; the KV cache has its given
 size. On a GPU that others use too, what fits is known before: see planning/shared_gpu.py."""
 
 CPU_LATENT_SIZE = 576
-"""Of a token in the cache of DeepSeek-V3's attention: 512 channels of the latent, 64 with positions."""
+"""The channels of a token in the cache of DeepSeek-V3's attention: 512 of the latent, 64 with positions."""
 
 
 def engine_arguments(
@@ -33,10 +33,10 @@ def engine_arguments(
     extra: Mapping[str, Any],
     **own: Any,
 ) -> dict[str, Any]:
-    """What `vllm.LLM` is called with.
+    """Returns the arguments that `vllm.LLM` is called with.
 
     own     arguments of this kind of engine alone
-    extra   vllm_overrides of the section, over what is not megarl's alone to give
+    extra   vllm_overrides of the section, which replace those that are not megarl's alone to give
 
     Raises ValueError for an extra that vLLM does not have or that the model needs otherwise, and for a model that vLLM
     cannot compute on this device.
@@ -51,7 +51,7 @@ def engine_arguments(
         enable_chunked_prefill=device.on_cuda(),
         # Compiling takes minutes on CPU and gains nothing there.
         enforce_eager=not device.on_cuda(),
-        # Also where nothing is refitted: with its module, every worker takes on cpu_support.
+        # It is given also where nothing is refitted, since its module installs cpu_support in every worker.
         worker_extension_cls="megarl.rollout.vllm.worker_extension.RefitExtension",
         disable_log_stats=True,
         **(dict(gpu_memory_utilization=FREE_SHARE) if device.on_cuda() else {}),
@@ -76,7 +76,7 @@ def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mappi
 
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
-    """On CPU, the kernel of latent attention that leaves kv_b_proj in its place, to be written into.
+    """Returns on CPU the kernel of latent attention that leaves kv_b_proj in its place, to be written into.
 
     Raises ValueError where vLLM has none for the model's latent.
     """

@@ -1,4 +1,4 @@
-"""Environment variables that vLLM reads at import, so they are set before the engine's process imports it."""
+"""The environment variables that vLLM reads at import, so they are set before the engine's process imports it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import os
 
 
 def environment(tp: int, threads: int, index: int) -> dict[str, str]:
-    """tp: ranks of the engine; threads: CPU threads of one of them; index: of the engine among those of its kind. A GPU
-    engine ignores the CPU ones."""
+    """Returns the environment of an engine's process. A GPU engine ignores the variables for CPU.
+
+    tp        ranks of the engine
+    threads   CPU threads of one of them
+    index     the engine's number among those of its kind
+    """
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if tp == 1 else _binding(tp, threads, index),
@@ -19,8 +23,8 @@ def environment(tp: int, threads: int, index: int) -> dict[str, str]:
 
 
 def _binding(tp: int, threads: int, index: int) -> str:
-    """Each rank's cores, of which it has as many as threads: vLLM gives it a thread for each. The ranks of all engines
-    take them in turn, and begin again with the first where there are no more."""
+    """Returns each rank's cores, as many as it has threads: vLLM gives it a thread for each. The ranks of all engines
+    take cores in turn, and begin again with the first where there are no more."""
     cores = sorted(os.sched_getaffinity(0))
     size = min(threads, len(cores))
     starts = [(index * tp + rank) * size for rank in range(tp)]

@@ -1,4 +1,4 @@
-"""What megarl adds to vLLM's workers: a refit that writes their weights in place.
+"""Extends vLLM's workers by a refit that writes their weights in place.
 
 vLLM imports this module in every worker before it loads the model.
 """
@@ -32,11 +32,11 @@ stacks.write_on_request()
 cpu_support.install()
 
 DERIVED = ("W_UV", "W_UK_T")
-"""Parameters that latent attention computes from its kv_b_proj."""
+"""The parameters that latent attention computes from its kv_b_proj."""
 
 
 def _prepare(model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """What vLLM does with weights after it has loaded them, and must do again with new ones. Returns whether it has
+    """Does again with new weights what vLLM does with weights after it has loaded them. Returns whether it has
     rewritten some."""
     rewritten = False
     for module in model.modules():
@@ -55,8 +55,8 @@ class Failed:
 
 
 def _answer(function: Callable[..., Any], *args: Any) -> Any:
-    """What it returns, or Failed: at the first error that a worker raises, vLLM no longer reads the answers of the
-    others, and takes them for answers to its next call."""
+    """Returns what the function returns, or Failed: at the first error that a worker raises, vLLM would no longer read
+    the answers of the others, and would take them for answers to its next call."""
     try:
         return function(*args)
     except Exception as error:
@@ -67,9 +67,9 @@ class RefitExtension:
     """A base class that vLLM gives its worker class; VllmEngine has its methods called in every worker."""
 
     rank: int
-    """The worker's, of the engine's tensor-parallel ranks."""
+    """The worker's rank of the engine's tensor-parallel ranks."""
     model_runner: GPUModelRunner
-    """The worker's; on CPU, too, it is one."""
+    """The worker's runner, which is of this type on CPU too."""
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
         """See Engine.connect."""
@@ -82,9 +82,9 @@ class RefitExtension:
     def _connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         self._by_loader = by_loader
         self._holder = holders[self.rank]
-        own = plan.part([self._holder.name])
-        self._writes = own.into(self._holder.name)
-        self._transport = channel.open(self._holder.name, self._parameters(), own, in_place=not by_loader)
+        part = plan.part([self._holder.name])
+        self._writes = part.into(self._holder.name)
+        self._transport = channel.open(self._holder.name, self._parameters(), part, in_place=not by_loader)
 
     def _refit(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
         num_bytes = execute(self._writes, self._parameters(), self._transport)
@@ -95,7 +95,8 @@ class RefitExtension:
         return Refitted(num_bytes, self._transport.staging_bytes)
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
-        """By vLLM's loader, layer by layer into memory of the loader's own, and from there, processed, into place."""
+        """Writes by vLLM's loader, layer by layer into memory of the loader's own, and from there, processed, into
+        place."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         assembly = Assembly(self._writes, self._transport, next(model.parameters()).device)
         initialize_layerwise_reload(model)
@@ -104,7 +105,7 @@ class RefitExtension:
             loaded = model.load_weights(self._checked(assembly, expected))
         finally:
             finalize_layerwise_reload(model, config)  # else layers would take the next refit for the rest of this one
-        # What quantisation adds to a layer is not loaded, but made.
+        # Parameters that quantisation adds to a layer are not loaded, but made.
         if config.quantization is None and (left := sorted(names.difference(loaded))):
             raise RuntimeError(f"vLLM's loader has left {', '.join(left)} as they were")
         return Refitted(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
@@ -118,18 +119,19 @@ class RefitExtension:
             yield name, tensor
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Name -> shape and dtype."""
+        """Returns the parameters that a refit writes: name -> shape and dtype."""
         return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of each parameter's bytes."""
+        """Returns the SHA-256 of each parameter's bytes."""
         return {
             name: hashlib.sha256(parameter.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
             for name, parameter in self._parameters().items()
         }
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Stacks of experts, [experts, rows, columns], as their holder describes them: with two axes."""
+        """Returns the parameters by name. Stacks of experts, [experts, rows, columns], have two axes, as their holder
+        describes them."""
         weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
         return {
             name: weight.view(-1, weight.shape[-1]) if weight.dim() == 3 else weight

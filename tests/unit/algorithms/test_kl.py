@@ -54,7 +54,7 @@ def test_which_gradient_is_that_of_the_divergence(estimator, straight_through, e
     assert torch.allclose(gradient, divergence) is exact
 
 
-@pytest.mark.parametrize("estimator", kl.ESTIMATORS)
+@pytest.mark.parametrize("estimator", kl.KL_ESTIMATORS)
 def test_gradients(estimator):
     log_ratio = torch.tensor([-1.5, -0.2, 0.3, 2.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: kl.estimate(estimator, x), log_ratio)
@@ -62,7 +62,7 @@ def test_gradients(estimator):
 
 def test_straight_through_keeps_the_value():
     _, policy, reference = two_policies()
-    for estimator in kl.ESTIMATORS:
+    for estimator in kl.KL_ESTIMATORS:
         ratio = policy - reference
         torch.testing.assert_close(kl.estimate(estimator, ratio, True), kl.estimate(estimator, ratio))
     far = torch.tensor([1000.3])  # k2, which the gradient is of, is larger by far
@@ -81,15 +81,15 @@ def test_the_coefficient_moves_by_at_most_a_fifth_of_the_horizons_share(divergen
 def test_all_forms_combine_and_each_has_a_metric_of_its_own(adaptive_target):
     """Where it is taken off or added, of what, how it is estimated, and its gradient."""
     placements = (("loss", "whole", "loss"), ("reward", "whole", "reward_whole"), ("reward", "to_go", "reward_to_go"))
-    forms = product(placements, ("token", "sequence"), kl.ESTIMATORS, ("", "_straight_through"))
+    forms = product(placements, ("token", "sequence"), kl.KL_ESTIMATORS, ("", "_straight_through"))
     names = set()
     for (placement, credit, where), level, estimator, gradient in forms:
         keys = f"placement: {placement}, level: {level}, estimator: {estimator}, coefficient: 0.1"
         form = f"algorithm.kl={{{keys}, straight_through: {bool(gradient)}, adaptive_target: {adaptive_target}}}"
         of_tokens = f"algorithm.advantage={{estimator: rloo, credit: {credit}}}"
         algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", of_tokens, form]).algorithm
-        assert kl.metric_name(algorithm) == f"kl/{where}_{level}_{estimator}{gradient}"
-        names.add(kl.metric_name(algorithm))
+        assert algorithm.kl_metric == f"kl/{where}_{level}_{estimator}{gradient}"
+        names.add(algorithm.kl_metric)
     assert len(names) == 3 * 2 * 4 * 2
 
 
@@ -97,4 +97,4 @@ def test_all_forms_combine_and_each_has_a_metric_of_its_own(adaptive_target):
 def test_estimators_of_tokens_credit_them_with_the_kl_to_come(estimator):
     keys = (f"algorithm.advantage.estimator={estimator}", "algorithm.kl={placement: reward, coefficient: 0.1}")
     algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", *keys]).algorithm
-    assert kl.metric_name(algorithm) == "kl/reward_to_go_token_k3"
+    assert algorithm.kl_metric == "kl/reward_to_go_token_k3"

@@ -5,25 +5,29 @@ tools/references/record.py has recorded it. Where conventions differ, the option
 
 import json
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from megarl.algorithms import covariance_loss, kl, policy_loss, preference_loss, sequence_loss, value_loss
-from megarl.algorithms.advantages import relative
+from megarl.algorithms import kl
 from megarl.algorithms.advantages.gae import gae
-from megarl.algorithms.advantages.returns import at_last_token, to_go
-from megarl.algorithms.advantages.whitening import mean_and_std, whiten
+from megarl.algorithms.advantages.gpg import amplification
 from megarl.algorithms.aggregation import sample_weights
-from megarl.algorithms.baselines import Member, amplification, group_baselines
+from megarl.algorithms.baselines import Member
 from megarl.algorithms.corrections import factors
+from megarl.algorithms.covariance import covariance
 from megarl.algorithms.kl_reward import kl_reward
-from megarl.algorithms.preference_loss import bradley_terry
+from megarl.algorithms.objectives.clip_cov import random_between_bounds
+from megarl.algorithms.pairs import margins as margins_of
+from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
+from megarl.algorithms.relative import sample_advantages
+from megarl.algorithms.returns import at_last_token, to_go
 from megarl.algorithms.sample_segments import SampleSegments
-from megarl.config.load import load
-from megarl.config.schema import Advantage
+from megarl.algorithms.value_loss import squared_error
+from megarl.algorithms.whitening import mean_and_std, whiten
 from megarl.core.types import Baseline
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import relative_error
@@ -65,22 +69,18 @@ def assert_equal(ours: torch.Tensor, numbers: Any) -> None:
     assert relative_error(ours, expected) <= TOLERANCE
 
 
-def settings(**options: object) -> Advantage:
-    given = [f"algorithm.advantage.{name}={value}" for name, value in options.items()]
-    return load(ROOT / "configs" / "base.yaml", ["model.path=m", "data.source=arithmetic", *given]).algorithm.advantage
-
-
 def against(rewards: list[float], baselines: list[Baseline]) -> torch.Tensor:
     """float64 [N]."""
-    value, scale = of_samples([b.value for b in baselines]), of_samples([b.scale for b in baselines])
-    return relative.of_samples(of_samples(rewards), value, scale)[ROW_SAMPLE]
+    center, scale = of_samples([b.center for b in baselines]), of_samples([b.scale for b in baselines])
+    return sample_advantages(of_samples(rewards), center, scale)[ROW_SAMPLE]
 
 
-def in_groups(rewards: list[float], **options: object) -> list[Baseline]:
-    found = []
+def in_groups(rewards: list[float], estimator: str, **options: object) -> list[Baseline]:
+    found, spec = [], ESTIMATORS[estimator]
+    assert options.keys() <= spec.options.keys()
     for prompt in sorted(set(PROMPTS)):
         members = [Member(r, n) for r, n, p in zip(rewards, NUM_TOKENS, PROMPTS, strict=True) if p == prompt]
-        found += group_baselines(settings(**options), members)
+        found += spec.baselines(members, dict(spec.options) | options)
     return found
 
 
@@ -135,19 +135,19 @@ def test_verls_reinforce_plus_plus_with_a_group_baseline():
     assert_equal(advantage[MASK], theirs("verl", "advantage/reinforce_plus_plus_baseline"))
 
 
-def by_token() -> torch.Tensor:
+def token_rewards() -> torch.Tensor:
     """Each token's own reward, and the sample's on its last trained one."""
     return at_last_token(of_samples(REWARDS), MASK, ROW_SAMPLE) + rows("token_rewards")
 
 
 def test_discounted_returns():
-    returns = to_go(by_token(), MASK, ROW_SAMPLE, GAMMA)
+    returns = to_go(token_rewards(), MASK, ROW_SAMPLE, GAMMA)
     assert_equal(returns[MASK], theirs("torchrl", "to_go"))
     assert_equal(whitened(returns)[MASK], theirs("verl", "advantage/reinforce_plus_plus"))
 
 
 def test_generalised_advantages():
-    advantage, returns = gae(by_token(), rows("values"), MASK, ROW_SAMPLE, GAMMA, LAMBDA)
+    advantage, returns = gae(token_rewards(), MASK, ROW_SAMPLE, rows("values"), GAMMA, LAMBDA)
     assert_equal(advantage[MASK], theirs("torchrl", "gae"))
     assert_equal(returns[MASK], theirs("torchrl", "gae_returns"))
     assert_equal(whitened(advantage)[MASK], theirs("verl", "advantage/gae"))
@@ -220,71 +220,77 @@ def test_verls_aggregations(name, mode):
     assert_equal((weights(mode) * -rows("now")).sum(), theirs("verl", f"aggregation/{name}"))
 
 
-OF_GROUP, OF_TOKENS = "sequence_mean_of_token_means", "token_mean"
+SEQUENCE_MEAN, TOKEN_MEAN = "sequence_mean_of_token_means", "token_mean"
 CLIP = dict(clip_low=0.2, clip_high=0.2)
 ADVANTAGE = of_samples(BATCH["advantages"])[ROW_SAMPLE]
 
 
-def gspo(now: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> policy_loss.PolicyLoss:
-    return sequence_loss.gspo(now, old, advantage, SAMPLES, clip_low=0.1, clip_high=0.15)
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PolicyLoss]
 
 
-def gmpo(now: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> policy_loss.PolicyLoss:
-    return sequence_loss.gmpo(now, old, advantage, SAMPLES, clip_low=0.4, clip_high=0.4)
+def objective(name: str, **options: object) -> Loss:
+    """With all of its options but those that are none; of the whole batch, where it is of samples."""
+    spec = OBJECTIVES[name]
+    assert options.keys() | {"dual_clip"} == spec.arguments.keys() | {"dual_clip"}
+    inputs = [SAMPLES] * len(spec.inputs)
+    return lambda now, old, advantage: spec.loss(now, old, advantage, *inputs, **options)
 
 
 def covariance_of(now: torch.Tensor) -> torch.Tensor:
     """verl takes it of the current policy."""
     now = now.detach()
-    return covariance_loss.covariance(now, ADVANTAGE, now[MASK].mean().item(), ADVANTAGE[MASK].mean().item())
+    return covariance(now, ADVANTAGE, now[MASK].mean().item(), ADVANTAGE[MASK].mean().item())
 
 
-def clip_cov(now: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> policy_loss.PolicyLoss:
+def clip_cov(now: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> PolicyLoss:
     """All tokens between the bounds, so that none is drawn."""
-    order = covariance_loss.clip_cov_order(covariance_of(now), torch.zeros_like(now), 0.2, 0.8)
-    return covariance_loss.clip_cov(now, old, advantage, order > -torch.inf, **CLIP)
+    order = random_between_bounds(covariance_of(now), torch.zeros_like(now), 0.2, 0.8)
+    return OBJECTIVES["clip_cov"].loss(now, old, advantage, order > -torch.inf, **CLIP)
 
 
-def kl_cov(now: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> policy_loss.PolicyLoss:
+def kl_cov(now: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> PolicyLoss:
     """A fifth of 20 tokens."""
     least = covariance_of(now)[MASK].sort().values[-4]
-    return covariance_loss.kl_cov(now, old, advantage, MASK & (covariance_of(now) >= least), penalty=0.5)
+    return OBJECTIVES["kl_cov"].loss(now, old, advantage, MASK & (covariance_of(now) >= least), penalty=0.5)
+
+
+GSPO, GMPO = objective("gspo", clip_low=0.1, clip_high=0.15), objective("gmpo", clip_low=0.4, clip_high=0.4)
 
 
 @pytest.mark.parametrize(
-    ("library", "name", "mode", "objective"),
+    ("library", "name", "mode", "loss"),
     [
-        ("verl", "clip", OF_TOKENS, partial(policy_loss.clip, clip_low=0.2, clip_high=0.28, dual_clip=3.0)),
-        ("verl", "dppo_tv", OF_TOKENS, partial(policy_loss.dppo_tv, divergence_limit=0.15)),
-        ("verl", "dppo_kl", OF_TOKENS, partial(policy_loss.dppo_kl, divergence_limit=0.05)),
-        ("verl", "gspo", OF_GROUP, gspo),
-        ("verl", "gmpo", OF_GROUP, gmpo),
-        ("verl", "sapo", OF_GROUP, partial(policy_loss.sapo, tau_positive=1.0, tau_negative=1.05)),
-        ("verl", "cispo", OF_TOKENS, partial(policy_loss.cispo, clip_low=None, clip_high=4.0)),
-        ("verl", "clip_cov", OF_TOKENS, clip_cov),
-        ("verl", "kl_cov", OF_TOKENS, kl_cov),
-        ("trl", "grpo", OF_GROUP, partial(policy_loss.clip, clip_low=0.2, clip_high=0.28, dual_clip=3.0)),
-        ("trl", "bnpo", OF_TOKENS, partial(policy_loss.clip, **CLIP)),
-        ("trl", "dapo", OF_TOKENS, partial(policy_loss.clip, clip_low=0.2, clip_high=0.28)),
-        ("trl", "dr_grpo", "sequence_mean_over_max_tokens", partial(policy_loss.clip, **CLIP)),
-        ("trl", "luspo", "sequence_mean_of_token_sums", partial(policy_loss.clip, **CLIP)),
-        ("trl", "cispo", OF_TOKENS, partial(policy_loss.cispo, clip_low=None, clip_high=4.0)),  # its bound is of ρ: 5
-        ("trl", "sapo", OF_GROUP, partial(policy_loss.sapo, tau_positive=1.0, tau_negative=1.05)),
-        ("trl", "gspo", OF_GROUP, gspo),
-        ("trl", "gmpo", OF_GROUP, gmpo),
+        ("verl", "clip", TOKEN_MEAN, objective("clip", clip_low=0.2, clip_high=0.28, dual_clip=3.0)),
+        ("verl", "dppo_tv", TOKEN_MEAN, objective("dppo_tv", divergence_limit=0.15)),
+        ("verl", "dppo_kl", TOKEN_MEAN, objective("dppo_kl", divergence_limit=0.05)),
+        ("verl", "gspo", SEQUENCE_MEAN, GSPO),
+        ("verl", "gmpo", SEQUENCE_MEAN, GMPO),
+        ("verl", "sapo", SEQUENCE_MEAN, objective("sapo", tau_positive=1.0, tau_negative=1.05)),
+        ("verl", "cispo", TOKEN_MEAN, objective("cispo", clip_low=None, clip_high=4.0)),
+        ("verl", "clip_cov", TOKEN_MEAN, clip_cov),
+        ("verl", "kl_cov", TOKEN_MEAN, kl_cov),
+        ("trl", "grpo", SEQUENCE_MEAN, objective("clip", clip_low=0.2, clip_high=0.28, dual_clip=3.0)),
+        ("trl", "bnpo", TOKEN_MEAN, objective("clip", **CLIP)),
+        ("trl", "dapo", TOKEN_MEAN, objective("clip", clip_low=0.2, clip_high=0.28)),
+        ("trl", "dr_grpo", "sequence_mean_over_max_tokens", objective("clip", **CLIP)),
+        ("trl", "luspo", "sequence_mean_of_token_sums", objective("clip", **CLIP)),
+        ("trl", "cispo", TOKEN_MEAN, objective("cispo", clip_low=None, clip_high=4.0)),  # its bound is of ρ: 5
+        ("trl", "sapo", SEQUENCE_MEAN, objective("sapo", tau_positive=1.0, tau_negative=1.05)),
+        ("trl", "gspo", SEQUENCE_MEAN, GSPO),
+        ("trl", "gmpo", SEQUENCE_MEAN, GMPO),
     ],
 )
-def test_objectives(library, name, mode, objective):
+def test_objectives(library, name, mode, loss):
     def total(now: torch.Tensor) -> torch.Tensor:
-        return (weights(mode) * objective(now, rows("old"), ADVANTAGE).loss).sum()
+        return (weights(mode) * loss(now, rows("old"), ADVANTAGE).loss).sum()
 
     assert_loss(library, f"loss/{name}", total)
 
 
 def test_trls_grpo_with_a_kl():
     def total(now: torch.Tensor) -> torch.Tensor:
-        is_policy_objective = policy_loss.clip(now, rows("old"), ADVANTAGE, clip_low=0.2, clip_high=0.28).loss
-        return (weights(OF_GROUP) * (is_policy_objective + 0.3 * kl.estimate("k3", now - rows("reference")))).sum()
+        clipped = objective("clip", clip_low=0.2, clip_high=0.28)(now, rows("old"), ADVANTAGE).loss
+        return (weights(SEQUENCE_MEAN) * (clipped + 0.3 * kl.estimate("k3", now - rows("reference")))).sum()
 
     assert_loss("trl", "loss/grpo_with_kl", total)
 
@@ -293,7 +299,7 @@ def test_verls_policy_gradient():
     """Its GPG, whose ratio would be 1."""
 
     def total(now: torch.Tensor) -> torch.Tensor:
-        return (weights(OF_TOKENS) * policy_loss.unclipped(now, now.detach(), ADVANTAGE).loss).sum()
+        return (weights(TOKEN_MEAN) * objective("unclipped")(now, now.detach(), ADVANTAGE).loss).sum()
 
     assert_loss("verl", "loss/gpg", total)
 
@@ -302,8 +308,8 @@ def test_verls_dro():
     """It takes the log-ratio of each token, and its beta is tau."""
 
     def total(now: torch.Tensor) -> torch.Tensor:
-        token_reward_totals = sequence_loss.dro(now, rows("old"), ADVANTAGE, SAMPLES, tau=0.3, level="token").loss
-        return (weights(OF_TOKENS) * token_reward_totals).sum() / 0.3
+        losses = objective("dro", tau=0.3, level="token")(now, rows("old"), ADVANTAGE).loss
+        return (weights(TOKEN_MEAN) * losses).sum() / 0.3
 
     assert_loss("verl", "loss/dro", total)
 
@@ -312,8 +318,8 @@ def test_verls_value_loss():
     """With algorithm.value.coefficient=0.5."""
 
     def total(values: torch.Tensor) -> torch.Tensor:
-        token_reward_totals = value_loss.squared_error(values, rows("values"), rows("returns"), clip=0.2).loss
-        return 0.5 * (weights(OF_TOKENS) * token_reward_totals).sum()
+        losses = squared_error(values, rows("values"), rows("returns"), clip=0.2).loss
+        return 0.5 * (weights(TOKEN_MEAN) * losses).sum()
 
     assert_loss("verl", "loss/value", total, of="values_now")
 
@@ -355,17 +361,20 @@ PAIRS = torch.tensor([0, 1, 4, 6])
 def margins(length_normalised: bool) -> torch.Tensor:
     log_ratios = SAMPLES.total(rows("now") - rows("reference"))
     counts = SAMPLES.count.double() if length_normalised else torch.ones(len(PROMPTS))
-    return preference_loss.margins((log_ratios / counts.clamp(min=1))[PAIRS])
+    return margins_of((log_ratios / counts.clamp(min=1))[PAIRS])
 
 
 @pytest.mark.parametrize(
     ("name", "loss"),
     [
-        ("reward_model", lambda: bradley_terry(preference_loss.margins(of_samples(REWARDS)[PAIRS]), 0.0)),
-        ("dpo", lambda: bradley_terry(0.2 * margins(False), 0.0)),
-        ("dpo_by_length", lambda: bradley_terry(0.2 * margins(True), 0.0)),
-        ("conservative_dpo", lambda: bradley_terry(0.2 * margins(False), 0.1)),
-        ("ipo_by_length", lambda: preference_loss.ipo(margins(True), 0.2)),
+        (
+            "reward_model",
+            lambda: OBJECTIVES["reward_model"].loss(margins_of(of_samples(REWARDS)[PAIRS]), label_smoothing=0.0),
+        ),
+        ("dpo", lambda: OBJECTIVES["dpo"].loss(0.2 * margins(False), label_smoothing=0.0)),
+        ("dpo_by_length", lambda: OBJECTIVES["dpo"].loss(0.2 * margins(True), label_smoothing=0.0)),
+        ("conservative_dpo", lambda: OBJECTIVES["dpo"].loss(0.2 * margins(False), label_smoothing=0.1)),
+        ("ipo_by_length", lambda: OBJECTIVES["ipo"].loss(0.2 * margins(True), beta=0.2)),
     ],
 )
 def test_trls_losses_of_pairs(name, loss):

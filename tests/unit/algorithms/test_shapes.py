@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megarl import algorithms
-from megarl.algorithms.advantages.returns import at_last_token
 from megarl.algorithms.corrections import factors
-from megarl.algorithms.objectives import loss_of_policy
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
+from megarl.algorithms.returns import at_last_token
 from megarl.algorithms.sample_segments import SampleSegments
-from megarl.config.objectives import OBJECTIVES
+from megarl.algorithms.specs import TokenEstimator
 
-DTYPES = {"mask": torch.bool, "selected": torch.bool, "row_sample": torch.int64}
+DTYPES = {"mask": torch.bool, "selected": torch.bool, "is_far": torch.bool, "row_sample": torch.int64}
 OTHERS = {
     "samples": SampleSegments(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1),
     "level": "sequence",
@@ -25,15 +25,15 @@ OTHERS = {
     "weight": "token",
     "num_samples": 3,
 }
-OF_SAMPLES = {("at_last_token", "reward")}
+OTHER_LENGTH = {("at_last_token", "reward")}
 """Of another length, which is not known from the other tensors."""
 
 
 def functions() -> Iterator[Callable]:
-    """With two tensors or more; what `loss_of_policy` chooses among is in test_policy_loss."""
+    """With two tensors or more."""
     for module in pkgutil.walk_packages(algorithms.__path__, "megarl.algorithms."):
         for name, function in inspect.getmembers(import_module(module.name), inspect.isfunction):
-            own = function.__module__ == module.name and name[0] != "_" and name != "loss_of_policy"
+            own = function.__module__ == module.name and name[0] != "_"
             if own and len(tensors(function)) > 1:
                 yield function
 
@@ -50,7 +50,7 @@ def arguments(function: Callable) -> dict[str, object]:
     return given | {name: torch.zeros(3, dtype=DTYPES.get(name)) for name in tensors(function)}
 
 
-CASES = [(f, name) for f in functions() for name in tensors(f) if (f.__name__, name) not in OF_SAMPLES]
+CASES = [(f, name) for f in functions() for name in tensors(f) if (f.__name__, name) not in OTHER_LENGTH]
 
 
 @pytest.mark.parametrize(("function", "name"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__)
@@ -78,15 +78,13 @@ def test_rows_of_samples_and_their_mask_are_as_many(shape):
         factors(torch.zeros(shape), OTHERS["samples"], None, None, None, 0.5, 2.0)
 
 
-@pytest.mark.parametrize("name", [name for name, reads in OBJECTIVES.items() if "covariance_share" in reads.options])
-def test_tokens_that_are_treated_apart_are_selected(name):
-    zeros = torch.zeros(3)
-    with pytest.raises(AssertionError, match=f"{name}: the tokens that it treats apart are not selected"):
-        loss_of_policy(name, OBJECTIVES[name].options, zeros, zeros, zeros, OTHERS["samples"], None)
-
-
-def test_there_are_many_of_them():
-    assert len({function for function, _ in CASES}) > 20
+def test_the_functions_of_tensors_of_every_algorithm_are_among_them():
+    seen = {function for function, _ in CASES}
+    losses = [spec.loss for spec in OBJECTIVES.values() if spec.is_policy_objective]
+    orders = [spec.selection.order for spec in OBJECTIVES.values() if spec.selects_tokens]
+    estimates = [spec.estimate for spec in ESTIMATORS.values() if isinstance(spec, TokenEstimator)]
+    assert seen.issuperset([*losses, *orders, *estimates])
+    assert len(seen) > 20
 
 
 @pytest.mark.parametrize("function", list(functions()), ids=lambda function: function.__name__)

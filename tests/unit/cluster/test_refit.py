@@ -10,6 +10,7 @@ import torch
 
 from megarl.cluster import workers as module
 from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import place
 from megarl.cluster.refit import Refit
 from megarl.cluster.workers import Workers, launch_workers
@@ -29,27 +30,29 @@ class FakeTrainers:
     def __init__(self, log: list):
         self._log = log
 
-    def publish(self) -> dict:
-        self._log.append("publish")
-        return {}
+    def publish(self) -> Pending[dict]:
+        return self._note("publish")
 
-    def publish_on_gpu(self, plan) -> dict:
-        self._log.append(f"publish on gpu for {', '.join(plan.destinations)}")
-        return {}
+    def publish_on_gpu(self, plan) -> Pending[dict]:
+        return self._note(f"publish on gpu for {', '.join(plan.destinations)}")
 
-    def connect(self, plan, rendezvous) -> None:
+    def connect(self, plan, rendezvous) -> Pending[None]:
         assert len(plan.order), "who sends follows it"
+        return ready(None)
 
-    def sending(self) -> dict:
+    def start_sending(self) -> dict:
         self._log.append("send")
         return {}
 
-    def offload(self) -> dict:
-        self._log.append("offload")
-        return {}
+    def offload(self) -> Pending[dict]:
+        return self._note("offload")
 
-    def onload(self) -> None:
-        self._log.append("onload")
+    def onload(self) -> Pending[dict]:
+        return self._note("onload")
+
+    def _note(self, done: str) -> Pending[dict]:
+        self._log.append(done)
+        return ready({})
 
 
 class FakeEngines:
@@ -72,14 +75,14 @@ class FakeEngines:
     def expendable(self) -> list[str]:
         return self.names
 
-    def connect(self, plan, channel) -> bool:
+    def connect(self, plan, channel) -> Pending[bool]:
         self._log.append(f"connect {type(channel).__name__}")
         self.told.append(plan.bare.destinations)
         lost, self.dying_when_told = self.dying_when_told, set()
         self.drop(lost, "refit")
-        return not lost
+        return ready(not lost)
 
-    def refitting(self, version, expected) -> dict:
+    def start_refit(self, version, expected) -> dict:
         self._log.append("wake weights, refit")
         return {name: lambda: [Refitted(1, 0)] for name in self.names}
 
@@ -89,17 +92,20 @@ class FakeEngines:
     def generate(self) -> None:
         self._log.append("wake KV cache, generate")
 
-    def sleep(self) -> None:
+    def sleep(self) -> Pending[None]:
         self._log.append("sleep")
+        return ready(None)
 
 
 class FakeSession:
     def __init__(self, engines: FakeEngines):
         self._engines = engines
 
-    def gather(self, calls: dict, phase: str, expendable) -> tuple[dict, set]:
+    trace = SimpleNamespace(add=lambda task, answers: answers.values)
+
+    def submit(self, calls: dict, phase: str, expendable) -> Pending[Answers]:
         lost, self._engines.dying = self._engines.dying, set()
-        return {name: call() for name, call in calls.items() if name not in lost}, lost
+        return ready(Answers({name: call() for name, call in calls.items() if name not in lost}, lost))
 
 
 @pytest.fixture
@@ -112,7 +118,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch):
         log: list[str] = []
         trainers, engines = FakeTrainers(log), FakeEngines(log)
         refit = Refit(FakeSession(engines), config, trainers, engines, export_plan=None)
-        return Workers(trainers, None, None, None, engines, None, refit, None), engines, log
+        return Workers(trainers, None, None, None, engines, None, refit, None, config.is_colocated), engines, log
 
     return prepare
 
@@ -179,16 +185,47 @@ def test_engine_and_trainer_take_turns(prepare) -> None:
     assert log[2:] == [refit, *turn, "train", refit, *turn, *turn, "train", refit]
 
 
-def test_engines_start_before_the_models_take_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And are asleep when they do."""
+class Starting:
+    """Stands in for a group: it notes when it begins to start, and when somebody waits for it."""
+
+    holders = megatron_holders(config_of(), layout_of(), "float32")
+
+    def __init__(self, name: str, log: list[str]):
+        self._name, self._log = name, log
+
+    def start(self) -> Pending[None]:
+        self._log.append(f"{self._name} begins")
+        return ready(None).then(lambda _: self._log.append(f"{self._name} is waited for"))
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_roles_start_side_by_side_unless_engines_must_leave_their_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_gpus: bool
+) -> None:
+    """On shared GPUs the engines are asleep when the models take their memory."""
     folder, log = write_tiny_llama(tmp_path), []
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "rollout.sleep=true"])
-
-    def fake(name: str):
-        holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
-        return lambda *_: SimpleNamespace(start=lambda: log.append(name), holders=holders)
-
-    for name in ("TrainerGroup", "EngineGroup", "RewardWorker"):
-        monkeypatch.setattr(module, name, fake(name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpus)
+    for name in ("TrainerGroup", "EngineGroup", "RewardGroup"):
+        monkeypatch.setattr(module, name, lambda *_, name=name: Starting(name, log))
+    Starting.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
     launch_workers(None, config, ModelFolders(folder, None, None, None), place(config), None)
-    assert log.index("EngineGroup") < log.index("TrainerGroup")
+    asleep, actor_begins = log.index("EngineGroup is waited for"), log.index("TrainerGroup begins")
+    assert (asleep < actor_begins) == on_gpus
+    assert log.index("EngineGroup begins") < actor_begins
+
+
+@pytest.mark.parametrize(("share_devices", "begun"), [(True, ["critic"]), (False, ["critic", "actor"])])
+def test_tasks_that_do_not_need_each_other_overlap_on_devices_of_their_own(
+    share_devices: bool, begun: list[str]
+) -> None:
+    workers = Workers(*[None] * 8, share_devices)
+    log: list[str] = []
+
+    def task(name: str) -> Pending[str]:
+        log.append(name)
+        return ready(None).then(lambda _: (tuple(log), name))
+
+    results = workers.side_by_side({"critic": lambda: task("critic"), "actor": lambda: task("actor")})
+    assert results["critic"] == (tuple(begun), "critic"), "what had begun when the first result was waited for"
+    assert results["actor"] == (("critic", "actor"), "actor")

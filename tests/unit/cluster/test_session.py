@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
+from megarl.cluster import pending as pending_module
 from megarl.cluster import session as module
 from megarl.cluster.failure import RunFailure
+from megarl.cluster.pending import Answers
 from megarl.cluster.session import Session
+from megarl.config.load import load
+from megarl.planning.object_store import object_store_mib
+from tests.paths import BASE
 
 NEVER = float("inf")
 
@@ -75,8 +80,9 @@ class FakeWatchdog:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=fake.sleep))
+    for each in (module, pending_module):
+        monkeypatch.setattr(each, "ray", fake)
+        monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=fake.sleep))
     return fake
 
 
@@ -87,12 +93,19 @@ def session(ray: FakeRay) -> Session:
     session._config = SimpleNamespace(step_timeout_s=100)
     session._watched = {name: FakeActor(ray) for name in ("trainer-0", "trainer-1", "engine-0")}
     session._watchdog = FakeWatchdog()
+    session._under_way = []
     return session
+
+
+def results(
+    session: Session, calls: dict[str, Call], phase: str, meanwhile: Callable[[], object] | None = None
+) -> list:
+    return list(session.submit(calls, phase).result(meanwhile).values.values())
 
 
 def test_results_come_in_the_order_of_the_calls(session: Session) -> None:
     calls = {"trainer-0": Call(30, "first"), "trainer-1": Call(2, "second"), "engine-0": Call(10, "third")}
-    assert session.wait(calls, "update") == ["first", "second", "third"]
+    assert results(session, calls, "update") == ["first", "second", "third"]
     assert session._watchdog.phase == "update"
 
 
@@ -103,7 +116,7 @@ def test_a_deadline_names_those_that_did_not_answer(
     calls = {"trainer-0": Call(1), "trainer-1": Call(NEVER), "engine-0": Call(NEVER)}
     message = f"update: no answer from trainer-1, engine-0 in {seconds} s; see /logs"
     with pytest.raises(RunFailure, match=f"^{message}$"):
-        session.wait(calls, "update", timeout_s)
+        session.submit(calls, "update", timeout_s).result()
     assert ray.now == seconds
 
 
@@ -111,40 +124,40 @@ def test_something_else_is_done_during_a_long_wait(session: Session, ray: FakeRa
     done = []
 
     def meanwhile() -> None:
-        done.append((ray.now, *session.wait({"trainer-0": Call(ray.now, "written")}, "state of the checkpoint")))
+        done.append((ray.now, *results(session, {"trainer-0": Call(ray.now, "written")}, "state of the checkpoint")))
 
-    assert session.wait({"engine-0": Call(12, "samples")}, "rollout", meanwhile=meanwhile) == ["samples"]
+    assert results(session, {"engine-0": Call(12, "samples")}, "rollout", meanwhile) == ["samples"]
     assert done == [(5, "written"), (10, "written")]
     assert session._watchdog.phase == "rollout"
     done.clear()
-    session.wait({"engine-0": Call(ray.now + 4, "samples")}, "rollout", meanwhile=meanwhile)
+    results(session, {"engine-0": Call(ray.now + 4, "samples")}, "rollout", meanwhile)
     assert not done, "a short wait is not made longer"
 
 
 def test_a_lost_process_is_the_cause_though_its_peers_fail_first(session: Session) -> None:
     calls = {"trainer-0": Call(3, RayTaskError("f", "", RuntimeError("reset"))), "trainer-1": Call(5, ActorDiedError())}
     with pytest.raises(RunFailure, match=r"^update: trainer-1 died; see /logs/trainer-1.log$"):
-        session.wait(calls, "update")
+        results(session, calls, "update")
     assert session._watchdog.checks == 1, "the loss of Ray itself would be the cause"
 
 
 def test_a_users_error_is_told_at_once(session: Session, ray: FakeRay) -> None:
     with pytest.raises(ValueError, match=r"^no such function$"):
-        session.wait({"engine-0": Call(3, RayTaskError("f", "", ValueError("no such function")))}, "reward start")
+        results(session, {"engine-0": Call(3, RayTaskError("f", "", ValueError("no such function")))}, "reward start")
     assert ray.now == 3
 
 
 def test_the_loss_of_a_process_that_is_not_waited_for_ends_the_wait(session: Session, ray: FakeRay) -> None:
     session._watched["engine-0"].until = 20
     with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
-        session.wait({"trainer-0": Call(NEVER), "trainer-1": Call(4)}, "update")
+        results(session, {"trainer-0": Call(NEVER), "trainer-1": Call(4)}, "update")
     assert 20 <= ray.now < 35
 
 
 def test_its_loss_is_the_cause_of_what_others_miss(session: Session) -> None:
     session._watched["engine-0"].until = 1
     with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
-        session.wait({"trainer-0": Call(2, RayTaskError("f", "", KeyError("its sample is gone")))}, "update")
+        results(session, {"trainer-0": Call(2, RayTaskError("f", "", KeyError("its sample is gone")))}, "update")
 
 
 EXPENDABLE = ("engine-0", "engine-1")
@@ -153,7 +166,9 @@ EXPENDABLE = ("engine-0", "engine-1")
 @pytest.mark.parametrize("loss", [ActorDiedError(), OutOfMemoryError("low on memory")])
 def test_an_expendable_process_may_be_lost(session: Session, ray: FakeRay, loss: Exception) -> None:
     calls = {"engine-0": Call(1, loss), "engine-1": Call(40, "samples")}
-    assert session.gather(calls, "rollout", expendable=EXPENDABLE) == ({"engine-1": "samples"}, {"engine-0"})
+    assert session.submit(calls, "rollout", expendable=EXPENDABLE).result() == Answers(
+        {"engine-1": "samples"}, {"engine-0"}
+    )
     assert ray.now == 40, "the others' calls have ended"
 
 
@@ -161,13 +176,13 @@ def test_what_others_see_of_an_expendable_loss_is_no_failure(session: Session) -
     """Also where it is seen before the loss itself."""
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     calls = {"trainer-0": Call(1, reset), "engine-0": Call(2, ActorDiedError()), "engine-1": Call(9, reset)}
-    assert session.gather(calls, "refit", expendable=EXPENDABLE) == ({}, {"engine-0"})
+    assert session.submit(calls, "refit", expendable=EXPENDABLE).result() == Answers({}, {"engine-0"})
 
 
 def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(session: Session) -> None:
     calls = {"engine-0": Call(1, RayTaskError("f", "", KeyError("w"))), "engine-1": Call(NEVER)}
     with pytest.raises(RunFailure, match=r"^refit: engine-0: KeyError: 'w'; see /logs/engine-0.log$"):
-        session.gather(calls, "refit", expendable=EXPENDABLE)
+        session.submit(calls, "refit", expendable=EXPENDABLE).result()
 
 
 @pytest.mark.parametrize(
@@ -180,10 +195,75 @@ def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(sessi
 def test_a_loss_does_not_hide_the_failure_of_another(session: Session, error: Exception, message: str) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "trainer-0": Call(2, error), "engine-1": Call(NEVER)}
     with pytest.raises((RunFailure, ValueError), match=f"^{message}$"):
-        session.gather(calls, "refit", expendable=EXPENDABLE)
+        session.submit(calls, "refit", expendable=EXPENDABLE).result()
 
 
 def test_after_a_loss_the_others_still_have_a_deadline(session: Session) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "engine-1": Call(NEVER)}
     with pytest.raises(RunFailure, match=r"^rollout: no answer from engine-1 in 100 s; see /logs$"):
-        session.gather(calls, "rollout", expendable=EXPENDABLE)
+        session.submit(calls, "rollout", expendable=EXPENDABLE).result()
+
+
+def test_futures_are_waited_for_in_any_order_while_both_are_under_way(session: Session, ray: FakeRay) -> None:
+    slow, fast = (session.submit({name: Call(at, name)}, name) for name, at in (("trainer-0", 30), ("engine-0", 10)))
+    assert session.first([slow, fast]) is fast
+    assert ray.now == 10
+    assert not slow.advance() and fast.result().values == {"engine-0": "engine-0"}
+    assert slow.result().values == {"trainer-0": "trainer-0"}
+    assert ray.now == 30, "they ran side by side"
+
+
+def test_what_follows_a_future_is_part_of_it(session: Session, ray: FakeRay) -> None:
+    def start(answers: Answers):
+        return session.submit({"trainer-1": Call(ray.now + 5, answers.values["trainer-0"] + 1)}, "start")
+
+    pending = session.submit({"trainer-0": Call(2, 7)}, "address").then(start).then(lambda a: a.values["trainer-1"])
+    other = session.submit({"engine-0": Call(20)}, "rollout")
+    assert session.first([other, pending]) is pending
+    assert (pending.result(), ray.now) == (8, 7)
+
+
+def test_the_failure_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
+    session.submit({"trainer-1": Call(3, RayTaskError("f", "", KeyError("w")))}, "critic update")
+    with pytest.raises(RunFailure, match=r"^critic update: trainer-1: KeyError: 'w'; see /logs/trainer-1.log$"):
+        session.submit({"trainer-0": Call(50)}, "actor update").result()
+    assert ray.now < 10
+
+
+def test_the_most_telling_error_of_all_futures_is_the_cause(session: Session) -> None:
+    reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
+    session.submit({"trainer-1": Call(4, ActorDiedError())}, "critic update")
+    with pytest.raises(RunFailure, match=r"^critic update: trainer-1 died; see /logs/trainer-1.log$"):
+        session.submit({"trainer-0": Call(3, reset)}, "actor update").result()
+
+
+def test_the_deadline_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
+    session.submit({"engine-0": Call(NEVER)}, "rollout", timeout_s=20)
+    with pytest.raises(RunFailure, match=r"^rollout: no answer from engine-0 in 20 s; see /logs$"):
+        session.submit({"trainer-0": Call(50)}, "update").result()
+    assert ray.now == 20
+
+
+GIB = 2**30
+STEP = (
+    *("rollout.context_length=8192", "rollout.max_new_tokens=7168", "batch.samples_per_prompt=16"),
+    *("batch.prompts_per_step=512", "batch.prompts_per_update=512"),
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free", "expected"),
+    [
+        (STEP, 64 * GIB, None),  # as much as the batch asks for
+        (STEP, GIB, 9 * 1024 // 10 * 2**20),
+        (STEP, 100 * 2**20, 256 * 2**20),
+        ((*STEP, "cluster.object_store_mib=3000"), GIB, 3000 * 2**20),
+    ],
+)
+def test_the_object_store_has_room_for_the_batch_as_far_as_there_is_shared_memory(
+    monkeypatch, overrides, free, expected
+):
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    expected = object_store_mib(config) * 2**20 if expected is None else expected
+    assert module.object_store_bytes(config) == expected

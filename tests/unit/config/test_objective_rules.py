@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.load import load
-from megarl.config.objective_rules import OF_ADVANTAGES, OF_ROLLOUTS
+from megarl.config.objective_rules import ADVANTAGE_KEYS, ROLLOUT_KEYS
 from megarl.config.schema import Config
 from tests.paths import BASE
 
@@ -47,7 +47,7 @@ def test_what_only_rollouts_read_is_no_hindrance():
             "sft",
             ["data.rows=prompts"],
             "data.rows=prompts: algorithm.objective.name=sft learns from messages; set data.rows to that, or take one "
-            "of clip,",
+            "of cispo, clip,",
         ),
         (
             "sft",
@@ -116,7 +116,7 @@ def test_the_line_names_the_key_and_the_remedy(kind, overrides, line):
 
 def test_the_keys_without_a_reader_have_their_defaults_in_the_base_recipe():
     values = load(BASE, ["model.path=m", "data.source=rows.jsonl"]).model_dump()
-    for key, value in (OF_ADVANTAGES | OF_ROLLOUTS).items():
+    for key, value in (ADVANTAGE_KEYS | ROLLOUT_KEYS).items():
         section = values
         for part in key.split("."):
             section = section[part]

@@ -163,7 +163,7 @@ def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
         (
             ["algorithm.advantage={estimator: pass_at_k, std: sample}"],
             "algorithm.advantage.std=sample: pass_at_k divides by the deviation over all sets of k samples, which is "
-            "that of the population, and whiten=false; nothing reads it; set algorithm.advantage.std=null",
+            "that of the population; set algorithm.advantage.std=null",
         ),
         (
             [GAE, "critic.trunk=actor", "critic.warmup_steps=1"],

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarl.algorithms.baselines import Member, group_baselines
-from megarl.config.estimators import ESTIMATORS
+from megarl.algorithms.baselines import Member
+from megarl.algorithms.registry import ESTIMATORS
+from megarl.algorithms.specs import SampleEstimator, TokenEstimator
 from megarl.config.load import load
 from megarl.config.schema import Algorithm
 from megarl.core.types import NO_BASELINE, Baseline, Prompt, Sample, TokenTotals, TrainingSample, VersionRun
@@ -69,7 +70,7 @@ def test_rewards_of_tokens_count_where_they_are(names):
 NAN = float("nan")
 STEPS = {"a": [NAN, NAN, 2.0, 5.0, NAN], "b": [1.0], "c": [NAN, 3.0, NAN], "d": [NAN, NAN]}
 KL_REWARDS = {"a": [-1.0, 0.0, -2.0, -4.0, 0.0], "b": [-8.0], "c": [0.0, -16.0, -32.0], "d": [0.0, 0.0]}
-BASELINE = Baseline(0.5, 2.0, token_value=1.0, token_scale=4.0)
+BASELINE = Baseline(0.5, 2.0, token_center=1.0, token_scale=4.0)
 
 
 IN_REWARD = "kl={placement: reward, coefficient: 1.0}"
@@ -84,10 +85,13 @@ def estimated(settings: Algorithm, **given: dict[str, list[float]]) -> list[list
     return [own.tolist() for own in batch.advantage.split([len(mask) for mask in MASKS.values()])]
 
 
-OF_SAMPLES = [name for name, kind in ESTIMATORS.items() if not kind.by_token and not kind.options["whiten"]]
+SAMPLE_ESTIMATORS = [
+    name for name, spec in ESTIMATORS.items() if isinstance(spec, SampleEstimator) and not spec.whitens
+]
+TOKEN_ESTIMATORS = [name for name, spec in ESTIMATORS.items() if isinstance(spec, TokenEstimator)]
 
 
-@pytest.mark.parametrize("estimator", OF_SAMPLES)
+@pytest.mark.parametrize("estimator", SAMPLE_ESTIMATORS)
 def test_a_sample_has_one_advantage_at_its_trained_tokens(estimator):
     found = estimated(algorithm(estimator))
     assert found == [[0.75, 0, 0.75, 0.75, 0], [-0.75], [0, -0.25, -0.25], [0, 0]]
@@ -125,7 +129,7 @@ def of_turns() -> dict[str, list[float]]:
     return {name: on_turns(rewards, MASKS[name]) for name, rewards in TURNS.items()}
 
 
-@pytest.mark.parametrize("estimator", OF_SAMPLES)
+@pytest.mark.parametrize("estimator", SAMPLE_ESTIMATORS)
 def test_rewards_of_turns_are_part_of_the_samples_or_count_for_what_led_to_them(estimator):
     """2 + 7, −1 + 1 and 0 + 3; or (2 − 1)/4 and (5 − 1)/4, 0, (3 − 1)/4, compared by themselves."""
     whole = estimated(algorithm(estimator), process_reward=of_turns())
@@ -153,7 +157,8 @@ def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample(level):
 
 def test_a_sample_alone_has_no_advantage_whatever_rewards_its_tokens():
     settings = algorithm("rloo", "advantage.credit=to_go", IN_REWARD)
-    [alone] = group_baselines(settings.advantage, [Member(REWARDS["a"] - 7.0, 3, TokenTotals.of([2.0, 5.0]))])
+    group = [Member(REWARDS["a"] - 7.0, 3, TokenTotals.of([2.0, 5.0]))]
+    [alone] = settings.advantage.spec.baselines(group, settings.advantage.options())
     scores = {
         name: {"a": torch.tensor(own["a"])} for name, own in (("process_reward", STEPS), ("kl_reward", KL_REWARDS))
     }
@@ -181,7 +186,7 @@ def test_two_lambdas_and_a_length():
     assert batch.returns[:5].tolist() == pytest.approx([2, 0, 2, 2, 0])
 
 
-@pytest.mark.parametrize("estimator", [*OF_SAMPLES, "reinforce_plus_plus", "gae"])
+@pytest.mark.parametrize("estimator", [*SAMPLE_ESTIMATORS, *TOKEN_ESTIMATORS])
 def test_neighbours_in_the_pack_are_not_seen(estimator):
     """Each sample alone has the advantages that it has between others, in any order."""
     settings = algorithm(estimator, "advantage.whiten=false", "advantage.gamma=0.9")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster.pending import Pending, ready
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, seal
@@ -21,16 +22,17 @@ class Group:
     def __init__(self) -> None:
         self.written = False
 
-    def save_checkpoint(self, checkpoint: Path) -> None:
+    def save_checkpoint(self, checkpoint: Path) -> Pending[None]:
         self.written = False
         (checkpoint / "actor").mkdir()
+        return ready(None)
 
-    def checkpoint_written(self) -> bool:
-        return self.written
+    def checkpoint_written(self) -> Pending[bool]:
+        return ready(self.written)
 
-    def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
+    def finish_checkpoint(self, checkpoint: Path) -> Pending[list[FileRecord]]:
         (checkpoint / "actor" / "file").write_text("content")
-        return [seal(checkpoint / "actor" / "file", checkpoint)]
+        return ready([seal(checkpoint / "actor" / "file", checkpoint)])
 
 
 def config(*overrides: str) -> Config:

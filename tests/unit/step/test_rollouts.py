@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.pending import ready
 from megarl.config.load import load
 from megarl.core.metrics import values
 from megarl.core.timing import Stopwatch
@@ -23,9 +24,9 @@ class Engines:
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
-    def generate(self, groups, meanwhile):
+    def generate(self, groups):
         self.asked.append([group[0].prompt.id for group in groups])
-        return [[RemoteSample(self.info(request), ref=request.sample_id) for request in group] for group in groups]
+        return ready([[RemoteSample(self.info(r), ref=r.sample_id) for r in group] for group in groups])
 
     @staticmethod
     def info(request) -> SampleInfo:
@@ -33,26 +34,24 @@ class Engines:
         return SampleInfo(request.sample_id, request.prompt.id, 10, n, n, "stop", 0, 0)
 
 
-def run(num_informative: str, rounds: int, wanted: int = 3):
-    """num_informative: the data's prompts in their order: + has samples of different rewards, - of one reward, 0 none
+def run(outcomes: str, rounds: int, wanted: int = 3):
+    """outcomes: the data's prompts in their order: + has samples of different rewards, - of one reward, 0 none
     with a reward. The second of two samples is cut off."""
     overrides = ["model.path=m", "data.source=arithmetic", f"batch.sampling_rounds={rounds}"]
     overrides += ["rewards.failure_limit=1", "rollout.max_new_tokens=4", "rewards.overlong_buffer=1"]
     batch = [f"batch.prompts_per_step={wanted}", f"batch.prompts_per_update={wanted}", "batch.samples_per_prompt=2"]
-    engines, prompts = Engines(), iter([Prompt(str(i), "", (1,), "") for i in range(len(num_informative))])
+    engines, prompts = Engines(), iter([Prompt(str(i), "", (1,), "") for i in range(len(outcomes))])
 
-    def score(samples, step, rollouts):
+    def score(samples, step, path):
         ends = [(int(sample.info.prompt_id), sample.info.id.endswith(".1")) for sample in samples]
         scores = [
-            Score(None, {}, "none")
-            if num_informative[i] == "0"
-            else Score(float(num_informative[i] == "+" and second), {})
+            Score(None, {}, "none") if outcomes[i] == "0" else Score(float(outcomes[i] == "+" and second), {})
             for i, second in ends
         ]
-        return scores, {sample.info.id: f"of {sample.info.id}" for sample in samples}
+        return ready((scores, {sample.info.id: f"of {sample.info.id}" for sample in samples}))
 
     workers = SimpleNamespace(engines=engines, rewards=SimpleNamespace(score=score), offloaded=lambda: nullcontext({}))
-    gathered = collect_rollouts(
+    rollouts = collect_rollouts(
         load(BASE, overrides + batch),
         workers,
         7,
@@ -61,32 +60,32 @@ def run(num_informative: str, rounds: int, wanted: int = 3):
         Stopwatch(),
         lambda: None,
     )
-    chosen = [group[0].sample.info.prompt_id if group else "none" for group in gathered.chosen]
-    return engines.asked, chosen, gathered
+    chosen = [group[0].sample.info.prompt_id if group else "none" for group in rollouts.chosen]
+    return engines.asked, chosen, rollouts
 
 
-@pytest.mark.parametrize("num_informative", ["+++", "---", "-+-"])
-def test_one_round_takes_what_comes(num_informative):
-    asked, chosen, _ = run(num_informative, rounds=1)
+@pytest.mark.parametrize("outcomes", ["+++", "---", "-+-"])
+def test_one_round_takes_what_comes(outcomes):
+    asked, chosen, _ = run(outcomes, rounds=1)
     assert asked == [["0", "1", "2"]] and chosen == ["0", "1", "2"]
 
 
 def test_prompts_that_tell_nothing_are_replaced():
-    asked, chosen, gathered = run("+-++--", rounds=3)
+    asked, chosen, rollouts = run("+-++--", rounds=3)
     assert asked == [["0", "1", "2"], ["3", "4"]]  # two thirds told something: one more prompt takes one and a half
     assert chosen == ["0", "2", "3"]
-    assert [len(group) for group in gathered.sampled] == [2] * 5
-    metrics = values(gathered.metrics)
+    assert [len(group) for group in rollouts.sampled] == [2] * 5
+    metrics = values(rollouts.metrics)
     assert metrics["rollout/rounds"] == 2 and metrics["rollout/prompts"] == 5
     assert metrics["reward/mean"] == pytest.approx((3 - 5) / 10)  # of all that was sampled, half of it cut off
     assert metrics["reward/zero_std_groups"] == pytest.approx(2 / 5)
 
 
 def test_samples_of_all_rounds_have_names_and_seeds_of_their_own():
-    _, _, gathered = run("-" * 9, rounds=3)
-    names = [sample.info.id for group in gathered.sampled for sample in group]
+    _, _, rollouts = run("-" * 9, rounds=3)
+    names = [sample.info.id for group in rollouts.sampled for sample in group]
     assert names == [f"7.{i}.{k}" for i in range(9) for k in range(2)]
-    assert gathered.process_rewards == {name: f"of {name}" for name in names}
+    assert rollouts.process_rewards == {name: f"of {name}" for name in names}
 
 
 def test_after_the_last_round_the_others_fill_up():

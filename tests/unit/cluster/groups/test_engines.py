@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups import engines
 from megarl.cluster.groups.engines import EngineActor, EngineGroup, RemoteSample
+from megarl.cluster.pending import Answers, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
@@ -16,6 +19,9 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
 from tests.paths import QUICKSTART
 from tests.unit.resharding.cases import config_of, layout_of
+
+DIED = object()
+"""What a call gives whose process is lost."""
 
 
 class FakeActor:
@@ -31,41 +37,49 @@ class FakeActor:
     asleep: list[str]
 
     def __init__(self, name: str):
-        self.generate = self
+        self.generate, self.call, self.start = self, SimpleNamespace(options=self._named), self
         self._name = name
 
-    @property
-    def start(self) -> SimpleNamespace:
-        return SimpleNamespace(remote=lambda: lambda: None)
-
-    @property
-    def parameters(self) -> SimpleNamespace:
-        """As a family has them that calls the norm by another name."""
-        shard = vllm_holders(config_of(), 1, 1, "float32")[0].shard
-        own = {name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()}
-        if FakeActor.misfit:
-            own["model.other.weight"] = own.pop("model.norm.weight")
-        return SimpleNamespace(remote=lambda: lambda: [own])
-
-    @property
-    def sleep(self) -> SimpleNamespace:
-        return SimpleNamespace(remote=lambda: lambda: FakeActor.asleep.append(self._name) or True)
-
-    @property
-    def connect(self) -> SimpleNamespace:
-        return SimpleNamespace(remote=lambda *args: lambda: FakeActor.connected.append(args) or True)
+    def _named(self, name: str) -> SimpleNamespace:
+        assert name.startswith("EngineActor.")
+        return SimpleNamespace(remote=lambda function, *arguments: lambda: function(FakeEngine(self._name), *arguments))
 
     def options(self, num_returns: int) -> FakeActor:
         self._num_returns = num_returns
         return self
 
-    def remote(self, requests: list[str]) -> list:
+    def remote(self, requests: list[str] | None = None) -> Any:
         """As Ray: so many references, of which that to the first, the infos, is a call that is run when it is waited
         for."""
+        if requests is None:
+            return lambda: None
         FakeActor.seen.setdefault(self._name, []).extend(requests)
-        infos = None if self._name in FakeActor.dying else [f"{request} by {self._name}" for request in requests]
+        infos = DIED if self._name in FakeActor.dying else [f"{request} by {self._name}" for request in requests]
         assert self._num_returns == 1 + len(requests) > 1
         return [lambda: infos, *(f"ref to {request}" for request in requests)]
+
+
+class FakeEngine:
+    """What such an actor holds."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        """As a family has them that calls the norm by another name."""
+        shard = vllm_holders(config_of(), 1, 1, "float32")[0].shard
+        own = {name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()}
+        if FakeActor.misfit:
+            own["model.other.weight"] = own.pop("model.norm.weight")
+        return [own]
+
+    def sleep(self) -> bool:
+        FakeActor.asleep.append(self._name)
+        return True
+
+    def connect(self, *arguments: Any) -> bool:
+        FakeActor.connected.append(arguments)
+        return True
 
 
 class FakeSession:
@@ -77,14 +91,13 @@ class FakeSession:
     def watch(self, actors: dict) -> None:
         self.watched += actors
 
-    def wait(self, calls: dict, phase: str, timeout_s: float | None = None) -> list:
-        return [call() for call in calls.values()]
+    trace = SimpleNamespace(add=lambda task, answers: answers.values)
 
-    def gather(self, calls: dict, phase: str, expendable: list[str], meanwhile: None = None) -> tuple[dict, set[str]]:
+    def submit(self, calls: dict, phase: str, timeout_s: float | None = None, expendable: Sequence[str] = ()):
         answers = {name: call() for name, call in calls.items()}
-        lost = {name for name, answer in answers.items() if answer is None}
+        lost = {name for name, answer in answers.items() if answer is DIED}
         assert lost <= set(expendable)
-        return {name: answer for name, answer in answers.items() if name not in lost}, lost
+        return ready(Answers({name: answer for name, answer in answers.items() if name not in lost}, lost))
 
 
 @pytest.fixture
@@ -112,17 +125,17 @@ def check_answers(answers: list[list[RemoteSample]], groups: list[list[str]]) ->
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_samples_come_in_the_order_of_their_requests(start, replicas: int) -> None:
     groups = [[f"{i}.{k}" for k in range(length)] for i, length in enumerate((2, 3, 1, 4, 2))]
-    answers = start(replicas).generate(groups)
+    answers = start(replicas).generate(groups).result()
     check_answers(answers, groups)
 
 
 def test_a_group_stays_on_one_replica(start) -> None:
-    start(2).generate([["a1", "a2"], ["b1", "b2"], ["c1", "c2"]])
+    start(2).generate([["a1", "a2"], ["b1", "b2"], ["c1", "c2"]]).result()
     assert FakeActor.seen == {"engine-0": ["a1", "a2", "c1", "c2"], "engine-1": ["b1", "b2"]}
 
 
 def test_fewer_groups_than_replicas(start) -> None:
-    answers = start(3).generate([["a"], ["b"]])
+    answers = start(3).generate([["a"], ["b"]]).result()
     assert [[sample.info for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
 
 
@@ -130,7 +143,7 @@ def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys)
     engines = start(3)
     FakeActor.dying = {"engine-1"}
     groups = [[f"{i}.{k}" for k in range(2)] for i in range(5)]
-    answers = engines.generate(groups)
+    answers = engines.generate(groups).result()
     check_answers(answers, groups)
     assert engines.names == ["engine-0", "engine-2"]
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:2.0"]
@@ -159,16 +172,16 @@ def test_a_run_without_engines_ends(start) -> None:
 def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start, capsys, misfit: bool) -> None:
     engines = start(2)
     FakeActor.misfit = misfit
-    engines.start()
+    engines.start().result()
     family, checkpoint = vllm_holders(config_of(), 1, 1, "float32")[0], huggingface_holder(config_of(), "float32")
     expected = checkpoint if misfit else family
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:1.0"]
     assert {holder.shapes == expected.shapes for holder in engines.holders} == {True}
-    assert len({holder.shard for holder in engines.holders}) == 1, "replicas rank_batch it"
+    assert len({holder.shard for holder in engines.holders}) == 1, "replicas share it"
     plan = CompactPlan.of(make_plan(megatron_holders(config_of(), layout_of(), "float32"), engines.holders))
-    assert engines.connect(plan, "channel")
+    assert engines.connect(plan, "channel").result()
     assert [by_loader for *_, by_loader in FakeActor.connected] == [misfit, misfit]
-    assert FakeActor.put[-1] == {"engine-0": engines.holders[:1], "engine-1": engines.holders[1:]}
+    assert FakeActor.connected[0][2] == engines.holders[:1]
     assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "for both engines once"
     lines = [
         "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because 2 "
@@ -186,7 +199,7 @@ def test_an_engine_without_one_of_its_ranks_ends(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engines.os, "_exit", ended.append)
     actor_class = EngineActor.__ray_metadata__.modified_class
     actor = actor_class.__new__(actor_class)
-    actor._engine = SimpleNamespace(has_lost_a_rank=lost)
+    actor._worker = SimpleNamespace(has_lost_a_rank=lost)
     with pytest.raises(KeyError), actor._whole():
         raise KeyError("w")
     assert ended == (["descendants", 1] if lost else [])
@@ -195,7 +208,7 @@ def test_an_engine_without_one_of_its_ranks_ends(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("sleep", [False, True])
 def test_engines_sleep_from_the_start_if_they_are_to(start, sleep: bool) -> None:
     engines = start(2, f"rollout.sleep={str(sleep).lower()}")
-    engines.start()
+    engines.start().result()
     assert FakeActor.asleep == (["engine-0", "engine-1"] if sleep else [])
-    engines.sleep()
+    engines.sleep().result()
     assert FakeActor.asleep == (2 * ["engine-0", "engine-1"] if sleep else [])

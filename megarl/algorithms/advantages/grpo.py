@@ -1,0 +1,44 @@
+"""Rewards against the mean of their group, in units of its deviation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megarl.algorithms.baselines import Member, mean, scale_of, standard_deviation
+from megarl.algorithms.specs import GroupEstimator, mean_of_tokens
+from megarl.core.types import Baseline, TokenTotals
+
+
+def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:
+    """b = mean(r), c = std(r) + std_epsilon: GRPO (https://arxiv.org/abs/2402.03300, section 4.1.2).
+
+    std   "sample" divides the squared deviations by n − 1, "population" by n; "none": c = 1, as Dr.GRPO
+          (https://arxiv.org/abs/2503.20783)
+    """
+    rewards = [member.reward for member in group]
+    scale = 1.0 if std == "none" else scale_of(standard_deviation(rewards, std), std_epsilon)
+    return [Baseline(mean(rewards), scale)] * len(group)
+
+
+def process_supervision(group: Sequence[TokenTotals], std: str, std_epsilon: float) -> list[tuple[float, float]]:
+    """The mean over all rewards of the group's tokens, with their deviation as scale: GRPO with process supervision
+    (https://arxiv.org/abs/2402.03300, section 4.1.3)."""
+    centers = mean_of_tokens(group)
+    if std == "none":
+        return centers
+    count, (average, _) = sum(totals.count for totals in group), centers[0]
+    squares = math.fsum(totals.squares for totals in group) - count * average**2
+    divisor = count - 1 if std == "sample" else count
+    deviation = math.sqrt(max(squares, 0.0) / divisor) if divisor > 0 else 0.0
+    return [(average, scale_of(deviation, std_epsilon))] * len(group)
+
+
+SPEC = GroupEstimator(
+    name="grpo",
+    formula="(r_i − mean(r)) / (std(r) + std_epsilon)",
+    paper="GRPO, arXiv 2402.03300",
+    compare=grpo,
+    compare_tokens=process_supervision,
+    arguments={"std": "sample", "std_epsilon": 1e-6},
+)

@@ -1,0 +1,24 @@
+"""Rewards against the mean of their group that is weighted by lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megarl.algorithms.baselines import Member, mean
+from megarl.algorithms.specs import GroupEstimator
+from megarl.core.types import Baseline
+
+
+def opo(group: Sequence[Member]) -> list[Baseline]:
+    """b = Σ l_j·r_j / Σ l_j: OPO's optimal baseline where the squared gradient of a sample grows with its length
+    (https://arxiv.org/abs/2505.23585, eq. 7). The plain mean if no sample has a token."""
+    num_tokens = sum(member.num_tokens for member in group)
+    if not num_tokens:
+        return [Baseline(mean([member.reward for member in group]))] * len(group)
+    return [Baseline(math.fsum(member.num_tokens * member.reward for member in group) / num_tokens)] * len(group)
+
+
+SPEC = GroupEstimator(
+    name="opo", formula="r_i − Σ l_j·r_j / Σ l_j, l the lengths", paper="OPO, arXiv 2505.23585", compare=opo
+)

@@ -1,0 +1,34 @@
+"""Rewards to go, whitened over the update."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.returns import to_go
+from megarl.algorithms.specs import TokenAdvantages, TokenEstimator
+
+if TYPE_CHECKING:
+    import torch
+
+
+def reinforce_plus_plus(
+    reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float
+) -> TokenAdvantages:
+    """A_t = Σ_{s≥t} γ^(s−t)·r_s: REINFORCE++ (https://arxiv.org/abs/2501.03262), which then whitens it.
+
+    reward       float32 [N]
+    mask         bool [N], the trained tokens
+    row_sample   int64 [N], not decreasing
+    """
+    return TokenAdvantages(to_go(reward, mask, row_sample, gamma))
+
+
+SPEC = TokenEstimator(
+    name="reinforce_plus_plus",
+    formula="Σ_{s≥t} γ^(s−t)·r_s, whitened over the update",
+    paper="REINFORCE++, arXiv 2501.03262",
+    comparison="none",
+    estimate=reinforce_plus_plus,
+    arguments={"gamma": 1.0},
+    whitens=True,
+)

@@ -1,0 +1,35 @@
+"""A clipped weight of the log-prob's gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
+from megarl.algorithms.specs import PolicyObjective
+
+if TYPE_CHECKING:
+    import torch
+
+
+def cispo(
+    log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, clip_low: float | None, clip_high: float
+) -> PolicyLoss:
+    """ℓ = −sg(clip(ρ, 1 − clip_low, 1 + clip_high))·A·log π: no token loses its gradient.
+
+    CISPO (https://arxiv.org/abs/2506.13585, eq. 4 and 5), which has no lower bound (clip_low None), tunes clip_high and
+    does not say to what. The value of ScaleRL (https://arxiv.org/abs/2510.13786), which names the bound itself, is
+    1 + clip_high = 5.
+    """
+    ratio = policy_ratio(log_prob, old, advantage).detach()
+    lowest = 0.0 if clip_low is None else 1 - clip_low
+    weight = ratio.clamp(lowest, 1 + clip_high)
+    return PolicyLoss.of(-weight * advantage * log_prob, ratio, ratio < lowest, ratio > 1 + clip_high)
+
+
+SPEC = PolicyObjective(
+    name="cispo",
+    formula="−sg(clip(ρ, 1 − clip_low, 1 + clip_high))·A·log π",
+    paper="CISPO of MiniMax-M1, arXiv 2506.13585",
+    loss=cispo,
+    arguments={"clip_low": None, "clip_high": 4.0},
+)

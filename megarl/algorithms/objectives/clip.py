@@ -1,0 +1,43 @@
+"""PPO's clipped surrogate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
+from megarl.algorithms.specs import PolicyObjective
+
+if TYPE_CHECKING:
+    import torch
+
+
+def clip(
+    log_prob: torch.Tensor,
+    old: torch.Tensor,
+    advantage: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """ℓ = −min(ρ·A, clip(ρ, 1 − clip_low, 1 + clip_high)·A).
+
+    PPO (https://arxiv.org/abs/1707.06347, eq. 7); DAPO's clip-higher (https://arxiv.org/abs/2503.14476) has
+    clip_high > clip_low. With dual_clip c > 1, where A < 0: ℓ ≤ −c·A (https://arxiv.org/abs/1912.09729, eq. 5).
+    """
+    ratio = policy_ratio(log_prob, old, advantage)
+    loss = -(ratio * advantage).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    low = (ratio < 1 - clip_low) & (advantage < 0)
+    high = (ratio > 1 + clip_high) & (advantage > 0)
+    if dual_clip is not None:
+        worse = (ratio > dual_clip) & (advantage < 0)
+        loss, high = (-dual_clip * advantage).where(worse, loss), high | worse
+    return PolicyLoss.of(loss, ratio, low, high)
+
+
+SPEC = PolicyObjective(
+    name="clip",
+    formula="−min(ρ·A, clip(ρ, 1 − clip_low, 1 + clip_high)·A), with A < 0 at most −dual_clip·A",
+    paper="PPO, arXiv 1707.06347",
+    loss=clip,
+    arguments={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+)

@@ -1,0 +1,58 @@
+"""PPO's clip without some of the tokens whose log-prob and advantage vary together most."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.objectives.clip import clip
+from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.shapes import require_one_shape
+from megarl.algorithms.specs import PolicyObjective, Selection
+
+if TYPE_CHECKING:
+    import torch
+
+
+def clip_cov(
+    log_prob: torch.Tensor,
+    old: torch.Tensor,
+    advantage: torch.Tensor,
+    selected: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """PPO's clip, and no loss for the selected tokens: some of those between the covariance's bounds, at random.
+
+    Clip-Cov (https://arxiv.org/abs/2505.22617, eq. 11 to 13). The paper leaves out tokens that the clip holds; here
+    the choice is made before the ratio is known. selected: bool [N].
+    """
+    require_one_shape(log_prob=log_prob, selected=selected)
+    clipped = clip(log_prob, old, advantage, clip_low, clip_high)
+    return clipped._replace(loss=clipped.loss.masked_fill(selected, 0.0))
+
+
+def random_between_bounds(
+    covariance: torch.Tensor, draw: torch.Tensor, covariance_low: float, covariance_high: float
+) -> torch.Tensor:
+    """What the selected tokens are highest in: the random draw, −∞ where the covariance is outside of its bounds.
+
+    covariance, draw   float32 [N]; draw is of [0, 1)
+    """
+    require_one_shape(covariance=covariance, draw=draw)
+    is_inside = (covariance >= covariance_low) & (covariance <= covariance_high)
+    return draw.where(is_inside, -math.inf)
+
+
+SPEC = PolicyObjective(
+    name="clip_cov",
+    formula="as clip, 0 for covariance_share of the tokens, at random from those with "
+    "covariance_low ≤ cov(log π_old, A) ≤ covariance_high",
+    paper="Clip-Cov, arXiv 2505.22617",
+    loss=clip_cov,
+    inputs=("selected",),
+    arguments={"clip_low": 0.2, "clip_high": 0.2},
+    selection=Selection(
+        order=random_between_bounds, arguments={"covariance_low": 1.0, "covariance_high": 5.0}, share=2e-4
+    ),
+)

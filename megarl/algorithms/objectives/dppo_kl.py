@@ -1,0 +1,37 @@
+"""The surrogate within a divergence from the old policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.divergence_mask import masked_surrogate
+from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
+from megarl.algorithms.specs import PolicyObjective
+
+if TYPE_CHECKING:
+    import torch
+
+SMALLEST = 1e-8
+"""Least probability of the other tokens together, whose logarithm the binary divergence takes."""
+
+
+def dppo_kl(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, divergence_limit: float) -> PolicyLoss:
+    """As dppo_tv, with the divergence KL(π_old ‖ π) between this token and all others together:
+    p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), p of π_old and q of π.
+
+    DPPO-Binary-KL (https://arxiv.org/abs/2602.04879).
+    """
+    ratio = policy_ratio(log_prob, old, advantage)
+    now = log_prob.detach()
+    others_now, others_old = ((-x.expm1()).clamp(min=SMALLEST) for x in (now, old))
+    divergence = old.exp() * (old - now) + others_old * (others_old / others_now).log()
+    return masked_surrogate(ratio, advantage, divergence > divergence_limit)
+
+
+SPEC = PolicyObjective(
+    name="dppo_kl",
+    formula="−ρ·A, 0 for a token that has moved as A asks and whose KL(π_old ‖ π) > divergence_limit",
+    paper="DPPO, arXiv 2602.04879",
+    loss=dppo_kl,
+    arguments={"divergence_limit": 0.05},
+)

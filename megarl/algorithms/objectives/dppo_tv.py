@@ -1,0 +1,32 @@
+"""The surrogate within a total variation of the old policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.divergence_mask import masked_surrogate
+from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
+from megarl.algorithms.specs import PolicyObjective
+
+if TYPE_CHECKING:
+    import torch
+
+
+def dppo_tv(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, divergence_limit: float) -> PolicyLoss:
+    """ℓ = −M·ρ·A, where M = 0 for a token that has moved in its advantage's direction and whose |π − π_old| is above
+    divergence_limit.
+
+    DPPO-Binary-TV (https://arxiv.org/abs/2602.04879), whose π_old is the policy that sampled.
+    """
+    ratio = policy_ratio(log_prob, old, advantage)
+    divergence = (log_prob.detach().exp() - old.exp()).abs()
+    return masked_surrogate(ratio, advantage, divergence > divergence_limit)
+
+
+SPEC = PolicyObjective(
+    name="dppo_tv",
+    formula="−ρ·A, 0 for a token that has moved as A asks and whose |π − π_old| > divergence_limit",
+    paper="DPPO, arXiv 2602.04879",
+    loss=dppo_tv,
+    arguments={"divergence_limit": 0.15},
+)

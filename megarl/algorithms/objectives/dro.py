@@ -1,0 +1,43 @@
+"""A regression of log-ratios on advantages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.shapes import require_one_shape
+from megarl.algorithms.specs import PolicyObjective
+
+if TYPE_CHECKING:
+    import torch
+
+    from megarl.algorithms.sample_segments import SampleSegments
+
+
+def dro(
+    log_prob: torch.Tensor,
+    old: torch.Tensor,
+    advantage: torch.Tensor,
+    samples: SampleSegments,
+    tau: float,
+    level: str,
+) -> PolicyLoss:
+    """ℓ = ½·(A − τ·R)² with R = Σ over the sample of log ρ.
+
+    DRO (https://arxiv.org/abs/2405.19107, eq. 4), whose A is the reward less a value, and whose π_old is a reference
+    that stays. level "token" takes each token's own log ρ for R, which others call DRO too.
+    """
+    require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
+    log_ratio = log_prob - old
+    return PolicyLoss.of((advantage - tau * samples.at_level(level, log_ratio)).square() / 2, ratio_of(log_ratio))
+
+
+SPEC = PolicyObjective(
+    name="dro",
+    formula="½·(A − τ·R)², R = Σ over the sample of log ρ",
+    paper="DRO, arXiv 2405.19107",
+    loss=dro,
+    inputs=("samples",),
+    arguments={"tau": 1.0, "level": "sequence"},
+)

@@ -1,0 +1,42 @@
+"""PPO's clip of the ratio of whole samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.objectives.clip import clip
+from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.shapes import require_one_shape
+from megarl.algorithms.specs import PolicyObjective
+
+if TYPE_CHECKING:
+    import torch
+
+    from megarl.algorithms.sample_segments import SampleSegments
+
+
+def gspo(
+    log_prob: torch.Tensor,
+    old: torch.Tensor,
+    advantage: torch.Tensor,
+    samples: SampleSegments,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """ℓ = −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A) with s = exp(mean over the sample of log ρ).
+
+    GSPO (https://arxiv.org/abs/2507.18071, eq. 5 and 7).
+    """
+    require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
+    log_ratio = samples.mean(log_prob - old)
+    return clip(log_ratio, log_ratio.new_zeros(log_ratio.shape), advantage, clip_low, clip_high)
+
+
+SPEC = PolicyObjective(
+    name="gspo",
+    formula="−min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A), s = exp(mean over the sample of log ρ)",
+    paper="GSPO, arXiv 2507.18071",
+    loss=gspo,
+    inputs=("samples",),
+    arguments={"clip_low": 3e-4, "clip_high": 4e-4},
+)

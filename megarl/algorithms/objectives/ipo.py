@@ -1,0 +1,31 @@
+"""Preferences from log-ratios to the reference, whose margin has an optimum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.pairs import require_pairs
+from megarl.algorithms.specs import PairObjective
+
+if TYPE_CHECKING:
+    import torch
+
+
+def ipo(margin: torch.Tensor, beta: float) -> torch.Tensor:
+    """ℓ = (m/β − 1 / (2·β))², m = β·h, h the log-ratio of the better response less that of the worse one.
+
+    IPO (https://arxiv.org/abs/2310.12036, eq. 17), whose τ is β here. margin: float32 [P].
+    """
+    require_pairs(margin)
+    return (margin / beta - 1 / (2 * beta)).square()
+
+
+SPEC = PairObjective(
+    name="ipo",
+    formula="(m/β − 1 / (2·β))², m = β·(log π/π_ref of the better − of the worse)",
+    paper="IPO, arXiv 2310.12036",
+    loss=ipo,
+    arguments={"beta": 0.1},
+    rows=("preferences", "prompts"),
+    reads_reference=True,
+)

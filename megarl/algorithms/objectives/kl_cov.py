@@ -1,0 +1,44 @@
+"""The surrogate with a penalty on the tokens whose log-prob and advantage vary together most."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.shapes import require_one_shape
+from megarl.algorithms.specs import PolicyObjective, Selection
+
+if TYPE_CHECKING:
+    import torch
+
+
+def kl_cov(
+    log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, selected: torch.Tensor, penalty: float
+) -> PolicyLoss:
+    """ℓ = −ρ·A, + penalty·|log ρ| for the selected tokens: those of highest covariance.
+
+    KL-Cov (https://arxiv.org/abs/2505.22617, eq. 14 and 15), with its authors' estimate of the divergence.
+    selected: bool [N].
+    """
+    require_one_shape(log_prob=log_prob, old=old, advantage=advantage, selected=selected)
+    log_ratio = log_prob - old
+    ratio = ratio_of(log_ratio)
+    return PolicyLoss.of(-ratio * advantage + (penalty * log_ratio.abs()).masked_fill(~selected, 0.0), ratio)
+
+
+def highest_covariance(covariance: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+    """What the selected tokens are highest in: the covariance itself. covariance, draw: float32 [N]."""
+    require_one_shape(covariance=covariance, draw=draw)
+    return covariance
+
+
+SPEC = PolicyObjective(
+    name="kl_cov",
+    formula="−ρ·A, + penalty·|log ρ| for the covariance_share of the tokens with the highest cov(log π_old, A)",
+    paper="KL-Cov, arXiv 2505.22617",
+    loss=kl_cov,
+    inputs=("selected",),
+    arguments={"penalty": 1.0},
+    selection=Selection(order=highest_covariance, share=2e-3),
+)

@@ -1,0 +1,25 @@
+"""The plain surrogate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
+from megarl.algorithms.specs import PolicyObjective
+
+if TYPE_CHECKING:
+    import torch
+
+
+def unclipped(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> PolicyLoss:
+    """ℓ = −ρ·A: the surrogate that TRPO bounds (https://arxiv.org/abs/1502.05477, eq. 14), without a bound."""
+    ratio = policy_ratio(log_prob, old, advantage)
+    return PolicyLoss.of(-ratio * advantage, ratio)
+
+
+SPEC = PolicyObjective(
+    name="unclipped",
+    formula="−ρ·A",
+    paper="the surrogate of TRPO, arXiv 1502.05477, without its bound",
+    loss=unclipped,
+)

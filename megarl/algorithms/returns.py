@@ -1,0 +1,65 @@
+"""What is still to come: sums over the rest of a sample, and where a sample's one reward is placed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.shapes import require_list, require_one_shape
+
+if TYPE_CHECKING:
+    import torch
+
+
+def to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float) -> torch.Tensor:
+    """G_t = Σ_{s≥t} γ^(s−t)·r_s over the trained tokens of row t's sample.
+
+    reward       float32 [N]; that of tokens that are not trained on is not read
+    mask         bool [N], the trained tokens: γ counts these only
+    row_sample   int64 [N], not decreasing
+    returns      float32 [N], 0 where the mask is False
+    """
+    require_one_shape(reward=reward, mask=mask, row_sample=row_sample)
+    sums = discounted_sum(reward[mask], row_sample[mask], gamma)
+    return reward.new_zeros(reward.shape).masked_scatter(mask, sums)
+
+
+def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | torch.Tensor) -> torch.Tensor:
+    """Σ_l discount^l · x_{t+l} over the rest of each row's sample.
+
+    By doubling: the sum over 2n terms is that over n, and the discounted one over the n after it.
+
+    x            float32 [N]
+    row_sample   int64 [N], not decreasing
+    discount     a number, or float64 [N], equal for all rows of a sample
+    """
+    require_one_shape(x=x, row_sample=row_sample)
+    terms = 1
+    while terms < len(x):
+        later = (discount**terms * x.roll(-terms)).to(x)
+        x = x + later.where(same_sample(row_sample, terms), 0.0)
+        terms *= 2
+    return x
+
+
+def at_last_token(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
+    """Puts each sample's reward (float32 [S]) on its last trained token: float32 [N], 0 elsewhere."""
+    require_list("reward", reward)
+    require_one_shape(mask=mask, row_sample=row_sample)
+    rows = mask.nonzero()[:, 0]
+    last = rows[~same_sample(row_sample[rows], 1)]
+    placed = reward.new_zeros(len(mask))
+    placed[last] = reward[row_sample[last]]
+    return placed
+
+
+def sum_of_sample(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """Σ_t r_t over the trained tokens of each sample: float32 [S]. reward: float32 [N]."""
+    require_one_shape(reward=reward, mask=mask, row_sample=row_sample)
+    return reward.new_zeros(num_samples).index_add(0, row_sample, reward.where(mask, 0.0))
+
+
+def same_sample(row_sample: torch.Tensor, distance: int) -> torch.Tensor:
+    """bool [N]: whether the row that is `distance` further on exists and belongs to the same sample."""
+    same = row_sample == row_sample.roll(-distance)
+    same[-distance:] = False  # there the roll has come round to the first rows
+    return same

@@ -1,0 +1,247 @@
+"""What the file of an estimator or of an objective says of it: its SPEC. Free of torch, as config reads it.
+
+A function's own options are its keyword arguments, under the names that they have in recipes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from megarl.core.types import NO_BASELINE, Baseline, TokenTotals
+
+if TYPE_CHECKING:
+    import torch
+
+    from megarl.algorithms.baselines import Member
+    from megarl.algorithms.policy_loss import PolicyLoss
+
+Option = float | int | str | bool | None
+Options = Mapping[str, Option]
+"""Name of a key -> its value; in a spec, the value that null stands for."""
+
+Comparison = Literal["none", "moving_average", "greedy", "group", "values"]
+
+COMPARISONS: Mapping[Comparison, str] = {
+    "none": "no baseline",
+    "moving_average": "the mean reward of earlier steps as its baseline",
+    "greedy": "the reward of a greedy response as its baseline",
+    "group": "the group's rewards as its baseline, such as their mean",
+    "values": "a critic's values as its baseline",
+}
+"""What a reward is compared with: nothing, the mean reward of earlier steps, that of a greedy response to the same
+prompt, those of the prompt's other samples, or a critic's values."""
+
+NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
+"""Whatever the rewards of a sample and of its tokens."""
+
+
+class TokenAdvantages(NamedTuple):
+    """float32 [N], 0 for tokens that are not trained on: advantages, and what the critic learns, if there is one."""
+
+    advantage: torch.Tensor
+    returns: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorSpec:
+    """An advantage estimator. In formulas r_i is the reward of sample i and r_t that of token t.
+
+    arguments   what its function takes by keyword -> the value that null stands for, the paper's
+    whitens     the paper's value of `whiten`
+    """
+
+    name: str
+    formula: str
+    paper: str
+    comparison: Comparison
+    arguments: Options = field(default_factory=dict)
+    whitens: bool = False
+
+    @property
+    def options(self) -> Options:
+        """Every key of algorithm.advantage that it reads besides `estimator`."""
+        whitening = {"whiten": self.whitens, "whiten_std": "sample", "whiten_epsilon": 1e-6}
+        return {**self.arguments, **self.shared_options(), **whitening}
+
+    def shared_options(self) -> Options:
+        """Those that are read where all estimators of its kind are."""
+        return {}
+
+    @property
+    def compares_samples(self) -> bool:
+        return self.comparison == "group"
+
+    def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
+        """What each sample of a group is compared with. options: all that it reads."""
+        return [NO_BASELINE] * len(group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleEstimator(EstimatorSpec):
+    """Compares whole samples: advantage = (reward − center) / scale, the same for all tokens of a sample.
+
+    compare   (group, **arguments) -> the Baseline of each of its members
+    """
+
+    compare: Callable[..., list[Baseline]]
+
+    def shared_options(self) -> Options:
+        decay = {"baseline_decay": 0.9} if self.comparison == "moving_average" else {}
+        return {"gamma": 1.0, "credit": "whole"} | decay
+
+    def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
+        return self.compare(group, **{name: options[name] for name in self.arguments})
+
+
+def mean_of_tokens(group: Sequence[TokenTotals], **_: Option) -> list[tuple[float, float]]:
+    """The mean over all rewards of the group's tokens, and a scale of 1, for each sample."""
+    count = sum(totals.count for totals in group)
+    return [(math.fsum(totals.total for totals in group) / max(count, 1), 1.0)] * len(group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEstimator(SampleEstimator):
+    """Compares the samples of one prompt with each other; with credit=to_go, rewards of single tokens by themselves.
+
+    compare_tokens   (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards
+    amplify          (the groups of an update) -> what all of its advantages are multiplied with
+    """
+
+    comparison: Comparison = "group"
+    compare_tokens: Callable[..., list[tuple[float, float]]] = mean_of_tokens
+    amplify: Callable[[Sequence[Sequence[Member]]], float] | None = None
+
+    def shared_options(self) -> Options:
+        return {"gamma": 1.0, "credit": "whole", "group_of_one": "zero"}
+
+    def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
+        """A group of one (the others' rewards failed) has nothing to compare with: its advantage is 0, whatever its
+        tokens are rewarded with, or with group_of_one=reward its reward."""
+        if len(group) == 1:
+            return [NO_BASELINE if options["group_of_one"] == "reward" else NO_ADVANTAGE]
+        arguments = {name: options[name] for name in self.arguments}
+        baselines = self.compare(group, **arguments)
+        if options["credit"] == "whole":
+            return baselines
+        compared = self.compare_tokens([member.token_reward_totals for member in group], **arguments)
+        return [
+            replace(baseline, token_center=center, token_scale=scale)
+            for baseline, (center, scale) in zip(baselines, compared, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEstimator(EstimatorSpec):
+    """Places a sample's reward on its last token, and credits each token with what comes after it.
+
+    estimate   (reward [N], mask [N], row_sample [N], **arguments) -> TokenAdvantages; with comparison="values" also
+               value [N], by keyword
+    """
+
+    estimate: Callable[..., TokenAdvantages]
+
+
+Rows = Literal["prompts", "messages", "preferences"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveSpec:
+    """What the actor minimises.
+
+    arguments         what `loss` takes by keyword -> the value that null stands for, the paper's (None: nothing is
+                      bounded)
+    rows              the values of data.rows that it learns from; prompts: from sampled responses
+    reads_reference   whether its loss is of log-probs against those of the reference
+    """
+
+    name: str
+    formula: str
+    paper: str
+    loss: Callable[..., object]
+    arguments: Options = field(default_factory=dict)
+    rows: tuple[Rows, ...] = ("prompts",)
+    reads_reference: bool = False
+
+    @property
+    def options(self) -> Options:
+        """Every key of algorithm.objective that it reads and others may not."""
+        return self.arguments
+
+    @property
+    def is_policy_objective(self) -> bool:
+        """Whether it learns from advantages of sampled tokens."""
+        return isinstance(self, PolicyObjective)
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether it learns from pairs of responses to one prompt, the better one and the worse one."""
+        return isinstance(self, PairObjective)
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether it treats tokens apart that are chosen over a whole update."""
+        return isinstance(self, PolicyObjective) and self.selection is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The tokens of an update that an objective treats apart: a share of them, those that are highest in an order.
+
+    order       (covariance [N], draw [N], **arguments) -> float32 [N]. draw is random, of [0, 1)
+    arguments   as an objective's
+    share       the paper's share of the tokens
+    """
+
+    order: Callable[..., torch.Tensor]
+    arguments: Options = field(default_factory=dict)
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyObjective(ObjectiveSpec):
+    """Learns from advantages of sampled tokens.
+
+    loss        (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss
+    inputs      what `loss` takes beside these three: the SampleSegments of the rows, or which tokens are selected
+    selection   how these are
+    """
+
+    loss: Callable[..., PolicyLoss]
+    inputs: tuple[Literal["samples", "selected"], ...] = ()
+    selection: Selection | None = None
+
+    @property
+    def options(self) -> Options:
+        if self.selection is None:
+            return self.arguments
+        return {**self.arguments, **self.selection.arguments, "covariance_share": self.selection.share}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairObjective(ObjectiveSpec):
+    """Learns from pairs of responses, the better one and the worse one, by how much more the model rewards the better.
+
+    With reads_reference the model's reward is β·(log π − log π_ref) of a response; else it is a classifier's score.
+
+    loss        (margin [P], **arguments) -> float32 [P]
+    """
+
+    loss: Callable[..., torch.Tensor]
+    rows: tuple[Rows, ...] = ("preferences",)
+
+    @property
+    def options(self) -> Options:
+        """With a reference, those that make the model's reward of its log-ratios, too."""
+        implicit = {"beta": 0.1, "length_normalised": False} if self.reads_reference else {}
+        return {**implicit, **self.arguments}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImitationObjective(ObjectiveSpec):
+    """Learns the responses of the data. loss: (log_prob [N]) -> float32 [N]."""
+
+    loss: Callable[[torch.Tensor], torch.Tensor]
+    rows: tuple[Rows, ...] = ("messages",)

@@ -1,0 +1,95 @@
+"""The processes of a role, and the one way to call them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+
+from megarl.cluster.pending import Pending
+from megarl.cluster.placement import VISIBLE, Process
+from megarl.cluster.session import Session
+from megarl.cluster.supervision.logs import log_to
+
+W = TypeVar("W")
+"""The class of the workers: what a process of the role holds."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call gave, and when it ran: seconds since the epoch, by the clock of the process."""
+
+    value: Any
+    begin: float
+    end: float
+
+
+class ProcessActor:
+    """One process of the run, as a Ray actor. It makes its worker when it starts, and then runs on it what it is sent.
+
+    Torch, Megatron and vLLM are imported here, in the actor's own process, never in the driver's.
+    """
+
+    def __init__(self, process: Process, logs: Path):
+        log_to(logs / f"{process.name}.log")
+        os.environ.update(process.environment(os.environ.get(VISIBLE)))
+        self._process = process
+        self._worker: Any = None
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        """Runs function(worker, *arguments)."""
+        begin = time.time()
+        value = function(self._worker, *arguments)
+        return Answer(value, begin, time.time())
+
+
+class Group(Generic[W]):
+    """The processes of a role. Whatever is asked of them is submitted, and its result waited for by the caller."""
+
+    def __init__(self, session: Session, title: str, actors: Mapping[str, ActorHandle]):
+        """title: of the processes, in the machine's list of them. actors: by the names of the processes."""
+        self._session, self._title, self._actors = session, title, dict(actors)
+
+    def _submit(self, phase: str, task: str, function: Callable[..., T], *arguments: Any) -> Pending[list[T]]:
+        """Runs function(worker, *arguments) in every process. The result is what they return, in their order.
+
+        phase   what the driver waits for, for its messages
+        task    what the process does, for its title and for the trace
+        """
+        return self._read(phase, task, self._calls(task, function, *arguments))
+
+    def _submit_each(
+        self, phase: str, task: str, function: Callable[..., T], arguments: Iterable[Sequence[Any]]
+    ) -> Pending[list[T]]:
+        """As _submit, each process with arguments of its own."""
+        pairs = zip(self._actors.items(), arguments, strict=True)
+        calls = {name: self._call(actor, task, function, *own) for (name, actor), own in pairs}
+        return self._read(phase, task, calls)
+
+    def _submit_to_first(self, phase: str, task: str, function: Callable[..., T], *arguments: Any) -> Pending[T]:
+        """As _submit, in the first process only."""
+        name, actor = next(iter(self._actors.items()))
+        calls = {name: self._call(actor, task, function, *arguments)}
+        return self._read(phase, task, calls).then(lambda answers: answers[0])
+
+    def _calls(self, task: str, function: Callable[..., T], *arguments: Any) -> dict[str, ray.ObjectRef]:
+        """Runs function(worker, *arguments) in every process. Returns the calls, for the caller to submit."""
+        return {name: self._call(actor, task, function, *arguments) for name, actor in self._actors.items()}
+
+    def _call(self, actor: ActorHandle, task: str, function: Callable[..., T], *arguments: Any) -> ray.ObjectRef:
+        return actor.call.options(name=f"{self._title}.{task}").remote(function, *arguments)
+
+    def _read(
+        self, phase: str, task: str, calls: Mapping[str, ray.ObjectRef], timeout_s: float | None = None
+    ) -> Pending[list[Any]]:
+        """Submits calls whose answers are `Answer`s."""
+        pending = self._session.submit(calls, phase, timeout_s)
+        return pending.then(lambda answers: list(self._session.trace.add(task, answers).values()))

@@ -1,0 +1,134 @@
+"""Futures: calls under way on processes of the run, each with one deadline and one diagnosis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from megarl.cluster.failure import is_cause, is_loss
+
+if TYPE_CHECKING:
+    from megarl.cluster.session import Session
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the processes answered, by name, in the order of the calls, and the expendable processes that died."""
+
+    values: dict[str, Any]
+    lost: set[str]
+
+
+class Pending(Generic[T]):
+    """The result of calls that processes are working on; `Session.submit` makes it.
+
+    While anything is waited for, everything that is under way is looked after: a failed call or a missed deadline ends
+    the wait, whichever Pending it belongs to.
+    """
+
+    def __init__(
+        self,
+        session: Session | None,
+        calls: Mapping[str, ray.ObjectRef],
+        phase: str,
+        timeout_s: float,
+        expendable: Collection[str] = (),
+    ):
+        self.phase, self.timeout_s, self.expendable = phase, timeout_s, expendable
+        self.deadline = time.monotonic() + timeout_s
+        self.unfinished = {ref: name for name, ref in calls.items()}
+        self.errors: dict[str, Exception] = {}
+        self._session, self._calls = session, calls
+        self._steps: list[Callable[[Any], Any]] = []
+        """What makes the result of the answers, one after the other."""
+        self._value: Any = None
+        self._has_value = False
+
+    def then(self, function: Callable[[T], U | Pending[U]]) -> Pending[U]:
+        """This Pending, whose result is function(result) from now on; that may be a Pending, which is gone on with."""
+        self._steps.append(function)
+        return self  # type: ignore[return-value]
+
+    def result(self, meanwhile: Callable[[], object] | None = None) -> T:
+        """Waits for the calls, and returns what they give together.
+
+        meanwhile: called now and then during a long wait; it may wait for other calls.
+
+        Raises ValueError for what a worker raised as such, and RunFailure, with process and phase, for anything else.
+        """
+        if not self.advance():
+            self._session.wait(self, meanwhile)
+        return self._value
+
+    def advance(self) -> bool:
+        """Goes on with the results of calls that have ended. Returns whether `result` returns at once."""
+        if not self._has_value:
+            if self.unfinished:
+                return False
+            answers = {name: ray.get(ref) for name, ref in self._calls.items() if name not in self.errors}
+            self._value, self._has_value = Answers(answers, self.lost), True
+        while self._steps or isinstance(self._value, Pending):
+            if isinstance(self._value, Pending):
+                if not self._value.advance():
+                    return False
+                self._value = self._value._value
+            else:
+                self._value = self._steps.pop(0)(self._value)
+        return True
+
+    @property
+    def current(self) -> Pending:
+        """The Pending whose calls are under way: this one, or what it is gone on with."""
+        return self._value.current if isinstance(self._value, Pending) else self
+
+    @property
+    def lost(self) -> set[str]:
+        """The expendable processes that died."""
+        return {name for name in self.expendable if is_loss(self.errors.get(name))}
+
+    def take(self, ended: Collection[ray.ObjectRef]) -> None:
+        """Notes which of its calls have ended, and how."""
+        for ref in [ref for ref in self.unfinished if ref in ended]:
+            name = self.unfinished.pop(ref)
+            if (error := error_of(ref)) is not None:
+                self.errors[name] = error
+
+    def fatal_errors(self) -> dict[str, Exception]:
+        """The errors, by process, that end the run: those that do not follow from the loss of an expendable one."""
+        lost = self.lost
+        if not lost:
+            return self.errors
+        return {name: error for name, error in self.errors.items() if name not in lost and is_cause(error)}
+
+
+def ready(value: T) -> Pending[T]:
+    """Returns a Pending that waits for nothing."""
+    return Pending(None, {}, "", 0.0).then(lambda _: value)
+
+
+def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
+    """Returns one Pending for several that are under way, with all of their results in order."""
+    if not pendings:
+        return ready([])
+    first, *others = pendings
+    joint = first.then(lambda value: [value])
+    for other in others:
+        joint = joint.then(lambda values, other=other: other.then(lambda value: [*values, value]))
+    return joint
+
+
+def error_of(ref: ray.ObjectRef) -> Exception | None:
+    """Returns the error of a call that has ended, None if it has a result."""
+    try:
+        ray.get(ref, timeout=0)
+    except RayError as error:
+        return error
+    return None

@@ -1,0 +1,44 @@
+"""When which process of the run worked on what."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.cluster.groups.group import Answer
+    from megarl.cluster.pending import Answers
+
+FILE = "trace.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A task of a process, from begin to end in seconds since the epoch, by the clock of its machine."""
+
+    process: str
+    task: str
+    begin: float
+    end: float
+
+
+class Trace:
+    """Writes a line of JSON for each task that a process has done into the logs of the attempt."""
+
+    def __init__(self, logs: Path):
+        self._path = logs / FILE
+
+    def add(self, task: str, answers: Answers) -> dict[str, Any]:
+        """Notes what the answers tell of their time. Returns their values, by process."""
+        timed: dict[str, Answer] = answers.values
+        spans = [Span(process, task, answer.begin, answer.end) for process, answer in timed.items()]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
+        return {process: answer.value for process, answer in timed.items()}
+
+
+def read_trace(logs: Path) -> list[Span]:
+    """Returns all spans that were written to these logs, in the order in which the driver has learnt of them."""
+    return [Span(**json.loads(line)) for line in (logs / FILE).read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,142 @@
+"""What samples are compared with: hand-worked groups, the definitions, and what an estimator does not see."""
+
+from statistics import fmean, stdev
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.advantages.gpg import amplification
+from megarl.algorithms.baselines import Member
+from megarl.algorithms.registry import ESTIMATORS
+from megarl.core.types import Baseline, TokenTotals
+
+GROUP_ESTIMATORS = [name for name, spec in ESTIMATORS.items() if spec.compares_samples]
+REWARDS = st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=7)
+
+
+def baselines(group: list[Member], estimator: str, **options: object) -> list[Baseline]:
+    spec = ESTIMATORS[estimator]
+    assert options.keys() <= spec.options.keys()
+    return spec.baselines(group, dict(spec.options) | options)
+
+
+def advantages(rewards: list[float], lengths: list[int] | None = None, **options: object) -> list[float]:
+    group = [Member(r, n) for r, n in zip(rewards, lengths or [1] * len(rewards), strict=True)]
+    return [(r - b.center) / b.scale for r, b in zip(rewards, baselines(group, **options), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    # Rewards 1, 0, 0, 1 of lengths 1, 2, 3, 2: mean 1/2, squared deviations sum to 1, of the lengths 3/8 won.
+    [
+        (dict(estimator="grpo", std_epsilon=0.0), [3**0.5 / 2, -(3**0.5) / 2, -(3**0.5) / 2, 3**0.5 / 2]),
+        (dict(estimator="grpo", std="population", std_epsilon=0.0), [1, -1, -1, 1]),
+        (dict(estimator="grpo", std="population", std_epsilon=0.5), [0.5, -0.5, -0.5, 0.5]),
+        (dict(estimator="grpo", std="none"), [0.5, -0.5, -0.5, 0.5]),
+        (dict(estimator="reinforce_plus_plus_baseline"), [0.5, -0.5, -0.5, 0.5]),
+        (dict(estimator="gpg"), [0.5, -0.5, -0.5, 0.5]),
+        (dict(estimator="rloo"), [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
+        (dict(estimator="opo"), [5 / 8, -3 / 8, -3 / 8, 5 / 8]),
+        # Best of 2: 5 of the 6 pairs win. With a winner for sure: 1; a loser wins with 2 of 3 others.
+        (dict(estimator="pass_at_k", k=2, std="none"), [1 / 6, -1 / 6, -1 / 6, 1 / 6]),
+        (dict(estimator="pass_at_k", k=2, std_epsilon=0.0), [x / 5**0.5 for x in (1, -1, -1, 1)]),
+        # Of the 6 pairs, each winner is in 2 that lose without it.
+        (dict(estimator="pass_at_k", k=2, pass_at_k_baseline="without"), [1 / 3, 0, 0, 1 / 3]),
+        (dict(estimator="pass_at_k", k=3, pass_at_k_baseline="without"), [1 / 4, 0, 0, 1 / 4]),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_by_hand(options, expected):
+    assert advantages([1.0, 0.0, 0.0, 1.0], [1, 2, 3, 2], **options) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_groups_of_one_and_of_equal_rewards(estimator):
+    assert advantages([5.0], estimator=estimator) == [0.0]
+    assert advantages([5.0], estimator=estimator, group_of_one="reward") == [5.0]
+    assert advantages([0.7] * 5, estimator=estimator) == pytest.approx([0.0] * 5, abs=1e-6)
+
+
+@pytest.mark.parametrize("std", ["sample", "population"])
+@pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, -2.3])
+@pytest.mark.parametrize("num_samples", [2, 3, 6, 7])
+def test_nothing_is_added_to_a_deviation_of_zero(std, reward, num_samples):
+    """Means of equal rewards differ from them by rounding, which a deviation of nothing else would blow up."""
+    equal = [reward] * num_samples
+    assert advantages(equal, estimator="grpo", std=std, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
+    assert advantages(equal, estimator="pass_at_k", k=2, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
+    tokens = [Member(reward, 2, TokenTotals.of([0.5] * 2)) for _ in equal]
+    for baseline in baselines(tokens, "grpo", credit="to_go", std=std, std_epsilon=0.0):
+        assert (baseline.token_center, baseline.token_scale) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("credit", ["whole", "to_go"])
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_a_sample_alone_has_no_advantage_by_its_tokens_either(estimator, credit):
+    [baseline] = baselines([Member(5.0, 2, TokenTotals.of([1.0]))], estimator, credit=credit)
+    assert (5.0 - baseline.center) / baseline.scale == 0
+    assert (1.0 - baseline.token_center) / baseline.token_scale == 0
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@given(rewards=REWARDS, shift=st.floats(-5, 5), order=st.randoms(use_true_random=False))
+def test_no_shift_is_seen_and_no_order(estimator, rewards, shift, order):
+    options = dict(estimator=estimator, **({"k": 2} if estimator == "pass_at_k" else {}))
+    lengths = [1 + i % 3 for i in range(len(rewards))]
+    plain = advantages(rewards, lengths, **options)
+    assert advantages([r + shift for r in rewards], lengths, **options) == pytest.approx(plain, abs=1e-6)
+    places = list(range(len(rewards)))
+    order.shuffle(places)
+    moved = advantages([rewards[i] for i in places], [lengths[i] for i in places], **options)
+    assert moved == pytest.approx([plain[i] for i in places], abs=1e-6)
+
+
+@given(rewards=REWARDS, scale=st.floats(0.5, 4))
+def test_grpo_does_not_see_the_scale_and_the_others_follow_it(rewards, scale):
+    larger = [scale * r for r in rewards]
+    if len(set(rewards)) > 1:
+        options = dict(estimator="grpo", std_epsilon=0.0)
+        assert advantages(larger, **options) == pytest.approx(advantages(rewards, **options), abs=1e-6)
+    for estimator in ("rloo", "opo", "gpg"):
+        expected = [scale * a for a in advantages(rewards, estimator=estimator)]
+        assert advantages(larger, estimator=estimator) == pytest.approx(expected, abs=1e-6)
+
+
+@given(rewards=REWARDS)
+def test_the_means_are_those_of_the_standard_library(rewards):
+    assert advantages(rewards, estimator="grpo", std_epsilon=1.0) == pytest.approx(
+        [(r - fmean(rewards)) / (stdev(rewards) + 1) for r in rewards]
+    )
+    others = [fmean(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
+    assert advantages(rewards, estimator="rloo") == pytest.approx([r - b for r, b in zip(rewards, others, strict=True)])
+
+
+def test_rewards_of_tokens_are_compared_by_themselves():
+    """Two samples: tokens with the rewards 1, 3 and 8, their mean 4, and those of the sample means 2 and 8."""
+    group = [Member(1.0, 2, TokenTotals.of([1.0, 3.0])), Member(0.0, 1, TokenTotals.of([8.0]))]
+    of_grpo = baselines(group, "grpo", credit="to_go", std_epsilon=0.5)
+    assert [(b.token_center, b.token_scale) for b in of_grpo] == [pytest.approx((4, 13**0.5 + 0.5))] * 2
+    of_rloo = baselines(group, "rloo", credit="to_go")
+    assert [(b.token_center, b.token_scale) for b in of_rloo] == [(8.0, 1.0), (2.0, 1.0)]
+    of_opo = baselines(group, "opo", credit="to_go")
+    assert [(b.token_center, b.token_scale) for b in of_opo] == [(4.0, 1.0)] * 2
+
+
+def test_groups_without_a_gradient_are_made_up_for():
+    def groups(*rewards: list[float]) -> list[list[Member]]:
+        return [[Member(reward, 1) for reward in group] for group in rewards]
+
+    assert amplification(groups([1.0, 0.0], [1.0, 1.0], [0.0, 0.0, 1.0])) == 7 / 5
+    assert amplification(groups([1.0, 1.0])) == 1.0
+
+
+@given(
+    reward=st.integers(-30, 30).map(lambda tenths: tenths / 10),
+    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+)
+def test_rewards_of_tokens_give_a_gradient_unless_all_are_equal(reward, lengths):
+    equal = [Member(1.0, n, TokenTotals.of([reward] * n)) for n in lengths]
+    unequal = [Member(1.0, 2, TokenTotals.of([0.0, 1.0]))] * 2
+    assert amplification([equal]) == 1.0
+    assert amplification([equal, unequal]) == (len(lengths) + 2) / 2

@@ -1,0 +1,60 @@
+"""The best of k samples, by counting all sets."""
+
+from itertools import combinations
+from statistics import fmean, pstdev
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.advantages.pass_at_k import against_all, against_without, best_of_k, pass_at_k
+from megarl.algorithms.baselines import Member
+
+REWARDS = st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=7)
+
+
+def advantages(rewards: list[float], k: int, baseline: str = "all", **options: object) -> list[float]:
+    options = {"std": "population", "std_epsilon": 0.0} | options
+    compared = pass_at_k([Member(reward, 1) for reward in rewards], k, baseline, **options)
+    return [(r - b.center) / b.scale for r, b in zip(rewards, compared, strict=True)]
+
+
+@pytest.mark.parametrize(("baseline", "k_left"), [("all", 3), ("without", 4)])
+def test_a_group_that_lacks_a_reward_still_tells_something(baseline, k_left):
+    """k = 4 of 5 samples, of which one has no reward."""
+    rewards = [1.0, 0.0, 0.5, 0.25]
+    found = advantages(rewards, 4, baseline, std="none")
+    assert found == pytest.approx(advantages(rewards, k_left, baseline, std="none"))
+    assert any(found)
+
+
+@pytest.mark.parametrize(("num_lower", "num_best", "k"), [(0, 5, 4), (3, 2, 4), (1, 6, 3)])
+def test_where_every_set_of_k_has_one_of_the_best_nothing_is_better(num_lower, num_best, k):
+    rewards = [-4.3] * num_lower + [-3.0] * num_best
+    assert advantages(rewards, k) == [0.0] * len(rewards)
+
+
+@given(rewards=REWARDS, data=st.data())
+def test_the_best_of_k_by_counting_all_sets(rewards, data):
+    k = data.draw(st.integers(1, len(rewards)))
+    sets = list(combinations(range(len(rewards)), k))
+    best = [max(rewards[i] for i in members) for members in sets]
+    chances = best_of_k(rewards, k)
+    assert sum(chances) == pytest.approx(1)
+    assert sum(p * r for p, r in zip(chances, rewards, strict=True)) == pytest.approx(fmean(best))
+    differences, deviation = against_all(rewards, k)
+    assert deviation == pytest.approx(pstdev(best), abs=1e-6)
+    shares = against_without(rewards, k)
+    for i in range(len(rewards)):
+        own = [(value, members) for value, members in zip(best, sets, strict=True) if i in members]
+        assert differences[i] == pytest.approx(fmean(value for value, _ in own) - fmean(best), abs=1e-9)
+        without = [max((rewards[j] for j in members if j != i), default=0.0) for _, members in own]
+        lead = sum(value - other for (value, _), other in zip(own, without, strict=True)) / len(sets)
+        assert shares[i] == pytest.approx(lead, abs=1e-9)
+
+
+def test_more_than_there_are_cannot_be_chosen():
+    with pytest.raises(ValueError, match="k=3: there are 2 samples"):
+        against_all([1.0, 0.0], 3)
+    with pytest.raises(ValueError, match="k=0: there are 2 samples"):
+        against_without([1.0, 0.0], 0)

@@ -1,0 +1,69 @@
+"""Losses of pairs against their formulas for one pair at a time."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.objectives.ipo import ipo
+from megarl.algorithms.pairs import bradley_terry, margins
+from megarl.algorithms.registry import OBJECTIVES
+
+MARGINS = st.floats(-30, 30)
+
+
+@given(st.lists(MARGINS, min_size=1, max_size=6), st.sampled_from([0.0, 0.1, 0.4]))
+def test_bradley_terry_is_the_cross_entropy_of_who_wins(values, smoothing):
+    losses = bradley_terry(torch.tensor(values, dtype=torch.float64), smoothing)
+    for margin, loss in zip(values, losses.tolist(), strict=True):
+        wins, loses = 1 / (1 + math.exp(-margin)), 1 / (1 + math.exp(margin))
+        expected = -(1 - smoothing) * math.log(wins) - smoothing * math.log(loses)
+        assert loss == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(MARGINS)
+def test_half_of_the_labels_wrong_would_teach_nothing(margin):
+    """At ε = ½ the loss is symmetric, and nearer to it the gradient shrinks towards its own optimum."""
+    one, other = (bradley_terry(torch.tensor([sign * margin]).double(), 0.5) for sign in (1, -1))
+    torch.testing.assert_close(one, other)
+
+
+def test_the_best_margin_is_where_the_model_is_as_sure_as_its_labels():
+    best = torch.tensor([math.log(0.9 / 0.1)], dtype=torch.float64, requires_grad=True)
+    bradley_terry(best, 0.1).sum().backward()
+    assert best.grad.item() == pytest.approx(0, abs=1e-12)
+
+
+def test_ipo_pulls_the_margin_to_half_of_one_over_beta():
+    """Of log-ratios, whose β-fold is the margin."""
+    margin = torch.tensor([2.5, 1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    loss = ipo(0.2 * margin, beta=0.2)
+    assert loss.tolist() == pytest.approx([0.0, 2.25, 30.25])
+    loss.sum().backward()
+    assert margin.grad.tolist() == pytest.approx([0.0, -3.0, -11.0])
+
+
+@pytest.mark.parametrize("loss", [lambda m: bradley_terry(m, 0.2), lambda m: ipo(m, 0.3)])
+def test_gradients(loss):
+    assert torch.autograd.gradcheck(loss, torch.tensor([-2.0, 0.0, 0.7], dtype=torch.float64, requires_grad=True))
+
+
+def test_pairs_stand_two_by_two():
+    assert margins(torch.tensor([1.0, 0.25, -2.0, 3.0])).tolist() == [0.75, -5.0]
+    assert margins(torch.zeros(0)).shape == (0,)
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"rewards must have shape \[2·P\], got \(3,\)"):
+        margins(torch.zeros(3))
+    for loss in (lambda m: bradley_terry(m, 0.0), lambda m: ipo(m, 0.1)):
+        with pytest.raises(ValueError, match=r"margin must have shape \[P\], got \(2, 1\)"):
+            loss(torch.zeros(2, 1))
+
+
+def test_dpo_and_a_reward_model_are_of_bradley_and_terry():
+    margin = torch.tensor([-2.0, 0.0, 0.7])
+    for name in ("dpo", "reward_model"):
+        assert OBJECTIVES[name].loss(margin, label_smoothing=0.1).equal(bradley_terry(margin, 0.1))

@@ -1,0 +1,113 @@
+"""An estimator and an objective that somebody adds: one file each, and what is forgotten is named."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.algorithms.specs import GroupEstimator, PairObjective, PolicyObjective, SampleEstimator, TokenEstimator
+from tests.paths import ROOT
+from tests.readme import text_of
+from tests.unit.algorithms.test_every_algorithm import ESTIMATOR_PLACES, OBJECTIVE_PLACES
+
+KINDS = (GroupEstimator, SampleEstimator, TokenEstimator, PolicyObjective, PairObjective)
+
+MEDIAN = '''
+"""Rewards against the median of their group."""
+from statistics import median
+
+from megarl.algorithms.specs import GroupEstimator
+from megarl.core.types import Baseline
+
+
+def group_median(group, sharpness):
+    """b = median(r)."""
+    return [Baseline(median([member.reward for member in group]), 1 / sharpness)] * len(group)
+
+
+SPEC = GroupEstimator(
+    name="group_median", formula="r_i − median(r)", paper="nobody's", compare=group_median, arguments={"sharpness": 1.0}
+)
+'''
+SQUARED = '''
+"""A square instead of a clip."""
+from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
+from megarl.algorithms.specs import PolicyObjective
+
+
+def squared(log_prob, old, advantage, clip_low):
+    """ℓ = −ρ²·A."""
+    ratio = policy_ratio(log_prob, old, advantage)
+    return PolicyLoss.of(-ratio.square() * advantage, ratio)
+
+
+SPEC = PolicyObjective(name="squared", formula="−ρ²·A", paper="nobody's", loss=squared, arguments={"clip_low": 0.1})
+'''
+ADDED = """
+import sys
+from megarl.algorithms import advantages, objectives
+advantages.__path__.append(sys.argv[1])
+objectives.__path__.append(sys.argv[2])
+"""
+LIST = "from megarl.config.algorithms import describe; print(describe())"
+LOAD = """
+from megarl.config.load import load
+keys = ["algorithm.advantage.estimator=group_median", "algorithm.objective={name: squared, clip_low: 0.3}"]
+algorithm = load("configs/base.yaml", ["model.path=m", "data.source=arithmetic", *keys]).algorithm
+print(algorithm.advantage.spec.name, algorithm.objective.options())
+"""
+TEST = "import pytest; pytest.main(['tests/unit/algorithms/test_every_algorithm.py', '-q', '-p', 'no:cacheprovider'])"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    made = [tmp_path_factory.mktemp(name) for name in ("advantages", "objectives")]
+    for folder, name, text in zip(made, ("group_median", "squared"), (MEDIAN, SQUARED), strict=True):
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    return made
+
+
+def run(folders: list[Path], code: str) -> str:
+    """What this prints where the two are found beside the others."""
+    command = [sys.executable, "-c", ADDED + code, *map(str, folders)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_recipes_can_name_them(folders):
+    assert run(folders, LOAD) == "group_median {'clip_low': 0.3}\n"
+
+
+def test_they_are_listed(folders):
+    lines = run(folders, LIST).splitlines()
+    at = lines.index("  group_median: r_i − median(r)")
+    assert lines[at + 1].startswith("    nobody's; the group's rewards")
+    assert lines[at + 2].startswith("    sharpness=1.0, ")
+    assert "  squared: −ρ²·A" in lines
+
+
+def test_what_is_forgotten_is_named(folders):
+    """Nothing of the others fails, and of these all that is not in their files."""
+    failed = re.findall(r"^FAILED \S*::(\w+\[.*?\])(?: - |$)", run(folders, TEST), re.MULTILINE)
+    assert set(failed) == {
+        *(f"test_every_estimator_has[group_median-{place}]" for place in ESTIMATOR_PLACES),
+        *(f"test_every_objective_has[squared-{place}]" for place in OBJECTIVE_PLACES),
+        "test_its_options_are_keys_that_take_the_papers_values[group_median]",
+        "test_the_comments_of_its_own_options_name_it[group_median]",
+        "test_the_comments_of_its_own_options_name_it[squared]",
+        "test_every_key_that_is_null_is_somebodys_option[advantage-specs0]",
+    }
+
+
+def test_the_page_names_files_that_are_there_and_every_table():
+    page = text_of("megarl/algorithms/README.md")
+    named = set(re.findall(r"`((?:megarl|tests|configs)[a-z_0-9/]*(?:\.py|\.md|\.yaml)?)`", page))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    examples = re.findall(r"[(; ]`(\w+\.py)`", page)
+    assert [name for name in examples if not list((ROOT / "megarl/algorithms").glob(f"*/{name}"))] == []
+    places = " ".join((*ESTIMATOR_PLACES, *OBJECTIVE_PLACES))
+    assert set(re.findall(r"(?:tests|configs)/[a-z_0-9/]+\.(?:py|yaml)", places)) <= named
+    assert [kind.__name__ for kind in KINDS if f"`{kind.__name__}`" not in page] == []

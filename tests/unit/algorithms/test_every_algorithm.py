@@ -1,0 +1,140 @@
+"""Every estimator and every objective is whole: what its spec says is what its function takes and what recipes can say,
+and it has a row in each table of the tests, a recipe, and a word in the base recipe."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection
+from functools import cache
+
+import pytest
+import yaml
+
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
+from megarl.algorithms.specs import EstimatorSpec, GroupEstimator, ObjectiveSpec, SampleEstimator
+from megarl.config.document import show
+from megarl.config.load import load
+from megarl.config.schema import Advantage, Config, Objective
+from tests import estimator_reference, objective_cases
+from tests.distributed import test_offline_data
+from tests.e2e import learning_cases
+from tests.paths import BASE, CONFIGS
+from tests.unit.config.test_base_recipe import nodes
+
+SPECS: list[EstimatorSpec | ObjectiveSpec] = [*ESTIMATORS.values(), *OBJECTIVES.values()]
+TENSORS = {"margin", "log_prob", "old", "advantage", "reward", "mask", "row_sample", "covariance", "draw"}
+INPUTS = TENSORS | {"samples", "selected", "value", "group"}
+"""What functions take beside their options."""
+
+
+def section(spec: EstimatorSpec | ObjectiveSpec) -> str:
+    return "algorithm.advantage" if isinstance(spec, EstimatorSpec) else "algorithm.objective"
+
+
+def key_of_name(spec: EstimatorSpec | ObjectiveSpec) -> str:
+    return f"{section(spec)}.{'estimator' if isinstance(spec, EstimatorSpec) else 'name'}"
+
+
+@cache
+def comments() -> dict[str, set[str]]:
+    """The words of the comment of each key of the base recipe, on its line and up to the next key's."""
+    lines, keys = BASE.read_text().splitlines(), nodes(yaml.compose(BASE.read_text()))
+    starts = [*(node.start_mark.line for node in keys.values()), len(lines)]
+    texts = {key: lines[start:end] for key, start, end in zip(keys, starts, starts[1:], strict=False)}
+    return {key: set(re.findall(r"\w+", " ".join(x.partition("#")[2] for x in text))) for key, text in texts.items()}
+
+
+@cache
+def recipes() -> list[Config]:
+    return [load(recipe) for recipe in sorted({*CONFIGS.glob("*.yaml")} - {BASE})]
+
+
+def learned(pattern: str) -> set[str]:
+    return {name for case in learning_cases.CASES.values() for name in re.findall(pattern, " ".join(case.overrides))}
+
+
+ESTIMATOR_PLACES: dict[str, Callable[[], Collection[str]]] = {
+    "CASES of tests/estimator_reference.py": lambda: {case.name for case in estimator_reference.CASES.values()},
+    "CASES of tests/e2e/learning_cases.py": lambda: learned(r"algorithm\.advantage\.estimator=(\w+)"),
+    "a recipe in configs": lambda: {
+        config.algorithm.advantage.estimator
+        for config in recipes()
+        if config.algorithm.objective.spec.is_policy_objective
+    },
+    "the comment of estimator in configs/base.yaml": lambda: comments()["algorithm.advantage.estimator"],
+}
+OBJECTIVE_PLACES: dict[str, Callable[[], Collection[str]]] = {
+    "CASES of tests/objective_cases.py, or of tests/distributed/test_offline_data.py": lambda: {
+        *(case.name for case in objective_cases.CASES.values()),
+        *(re.match(r"name: (\w+)", case.objective).group(1) for case in test_offline_data.CASES.values()),
+    },
+    "CASES of tests/e2e/learning_cases.py": lambda: learned(r"algorithm\.objective(?:\.name=|=\{name: )(\w+)"),
+    "a recipe in configs": lambda: {config.algorithm.objective.name for config in recipes()},
+    "the comment of name in configs/base.yaml": lambda: comments()["algorithm.objective.name"],
+}
+
+
+@pytest.mark.parametrize("place", ESTIMATOR_PLACES)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_has(name, place):
+    assert name in ESTIMATOR_PLACES[place]()
+
+
+@pytest.mark.parametrize("place", OBJECTIVE_PLACES)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_has(name, place):
+    assert name in OBJECTIVE_PLACES[place]()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_what_its_functions_take_is_what_its_spec_says(spec):
+    """Whatever an option of its is called, an argument of the function has the same name."""
+    for function, arguments in functions(spec):
+        taken = inspect.signature(function).parameters
+        assert taken.keys() - INPUTS == arguments.keys()
+
+
+def functions(spec: EstimatorSpec | ObjectiveSpec) -> list[tuple[Callable, dict]]:
+    if isinstance(spec, ObjectiveSpec):
+        selection = [(spec.selection.order, spec.selection.arguments)] if spec.selects_tokens else []
+        return [(spec.loss, spec.arguments), *selection]
+    if isinstance(spec, GroupEstimator) and "_" not in inspect.signature(spec.compare_tokens).parameters:
+        return [(spec.compare, spec.arguments), (spec.compare_tokens, spec.arguments)]
+    return [(spec.compare if isinstance(spec, SampleEstimator) else spec.estimate, spec.arguments)]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_its_options_are_keys_that_take_the_papers_values(spec):
+    chosen = Advantage if isinstance(spec, EstimatorSpec) else Objective
+    assert [option for option in spec.options if option not in chosen.model_fields] == []
+    rows = "prompts" if isinstance(spec, EstimatorSpec) else spec.rows[0]
+    keys = ["model.path=m", "data.source=rows.jsonl", f"data.rows={rows}", f"{key_of_name(spec)}={spec.name}"]
+    given = [f"{section(spec)}.{option}={show(value)}" for option, value in spec.options.items()]
+    for config in (load(BASE, keys), load(BASE, [*keys, *given])):
+        algorithm = config.algorithm.advantage if isinstance(spec, EstimatorSpec) else config.algorithm.objective
+        assert algorithm.options() == spec.options
+        assert algorithm.options(spec.arguments) == spec.arguments
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_the_comments_of_its_own_options_name_it(spec):
+    """Of those that not all read: whoever looks for what to set finds it there."""
+    others = ESTIMATORS if isinstance(spec, EstimatorSpec) else OBJECTIVES
+    arguments = spec.arguments if isinstance(spec, EstimatorSpec) else spec.options
+    few = [option for option in arguments if not all(option in other.options for other in others.values())]
+    assert [option for option in few if spec.name not in comments()[f"{section(spec)}.{option}"]] == []
+
+
+@pytest.mark.parametrize(("name", "specs"), [("advantage", ESTIMATORS), ("objective", OBJECTIVES)])
+def test_every_key_that_is_null_is_somebodys_option(name, specs):
+    values = yaml.safe_load(BASE.read_text())["algorithm"][name]
+    options = {option for spec in specs.values() for option in spec.options}
+    assert {key for key, value in values.items() if value is None} == options
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_its_file_says_what_it_computes_and_where_that_is_from(spec):
+    assert spec.formula and spec.paper
+    for function, _ in functions(spec):
+        assert function.__doc__

@@ -1,0 +1,104 @@
+"""What a rank fetches in a step, and what it collates: everything once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megarl.cluster import rank_batch
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch, SampleRef
+from megarl.core.types import Baseline, Prompt, Sample, VersionRun
+from megarl.data import local_batch
+from megarl.data.collate import collate
+from tests.packing import packing
+
+SAMPLES = {
+    f"ref {i}": Sample(
+        f"{i}", Prompt("p", "", [7, 8]), [5] * i, [-1.0] * i, [True] * i, (VersionRun(0, i),), "stop", ""
+    )
+    for i in range(1, 5)
+}
+VALUES = {f"values {i}": torch.full((i,), float(i)) for i in range(1, 5)}
+BATCH = RankBatch(tuple(SampleRef.unscored(ref, ref) for ref in SAMPLES), ((0, 3), (1, 2)))
+
+
+def scored(batch: RankBatch) -> RankBatch:
+    """The same samples, of which more is known."""
+    samples = [
+        replace(item, reward=float(i), baseline=Baseline(0.5), weight=0.1 * i, scores={"values": f"values {i}"})
+        for i, item in enumerate(batch.samples, start=1)
+    ]
+    return replace(batch, samples=tuple(samples))
+
+
+@pytest.fixture
+def store(monkeypatch) -> list[list[str]]:
+    """Stands in for Ray's: what is asked of it, call by call."""
+    calls: list[list[str]] = []
+
+    def get(refs: Sequence[str]):
+        calls.append([*refs])
+        return [(SAMPLES | VALUES)[ref] for ref in refs]
+
+    monkeypatch.setattr(rank_batch.ray, "get", get)
+    return calls
+
+
+@pytest.fixture
+def collated(monkeypatch) -> list[int]:
+    """How many samples each microbatch had that was collated."""
+    counts: list[int] = []
+    monkeypatch.setattr(
+        local_batch, "collate", lambda samples, *rest: counts.append(len(samples)) or collate(samples, *rest)
+    )
+    return counts
+
+
+def token_batches(batch: local_batch.LocalBatch):
+    return batch.token_batches(packing(), "states", True, torch.device("cpu"))
+
+
+def test_all_of_a_batch_is_asked_for_together(store):
+    fetched = scored(BATCH).fetch()
+    assert store == [[*SAMPLES, *VALUES]]
+    assert [item.sample.id for item in fetched.samples] == ["1", "2", "3", "4"]
+    assert [item.scores["values"].tolist() for item in fetched.samples] == [own.tolist() for own in VALUES.values()]
+    assert [[item.sample.id for item in members] for members in fetched.members] == [["1", "4"], ["2", "3"]]
+
+
+def test_a_rank_fetches_and_collates_a_batch_once_a_step(store, collated):
+    batches = FetchedBatches()
+    first = token_batches(batches.fetch(BATCH))
+    assert token_batches(batches.fetch(replace(BATCH))) is first  # another object, as every call brings one
+    assert store == [[*SAMPLES]] and collated == [2, 2]
+    batches.clear()
+    batches.fetch(BATCH)
+    assert len(store) == 2
+
+
+def test_what_comes_later_is_added_to_what_is_collated(store, collated):
+    batches = FetchedBatches()
+    token_batches(batches.fetch(BATCH))
+    later = batches.fetch(scored(BATCH))
+    ours = token_batches(later)
+    assert store == [[*SAMPLES], [*VALUES]] and collated == [2, 2]
+    for own, members in zip(ours, later.members, strict=True):
+        anew = collate(members, packing())
+        for name in ("tokens", "weight", "imitation_weight", "reward", "baseline", "scale", "token_baseline"):
+            assert torch.equal(getattr(own, name), getattr(anew, name)), name
+    assert [item.scores["values"].tolist() for item in later.samples] == [own.tolist() for own in VALUES.values()]
+
+
+def test_other_microbatches_of_the_same_samples_are_another_batch(store):
+    batches = FetchedBatches()
+    fetched = [batches.fetch(replace(BATCH, microbatches=order)) for order in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
+    assert [[item.sample.id for item in members] for members in fetched[1].members] == [["1", "3"], ["2", "4"]]
+    assert fetched[0] is not fetched[1]
+
+
+def test_a_rank_without_samples_asks_for_nothing(store):
+    fetched = RankBatch((), ((), ())).fetch()
+    assert store == [] and [len(batch.rows) for batch in token_batches(fetched)] == [0, 0]

@@ -1,0 +1,125 @@
+"""Any microbatch's tensors, bit by bit those of a plain loop over its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, TokenBatch, TrainingSample, VersionRun
+from megarl.data.collate import collate
+from megarl.data.packing import Packing
+from tests.packing import packing
+
+NUMBERS = st.floats(-1e6, 1e6)
+LOGPROBS = st.floats(-50, 0, width=32)
+
+
+@st.composite
+def training_samples(draw) -> list[TrainingSample]:
+    prompts = [Prompt(name, "", draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5))) for name in "pqr"]
+    return [draw(training_sample(f"{i}", prompts)) for i in range(draw(st.integers(0, 6)))]
+
+
+@st.composite
+def training_sample(draw, name: str, prompts: list[Prompt]) -> TrainingSample:
+    n = draw(st.integers(0, 7))
+    candidates = [draw(st.lists(st.integers(0, 99), max_size=3)) for _ in range(n)] if draw(st.booleans()) else None
+    sample = Sample(
+        id=name,
+        prompt=draw(st.sampled_from(prompts)),
+        response_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n)),
+        response_logprobs=draw(st.lists(LOGPROBS, min_size=n, max_size=n)),
+        response_mask=draw(st.lists(st.booleans(), min_size=n, max_size=n)),
+        versions=(VersionRun(0, n),),
+        finish_reason="stop",
+        text="",
+        candidate_ids=None if candidates is None else CandidateIds.of(candidates),
+    )
+    reward, *baseline, weight, imitation = draw(st.lists(NUMBERS, min_size=7, max_size=7))
+    scores = {"old": torch.randn(n, generator=torch.Generator().manual_seed(n))}
+    return TrainingSample(sample, reward, Baseline(*baseline), weight, scores, imitation)
+
+
+PACKINGS = st.builds(
+    packing, st.integers(1, 8), st.booleans(), document_multiple=st.integers(1, 8), token_budget=st.just(10**6)
+)
+
+
+@given(training_samples(), PACKINGS, st.sampled_from(["states", "tokens"]), st.booleans())
+def test_collated_tensors_are_those_of_a_loop_over_tokens(samples, wanted, reads, truncates):
+    scores = {item.sample.id: item.scores["old"] for item in samples}
+    ours = collate(samples, wanted, reads, truncates, old=scores)
+    expected = loop(samples, wanted, reads, truncates, scores)
+    for field in fields(TokenBatch):
+        own, other = getattr(ours, field.name), expected.get(field.name)
+        if other is None:
+            assert own is None, field.name
+        else:
+            assert own.dtype is other.dtype and torch.equal(own, other), field.name
+
+
+def loop(
+    samples: list[TrainingSample], wanted: Packing, reads: str, truncates: bool, old: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """By field; None or missing for what a batch does not have."""
+    tokens, positions, documents, rows, standing = [], [], [], [], {}
+
+    def append(ids: list[int], first_position: int) -> list[int]:
+        places = [*range(len(tokens), len(tokens) + len(ids))]
+        tokens.extend(ids)
+        positions.extend(first_position + i for i in range(len(ids)))
+        return places
+
+    for item in samples:
+        prompt_ids, response_ids = item.sample.prompt.token_ids.tolist(), item.sample.response_ids.tolist()
+        prompt = standing.get(item.sample.prompt.id) if wanted.shares_prompts else None
+        if prompt is None:
+            prompt = standing[item.sample.prompt.id] = append(prompt_ids, 0)
+        response = append(response_ids, len(prompt_ids))
+        whole = prompt + response
+        rows += whole[len(prompt) - 1 : -1] if reads == "states" else response
+        documents.append(whole + append([0] * (-len(whole) % wanted.document_multiple), len(whole)))
+    if missing := -max(len(tokens), 1) % wanted.pack_multiple + (not tokens):
+        documents.append(append([0] * missing, 0))
+
+    flags = [flag for item in samples for flag in item.sample.response_mask.tolist()]
+    owners = [i for i, item in enumerate(samples) for _ in item.sample.response_ids]
+    boundaries = [0]
+    for document in documents:
+        boundaries.append(boundaries[-1] + len(document))
+
+    def by_trained_row(values: list[float]) -> torch.Tensor:
+        return torch.tensor([values[i] if flag else 0.0 for i, flag in zip(owners, flags, strict=True)])
+
+    return {
+        "tokens": torch.tensor(tokens, dtype=torch.int64),
+        "positions": torch.tensor(positions, dtype=torch.int64),
+        "document_tokens": torch.tensor([place for document in documents for place in document], dtype=torch.int64),
+        "boundaries": torch.tensor(boundaries, dtype=torch.int32),
+        "rows": torch.tensor(rows, dtype=torch.int64),
+        "targets": torch.tensor([i for item in samples for i in item.sample.response_ids.tolist()], dtype=torch.int64),
+        "row_sample": torch.tensor(owners, dtype=torch.int64),
+        "rollout_logprobs": torch.tensor([x for item in samples for x in item.sample.response_logprobs.tolist()]),
+        "mask": torch.tensor(flags, dtype=torch.bool),
+        "weight": by_trained_row([item.weight for item in samples]),
+        "imitation_weight": by_trained_row([item.imitation_weight for item in samples]),
+        "reward": torch.tensor([item.reward for item in samples], dtype=torch.float64),
+        "baseline": torch.tensor([item.baseline.center for item in samples], dtype=torch.float64),
+        "scale": torch.tensor([item.baseline.scale for item in samples], dtype=torch.float64),
+        "token_baseline": torch.tensor([item.baseline.token_center for item in samples]),
+        "token_scale": torch.tensor([item.baseline.token_scale for item in samples]),
+        "old": torch.tensor([x for item in samples for x in old[item.sample.id].tolist()]),
+        "candidate_ids": candidate_rows(samples) if truncates else None,
+    }
+
+
+def candidate_rows(samples: list[TrainingSample]) -> torch.Tensor | None:
+    rows = []
+    for item in samples:
+        kept = item.sample.candidate_ids
+        rows += [ids.tolist() for ids in kept] if kept is not None else [[] for _ in item.sample.response_ids]
+    width = max(map(len, rows), default=0)
+    return torch.tensor([row + [-1] * (width - len(row)) for row in rows]) if width else None

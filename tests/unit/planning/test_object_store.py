@@ -1,0 +1,72 @@
+"""The object store's size against samples as they are pickled."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.types import CandidateIds, Prompt, Sample, VersionRun
+from megarl.planning.object_store import FLOOR_MIB, num_samples, object_store_mib, sample_bytes
+from tests.paths import BASE
+
+SOURCE = np.random.default_rng(0)
+LONG = ("rollout.context_length=4096", "rollout.max_new_tokens=3072")
+
+
+def config(*overrides: str) -> Config:
+    return load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
+
+
+def longest_sample(of_config: Config) -> Sample:
+    """Its text is of 4.5 letters a token, or Chinese of 1.5 characters."""
+    n, context, top_k = of_config.rollout.max_new_tokens, of_config.rollout.context_length, of_config.rollout.top_k
+    candidates = None
+    if top_k is not None:
+        candidates = CandidateIds.of([SOURCE.integers(150_000, size=top_k) for _ in range(n)])
+    return Sample(
+        id="12.345.6",
+        prompt=Prompt("data.jsonl:12345", "词" * int(1.5 * (context - n)), SOURCE.integers(150_000, size=context - n)),
+        response_ids=SOURCE.integers(150_000, size=n),
+        response_logprobs=-SOURCE.random(n),
+        response_mask=SOURCE.random(n) < 0.5,
+        versions=(VersionRun(1, n),),
+        finish_reason="length",
+        text="x" * int(4.5 * n),
+        candidate_ids=candidates,
+    )
+
+
+@pytest.mark.parametrize("top_k", ["null", "20"])
+def test_a_sample_takes_at_most_what_the_closed_form_says_and_little_less(top_k):
+    wanted = config(*LONG, f"rollout.top_k={top_k}")
+    pickled = len(pickle.dumps(longest_sample(wanted), 5))
+    assert 0.75 * sample_bytes(wanted) <= pickled <= sample_bytes(wanted)
+
+
+def test_scores_of_tokens_take_room_too():
+    plain = sample_bytes(config(*LONG))
+    with_values = sample_bytes(config(*LONG, "algorithm.advantage.estimator=gae"))
+    scores = len(pickle.dumps(torch.zeros(3072), 5))
+    assert scores <= with_values - plain <= 1.25 * scores
+
+
+def test_it_follows_from_the_batch():
+    step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
+    assert num_samples(config(*step)) == 64 * 16
+    assert num_samples(config(*step, "batch.sampling_rounds=3")) == 3 * 64 * 16
+    assert num_samples(config(*step, "algorithm.advantage.estimator=remax")) == 64 * 17
+    small, large = (object_store_mib(config(*step, f"batch.samples_per_prompt={n}")) for n in (16, 32))
+    assert large - FLOOR_MIB == pytest.approx(2 * (small - FLOOR_MIB), abs=1)
+
+
+def test_rows_of_offline_data_are_samples(tmp_path: Path):
+    pairs = ["algorithm.objective.name=dpo", "data={source: rows.jsonl, rows: preferences}"]
+    assert num_samples(config(*pairs, "batch.prompts_per_step=8", "batch.prompts_per_update=8")) == 16
+
+
+def test_a_given_size_is_taken_as_it_is():
+    assert object_store_mib(config("cluster.object_store_mib=80")) == 80

@@ -1,0 +1,270 @@
+"""What a step costs the driver and a rank beside sampling and training: scores joined, baselines, microbatches for all
+ranks, metrics merged; a rank's samples unpickled and collated. Engines, rewards and ranks are stubs.
+
+.venv/bin/python tools/benchmarks/driver.py --out tools/benchmarks/results/driver.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import random
+import time
+import tracemalloc
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import torch
+from machine import machine, machine_cpu_seconds
+from plan import Laps
+from ray import cloudpickle
+from rich.console import Console
+from rich.table import Table
+
+from megarl.algorithms.baselines import MovingAverage
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.rank_batch import RankBatch
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.metrics import Metric, merge, merge_updates
+from megarl.core.timing import Stopwatch
+from megarl.core.types import Prompt, Sample, SampleInfo, Score, VersionRun
+from megarl.data.collate import with_scores
+from megarl.data.local_batch import LocalBatch
+from megarl.data.packing import Packing
+from megarl.planning.token_cost import TokenCost
+from megarl.rollout.engine import SamplingRequest
+from megarl.step.baselines import attach_baselines
+from megarl.step.dispatch import dispatch, samples_of, updates_of
+from megarl.step.metrics import step_metrics
+from megarl.step.requests import requests
+from megarl.step.rollouts import choose
+from megarl.step.scoring import ScoredSample, select
+
+BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
+FEWER_TOKENS = 8
+"""By what the tokens of a sample are divided for the comparison of memory."""
+
+STEPS = 9
+"""Of a rank, whose median is told: its first one has no memory pools yet."""
+
+NUM_METRICS = 40
+"""That a rank says of an update."""
+
+
+class Case(NamedTuple):
+    prompts: int
+    samples_per_prompt: int
+    tokens: int
+    ranks: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.tokens // 10
+
+    @property
+    def longest_response(self) -> int:
+        """Responses are as long as this at most, a sample is as long as `tokens` on average."""
+        return 3 * (self.tokens - self.prompt_tokens) // 2
+
+
+class Step(NamedTuple):
+    """What engines, rewards and ranks give the driver: made before anything is measured."""
+
+    prompts: list[Prompt]
+    samples: list[list[RemoteSample]]
+    scores: list[Score]
+    metrics: list[dict[str, Metric]]
+
+
+def main() -> None:
+    arguments = _parse()
+    start, before = time.perf_counter(), machine_cpu_seconds()
+    case = Case(arguments.prompts, arguments.samples_per_prompt, arguments.tokens, arguments.ranks)
+    result = measure(case)
+    elsewhere = machine_cpu_seconds() - before - time.process_time()
+    result = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "cpu_percent_elsewhere": 100 * elsewhere / ((time.perf_counter() - start) * os.cpu_count()),
+        **case._asdict(),
+        **result,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    show(result)
+    print(f"result: {arguments.out}")
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The step as it is, and the driver's memory also where samples have an eighth of the tokens."""
+    config, packing, step = config_of(case), packing_of(case), step_of(case)
+    lap = Laps()
+    rank_batches = driver(config, packing, step, lap)
+    shorter = case._replace(tokens=case.tokens // FEWER_TOKENS)
+    memory = {
+        str(each.tokens): peak_bytes(config_of(each), packing_of(each), step_of(each)) for each in (case, shorter)
+    }
+    return {
+        "microbatches_per_rank": len(rank_batches[0].microbatches),
+        "driver": {"cpu_seconds": lap.seconds, "peak_bytes_by_tokens": memory},
+        "rank": rank(case, packing, rank_batches[0], step),
+    }
+
+
+def driver(config: Config, packing: Packing, step: Step, lap: Laps) -> list[RankBatch]:
+    """What it does in a step of one update, in its order."""
+    lap("requests", requests, config, 1, step.prompts)
+    groups, metrics = lap("join with scores", select, config, step.samples, step.scores)
+    chosen = lap("choose groups", choose, groups, config.batch.prompts_per_step)
+    [update] = lap("updates", updates_of, config, chosen)
+    samples: list[ScoredSample] = lap("baselines", attach_baselines, config, update, {}, {}, MovingAverage())
+    rank_batches = lap("microbatches", dispatch, config, samples, packing)
+    lap("pickle microbatches", lambda: [cloudpickle.dumps(rank_batch) for rank_batch in rank_batches])
+    merged = lap("merge metrics", lambda: merge_updates([merge(step.metrics)]))
+    lap("metrics of the step", step_metrics, config, step.samples, Stopwatch(), 1)
+    assert len(samples) == len(samples_of(update)) and len(merged) == NUM_METRICS and metrics
+    return rank_batches
+
+
+def peak_bytes(config: Config, packing: Packing, step: Step) -> int:
+    """Beside what engines and rewards have sent."""
+    tracemalloc.start()
+    driver(config, packing, step, Laps())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+def rank(case: Case, packing: Packing, rank_batch: RankBatch, step: Step) -> dict[str, Any]:
+    """One rank's part of a step: samples as they lie in Ray's store, of the lengths that the driver knows."""
+    torch.set_num_threads(1)
+    infos = {sample.ref: sample.info for group in step.samples for sample in group}
+    prompts = {prompt.id: prompt for prompt in step.prompts}
+    source = np.random.default_rng(0)
+    sent = [
+        pickle.dumps(sample_of(infos[item.sample], prompts[infos[item.sample].prompt_id], source), 5)
+        for item in rank_batch.samples
+    ]
+
+    def received() -> LocalBatch:
+        samples = [pickle.loads(data) for data in sent]
+        training = [item.training_sample(own, {}) for item, own in zip(rank_batch.samples, samples, strict=True)]
+        return LocalBatch(training, rank_batch.microbatches)
+
+    def collated(batch: LocalBatch) -> int:
+        batches = batch.token_batches(packing, "states", True, torch.device("cpu"))
+        return sum(len(token_batch.tokens) for token_batch in batches)
+
+    def with_log_probs(batch: LocalBatch) -> None:
+        own = {item.sample.id: torch.zeros(len(item.sample.response_ids)) for item in batch.samples}
+        token_batches = batch.token_batches(packing, "states", True, torch.device("cpu"))
+        for token_batch, members in zip(token_batches, batch.members, strict=True):
+            with_scores(token_batch, members, {"old": own, "reference": own})
+
+    steps = []
+    for _ in range(STEPS):
+        lap = Laps()
+        batch = lap("unpickle", received)
+        lap("collate", collated, batch)
+        lap("collate for the next pass", collated, batch)
+        lap("add log-probs of two passes", with_log_probs, batch)
+        steps.append(lap.seconds)
+    seconds = {name: median(step[name] for step in steps) for name in steps[0]}
+    tokens = sum(infos[item.sample].num_tokens for item in rank_batch.samples)
+    return {"samples": len(sent), "tokens": tokens, "bytes": sum(map(len, sent)), "cpu_seconds": seconds}
+
+
+def step_of(case: Case) -> Step:
+    source = random.Random(0)
+    ids = np.random.default_rng(0)
+    prompts = [
+        Prompt(f"data.jsonl:{i}", "", ids.integers(150_000, size=case.prompt_tokens)) for i in range(case.prompts)
+    ]
+    asked = requests(config_of(case), 1, prompts)
+    samples = [[RemoteSample(info_of(case, request, source), ref()) for request in group] for group in asked]
+    scores = [Score(float(source.random() < 0.5), {"correct": 1.0}) for group in samples for _ in group]
+    metrics = [{f"policy/{k}": Metric(source.random(), 1000.0) for k in range(NUM_METRICS)} for _ in range(case.ranks)]
+    return Step(prompts, samples, scores, metrics)
+
+
+def info_of(case: Case, request: SamplingRequest, source: random.Random) -> SampleInfo:
+    n = source.randint(case.longest_response // 3, case.longest_response)
+    return SampleInfo(request.sample_id, request.prompt.id, len(request.prompt.token_ids), n, n, "stop", 0, 0)
+
+
+def ref() -> ray.ObjectRef:
+    return ray.ObjectRef(os.urandom(28))
+
+
+def sample_of(info: SampleInfo, prompt: Prompt, source: np.random.Generator) -> Sample:
+    n = info.num_response_tokens
+    ids, logprobs = source.integers(150_000, size=n), -source.random(n)
+    return Sample(info.id, prompt, ids, logprobs, np.ones(n, np.bool_), (VersionRun(0, n),), info.finish_reason, "")
+
+
+def packing_of(case: Case) -> Packing:
+    """Of a model of about 8B parameters with a vocabulary of 150,000."""
+    return Packing(
+        token_budget=4 * (case.prompt_tokens + case.longest_response),
+        num_ranks=case.ranks,
+        shares_prompts=True,
+        document_multiple=1,
+        pack_multiple=1,
+        microbatch_multiple=1,
+        cost=TokenCost(attended=2e-5, scored=0.08),
+    )
+
+
+def config_of(case: Case) -> Config:
+    settings = {
+        "model.path": "model",
+        "data.source": "arithmetic",
+        "actor.layout.dp": case.ranks,
+        "actor.tokens_per_microbatch": 4 * (case.prompt_tokens + case.longest_response),
+        "rollout.max_new_tokens": case.longest_response,
+        "rollout.context_length": case.prompt_tokens + case.longest_response,
+        "batch.prompts_per_step": case.prompts,
+        "batch.prompts_per_update": case.prompts,
+        "batch.samples_per_prompt": case.samples_per_prompt,
+    }
+    return load(BASE, [f"{key}={value}" for key, value in settings.items()])
+
+
+def show(result: dict[str, Any]) -> None:
+    samples = result["prompts"] * result["samples_per_prompt"]
+    print(f"{samples:,} samples of {result['tokens']:,} tokens for {result['ranks']:,} ranks")
+    table = Table()
+    for column in ("", "CPU s"):
+        table.add_column(column)
+    for who in ("driver", "rank"):
+        seconds: dict[str, float] = result[who]["cpu_seconds"]
+        for name, value in seconds.items():
+            table.add_row(f"{who}: {name}", f"{value:.4f}")
+        table.add_row(f"{who}, in all", f"{sum(seconds.values()):.3f}", end_section=True)
+    Console().print(table)
+    for tokens, peak in result["driver"]["peak_bytes_by_tokens"].items():
+        print(f"driver, peak memory with {int(tokens):,} tokens a sample: {peak / 2**20:.1f} MiB")
+    own = result["rank"]
+    micros = 1e6 * own["cpu_seconds"]["collate"] / own["tokens"]
+    print(f"rank: {own['bytes'] / own['tokens']:.2f} bytes a token, {micros:.3f} µs a token to collate")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=1024)
+    parser.add_argument("--samples-per-prompt", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=2000, help="of a sample, on average (default: 2000)")
+    parser.add_argument("--ranks", type=int, default=1024, help="data-parallel ones")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
