@@ -22,9 +22,8 @@ def token_advantages(
 ) -> torch.Tensor:
     """Returns (r_t − b_i) / c_i for each token t of sample i that has a reward of its own, 0 for the others.
 
-    Their sum
-    over a token and the rest of its sample is the token's advantage: GRPO with process supervision (arXiv 2402.03300,
-    section 4.1.3), PRIME's leave-one-out (arXiv 2502.01456, eq. 5).
+    Their sum over a token and the rest of its sample is the token's advantage: GRPO with process supervision (arXiv
+    2402.03300, section 4.1.3), PRIME's leave-one-out (arXiv 2502.01456, eq. 5).
 
     reward            float32 [N], NaN for a token without one
     row_sample        int64 [N]

@@ -26,8 +26,7 @@ def to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, ga
 def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | torch.Tensor) -> torch.Tensor:
     """Returns Σ_l discount^l · x_{t+l} over the rest of each row's sample.
 
-    It is computed by doubling: the sum over 2n
-    terms is the sum over n plus the discounted sum over the n after them.
+    It is computed by doubling: the sum over 2n terms is the sum over n plus the discounted sum over the n after them.
 
     x            float32 [N]
     row_sample   int64 [N], not decreasing

@@ -20,9 +20,8 @@ class ValueLoss(NamedTuple):
 def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None) -> ValueLoss:
     """Returns ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
 
-    With a clip c: ℓ = max((V − R)², (clamp(V,
-    V_old − c, V_old + c) − R)²), as in PPO's published code: a value that has moved further than c from the old one
-    gains nothing by moving on towards the return.
+    With a clip c: ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), as in PPO's published code: a value that
+    has moved further than c from the old one gains nothing by moving on towards the return.
 
     value, old, returns   float32 [N]; gradients flow into value only
     """

@@ -11,8 +11,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 class RunFailure(RuntimeError):
     """A failure that is not an error of the user: a lost process, a missed deadline, an error inside a worker.
 
-    A user's
-    error stays a ValueError, wherever it was found.
+    A user's error stays a ValueError, wherever it was found.
     """
 
 

@@ -11,9 +11,8 @@ from megarl.config.schema import Optimizer, Schedule
 def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:
     """Returns the learning rate of the update after `done` others, in a run of `total`.
 
-    Update n = 1 … W of the warm-up
-    has n/W of the peak, so that none is done at rate 0. After it, with p the share done of the decay (0 at its first
-    update, 1 after its last):
+    Update n = 1 … W of the warm-up has n/W of the peak, so that none is done at rate 0. After it, with p the share done
+    of the decay (0 at its first update, 1 after its last):
 
         linear  min + (lr − min) · (1 − p)
         cosine  min + (lr − min) · (1 + cos πp) / 2      (Loshchilov and Hutter, arXiv:1608.03983)

@@ -89,8 +89,7 @@ class EngineActor(VllmActor):
 class EngineGroup(VllmGroup["VllmEngine"]):
     """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache.
 
-    One of
-    several that is lost is left out from then on, and the others do its work.
+    One of several that is lost is left out from then on, and the others do its work.
     """
 
     actor_class, title = EngineActor, "EngineActor"
