@@ -1,4 +1,4 @@
-"""The `megarl` command: arguments only. What needs torch, Megatron, vLLM or Ray is imported where it is called."""
+"""The `megarl` command, arguments only: modules that need torch, Megatron, vLLM or Ray are imported in the commands."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def report(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run,
 
 
 def main() -> None:
-    """Exits with the command's code; a ValueError is the user's to mend: one line on stderr each, exit code 2."""
+    """Runs the command and exits with its code. A ValueError is the user's to mend: its lines go to stderr, and the
+    exit code is 2."""
     try:
         app()
     except ValueError as error:

@@ -43,7 +43,7 @@ def run(config: Config, scratch: Path) -> None:
 
 
 def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) -> None:
-    """All steps, by trainer ranks that it starts, to the trained model."""
+    """Starts the trainer ranks, runs all steps on them, and writes the trained model."""
     actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
     actor.start().result()
     if loop.resume_point.checkpoint is not None:
@@ -61,7 +61,7 @@ def export(config: Config, actor: TrainerGroup, models: ModelFolders, out: Path)
 
 
 def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:
-    """One step: one update for every prompts_per_update rows. Returns its metrics."""
+    """Does one step: one update for every prompts_per_update rows. Returns its metrics."""
     watch = Stopwatch()
     rows: list[Sequence[Sample]] = loop.take(config.batch.prompts_per_step)
     groups = [[ScoredSample(RemoteSample.put(sample), outcome=0.0) for sample in row] for row in rows]
@@ -79,7 +79,7 @@ def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:
 
 
 def train(config: Config, actor: TrainerGroup, groups: Sequence[Sequence[ScoredSample]], number: int) -> Metrics:
-    """The passes that the objective needs, and one optimizer step for every prompts_per_update rows."""
+    """Makes the passes that the objective needs, then one optimizer step for every prompts_per_update rows."""
     updates = [samples_of(update) for update in updates_of(config, groups)]
     batches = [dispatch(config, samples, actor.packing) for samples in updates]
     make_policy_passes(config, actor, batches).result()

@@ -55,7 +55,8 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
 
 
 def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
-    """One step: collect rollouts, train, sync weights. Returns its metrics; its number is then the engines' version."""
+    """Does one step: collects rollouts, trains, syncs weights. Returns its metrics; the engines' weight version is then
+    its number."""
     watch, number = Stopwatch(), loop.state.step
     rollouts = collect_rollouts(
         config, workers, number, loop.take, loop.folder.rollouts(number), watch, loop.saver.commit
@@ -68,8 +69,9 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
 
 
 def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> Metrics:
-    """One optimizer step of every model that is trained for every prompts_per_update groups: first of those that reward
-    tokens for others. average: of the rewards of earlier steps; it takes up this one's."""
+    """Updates every trained model once for every prompts_per_update groups, models that reward tokens for others first.
+
+    average: the mean reward of earlier steps, which takes up this step's."""
     updates = updates_of(config, rollouts.chosen)
     if config.algorithm.objective.spec.is_pairwise:
         return train_on_pairs(config, workers, updates, number)
@@ -128,7 +130,7 @@ def update_models(
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
-    """The KL's coefficient and its reference go after the policy, where they are to do so."""
+    """Adapts the KL coefficient and renews the reference after a step, where the config asks for it."""
     kl = config.algorithm.kl
     name = config.algorithm.kl_metric
     if kl.adaptive_target is not None and name in metrics:  # it is not if no token was trained

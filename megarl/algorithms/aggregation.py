@@ -1,4 +1,4 @@
-"""How the token losses of an update add up: a weight per token, known before the first microbatch.
+"""Weights with which the token losses of an update add up, known before the first microbatch.
 
 The loss of an update is Σ w·ℓ over all of its trained tokens, over every microbatch and rank, and nothing is divided
 later. In each of these modes all trained tokens of a sample weigh the same, so a mode maps the numbers n_i of trained
@@ -35,9 +35,9 @@ def sequence_mean_over_max_tokens(num_tokens: Sequence[int], max_tokens: int) ->
 
 def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]) -> list[float]:
     """w = 1 / (P · Σ n_j over the samples j of the same prompt): the mean over P prompts of the mean over all tokens of
-    a prompt's samples, as DAPO's eq. 8 has it for each prompt. Prompts without trained tokens count in P.
+    a prompt's samples, as in DAPO's eq. 8 for each prompt. Prompts without trained tokens count in P.
 
-    prompts   of each sample, its prompt
+    prompts   the prompt of each sample
     """
     totals: Counter[str] = Counter()
     for prompt, n in zip(prompts, num_tokens, strict=True):
@@ -46,8 +46,12 @@ def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]
 
 
 class Aggregation(NamedTuple):
-    """formula: the weight of one token in the loss of an update. weights: (trained tokens of each sample, its prompt,
-    the longest response) -> that of each sample."""
+    """An aggregation mode.
+
+    formula   the weight of one token in the loss of an update, in words
+    weights   (trained tokens of each sample, prompt of each sample, longest response) -> weight of one token of each
+              sample
+    """
 
     formula: str
     weights: Callable[[Sequence[int], Sequence[str], int], list[float]]
@@ -79,7 +83,7 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
 def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], above: float) -> list[float]:
     """w = 1 / Σ n_j over the samples j with an outcome above the bound, for one token of these; 0 for the others.
 
-    The mean that VAPO's loss of positive examples is (https://arxiv.org/abs/2504.05118, eq. 10).
+    This is the mean of VAPO's loss of positive examples (https://arxiv.org/abs/2504.05118, eq. 10).
     """
     positive = [n if outcome > above else 0 for n, outcome in zip(num_tokens, outcomes, strict=True)]
     total = sum(positive)
@@ -91,11 +95,11 @@ def sample_weights(
 ) -> list[float]:
     """Returns the weight of one token of each sample of an update.
 
-    num_tokens   of each sample, its trained tokens
-    prompts      of each sample, its prompt
-    max_tokens   that a response can have
-    empty_samples   whether means are over samples without a trained token, and prompts with no others, too: "include",
-                    as in the papers, with a loss of 0, or "exclude"
+    num_tokens      the trained tokens of each sample
+    prompts         the prompt of each sample
+    max_tokens      the most tokens that a response can have
+    empty_samples   "include", as in the papers: means are also over samples without a trained token and prompts with no
+                    others, whose loss is 0; or "exclude"
     """
     counted = [i for i, n in enumerate(num_tokens) if n or empty_samples == "include"]
     counted_weights = AGGREGATIONS[mode].weights(

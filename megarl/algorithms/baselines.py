@@ -1,4 +1,4 @@
-"""What the samples of a group (those of one prompt) are compared with, from scalars that the driver holds: what
+"""Baselines of the samples of a group (those of one prompt), from scalars that the driver holds: the functions that
 estimators of whole samples share."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from megarl.core.types import NO_TOTALS, TokenTotals
 class Member:
     """A sample of a group, as its estimator sees it.
 
-    reward                of the sample as a whole
-    num_tokens            trained ones
-    token_reward_totals   rewards of single tokens, where each of these is compared by itself
+    reward                the reward of the sample as a whole
+    num_tokens            the number of its trained tokens
+    token_reward_totals   sums over the rewards of single tokens, where each of these is compared by itself
     greedy                the reward of a greedy response to the same prompt, if the estimator compares with it
     earlier               the moving average of the mean rewards of earlier steps
     """
@@ -33,18 +33,20 @@ def mean(rewards: Sequence[float]) -> float:
 
 
 def means_of_others(rewards: Sequence[float]) -> list[float]:
-    """b_i = Σ_{j≠i} r_j / (n − 1). At least two rewards."""
+    """Returns b_i = Σ_{j≠i} r_j / (n − 1) of at least two rewards."""
     return [math.fsum((*rewards[:i], *rewards[i + 1 :])) / (len(rewards) - 1) for i in range(len(rewards))]
 
 
 def scale_of(deviation: float, std_epsilon: float) -> float:
-    """What advantages are divided by; 1 where that were 0: rewards that do not deviate have the advantage 0."""
+    """Returns the divisor of advantages, 1 in place of 0: rewards that do not deviate have the advantage 0."""
     return deviation + std_epsilon or 1.0
 
 
 def standard_deviation(rewards: Sequence[float], std: str) -> float:
-    """std: "sample" divides the squared deviations by n − 1, "population" by n. 0 for equal rewards, whose mean may
-    differ from them by rounding."""
+    """Returns the standard deviation, exactly 0 for equal rewards, whose mean may differ from them by rounding.
+
+    std: "sample" divides the squared deviations by n − 1, "population" by n.
+    """
     if min(rewards) == max(rewards):
         return 0.0
     average = mean(rewards)
@@ -54,16 +56,17 @@ def standard_deviation(rewards: Sequence[float], std: str) -> float:
 
 @dataclass
 class MovingAverage:
-    """Of the mean rewards of earlier steps, with the bias of its start taken out: Σ d^(n−s)·r_s / Σ d^(n−s)."""
+    """The moving average of the mean rewards of earlier steps, without the bias of its start: Σ d^(n−s)·r_s / Σ
+    d^(n−s)."""
 
     total: float = 0.0
     weight: float = 0.0
 
     @property
     def value(self) -> float:
-        """0 before the first step."""
+        """The average, 0 before the first step."""
         return self.total / self.weight if self.weight else 0.0
 
     def add(self, reward: float, decay: float) -> None:
-        """After a step. decay: d, from 0 (the last step alone) to below 1."""
+        """Takes up the mean reward of a step. decay: d, from 0 (the last step alone counts) to below 1."""
         self.total, self.weight = decay * self.total + reward, decay * self.weight + 1.0

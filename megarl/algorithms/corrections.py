@@ -1,5 +1,5 @@
-"""Corrections for samples that another policy gave than the one whose ratio an objective has: π_old is the trainer's
-policy at the start of a step, μ the one that sampled, as the engine computed it and, in asynchronous runs, older."""
+"""Corrections for samples from another policy than the old one of the objective's ratio: π_old is the trainer's policy
+at the start of a step, μ the one that sampled, as the engine computed it and, in asynchronous runs, older."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 class Factors(NamedTuple):
-    """Per token [N], without gradient.
+    """Corrections of each token, [N], without gradient.
 
-    factor    float32: what its loss is multiplied with
-    weight    float32: the importance weight as it is used (None: there is none), and bool, where it was limited
-    masked    bool: where the mask drops it (None: there is none)
+    factor    float32, what the token's loss is multiplied with
+    weight    float32, the importance weight as it is used (None: there is none)
+    limited   bool, where the weight was limited (None: there is none)
+    masked    bool, where the mask drops the token (None: there is none)
     """
 
     factor: torch.Tensor
@@ -37,9 +38,9 @@ def factors(
     mask_low: float,
     mask_high: float,
 ) -> Factors:
-    """factor = min(w, weight_limit) · 1[mask_low ≤ m ≤ mask_high], w and m each the ratio π_old/μ at a level.
+    """Returns factor = min(w, weight_limit) · 1[mask_low ≤ m ≤ mask_high], w and m each the ratio π_old/μ at a level.
 
-    Levels: "token", its own ratio; "sequence", the product over the sample; "geometric", the product's n-th root.
+    Levels: "token", the token's ratio; "sequence", the product over the sample; "geometric", the product's n-th root.
     Truncated importance sampling (https://fengyao.notion.site/off-policy-rl) has w; decoupled PPO
     (https://arxiv.org/abs/2110.00641, eq. 10; AReaL, https://arxiv.org/abs/2505.24298) w of tokens without a limit;
     IcePop (https://arxiv.org/abs/2510.18855) w of tokens without a limit and their mask; sequence masks drop samples.

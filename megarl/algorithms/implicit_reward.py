@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def token_reward(log_prob: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.Tensor:
-    """r_t = β·(log π_φ(y_t) − log π_ref(y_t)). log_prob, reference: float32 [N]; differentiable in log_prob."""
+    """Returns r_t = β·(log π_φ(y_t) − log π_ref(y_t)), differentiable in log_prob. log_prob, reference: float32 [N]."""
     require_one_shape(log_prob=log_prob, reference=reference)
     return beta * (log_prob - reference)
 
 
 def outcome_cross_entropy(reward: torch.Tensor, success: torch.Tensor) -> torch.Tensor:
-    """ℓ_i = −o_i·log σ(r_i) − (1 − o_i)·log(1 − σ(r_i)) = softplus(r_i) − o_i·r_i, per sample.
+    """Returns ℓ_i = −o_i·log σ(r_i) − (1 − o_i)·log(1 − σ(r_i)) = softplus(r_i) − o_i·r_i, per sample.
 
     reward    float32 [S], the sum of each sample's token rewards
     success   float32 [S], 1 for a sample that succeeded, else 0

@@ -1,9 +1,8 @@
-"""Estimators of KL(π ‖ π_ref) from log-ratios d = log π − log π_ref of what was sampled from π.
+"""Estimators of KL(π ‖ π_ref) from log-ratios d = log π − log π_ref of tokens sampled from π.
 
-Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html), with r = exp(−d):
-k1 = d (unbiased, may be negative) · k2 = d²/2 (biased, but its gradient is unbiased) · k3 = r − 1 − log r (unbiased,
-never negative; the one in GRPO's loss, https://arxiv.org/abs/2402.03300, eq. 4) · abs = |d|. r is bounded as ratio.py
-says.
+Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html), with r = exp(−d): k1 = d (unbiased, may
+be negative) · k2 = d²/2 (biased, but its gradient is unbiased) · k3 = r − 1 − log r (unbiased, never negative; the one
+in GRPO's loss, https://arxiv.org/abs/2402.03300, eq. 4) · abs = |d|. r is bounded as in ratio.py.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KLEstimator(NamedTuple):
-    """formula: of d. function: of log-ratios d, float32 [N]."""
+    """An estimator: its formula in d for people to read, and its function of log-ratios d, float32 [N]."""
 
     formula: str
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -50,22 +49,23 @@ KL_ESTIMATORS: Mapping[str, KLEstimator] = {
 
 
 def estimate(estimator: str, log_ratio: torch.Tensor, straight_through: bool = False) -> torch.Tensor:
-    """log_ratio: float32 [N], of single tokens or of the sum over whole samples. Returns the estimate of each, float32
-    [N], differentiable in log_ratio.
+    """Returns the estimate of each log-ratio, float32 [N], differentiable in log_ratio.
 
-    straight_through: the estimate's value with the gradient of k2, d·∇d. Over what π samples, its mean is the gradient
-    of the divergence, which no other of these has (k1's has the mean 0).
+    log_ratio          float32 [N], of single tokens or of the sum over whole samples
+    straight_through   the estimate's value with the gradient of k2, d·∇d. Its mean over samples of π is the gradient of
+                       the divergence, which no other of these has (k1's has the mean 0).
     """
     value = KL_ESTIMATORS[estimator].function(log_ratio)
     if not straight_through:
         return value
-    with_gradient = k2(log_ratio)
-    return value.detach() + (with_gradient - with_gradient.detach())
+    surrogate = k2(log_ratio)
+    return value.detach() + (surrogate - surrogate.detach())
 
 
 def adapted(coefficient: float, divergence: float, target: float, num_samples: int, horizon: int) -> float:
-    """β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2): towards where the divergence is
-    the target. Ziegler et al. (https://arxiv.org/abs/1909.08593, section 2.2), whose published code counts samples.
+    """Returns β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2), which moves the divergence
+    towards the target. Ziegler et al. (https://arxiv.org/abs/1909.08593, section 2.2), whose published code counts
+    samples.
 
     divergence   the step's mean estimate
     """
@@ -74,8 +74,8 @@ def adapted(coefficient: float, divergence: float, target: float, num_samples: i
 
 
 def metric_name(placement: str, credits_to_go: bool, level: str, estimator: str, straight_through: bool) -> str:
-    """Says which of the forms was computed, such as kl/loss_token_k3, or kl/reward_to_go_token_k1: as a reward, for the
-    tokens up to it."""
+    """Returns the metric that names the form of the KL, such as kl/loss_token_k3, or kl/reward_to_go_token_k1 for a
+    reward that counts for the tokens up to it."""
     parts = [placement, level, estimator]
     if placement == "reward":
         parts.insert(1, "to_go" if credits_to_go else "whole")

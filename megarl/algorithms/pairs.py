@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 
 def margins(rewards: torch.Tensor) -> torch.Tensor:
-    """float32 [2·P], pair after pair, the better response first -> [P]: better − worse."""
+    """Returns better − worse of each pair, float32 [P]. rewards: float32 [2·P], pair after pair, the better response
+    first."""
     if rewards.ndim != 1 or len(rewards) % 2:
         raise ValueError(f"rewards must have shape [2·P], got {tuple(rewards.shape)}")
     better, worse = rewards.view(-1, 2).unbind(-1)

@@ -1,4 +1,4 @@
-"""What every policy objective gives."""
+"""The result of every policy objective."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(NamedTuple):
-    """Per token, float32 or bool [N]: the loss, the ratio, and where a bound cut off the gradient (CISPO: the ratio),
-    from below and from above."""
+    """Loss and ratio of each token, float32 [N], and where a bound cut off the gradient (CISPO: the ratio) from below
+    and from above, bool [N]."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -33,6 +33,6 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_ratio(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    """ρ of each token: float32 [N], differentiable in log_prob."""
+    """Returns ρ of each token, float32 [N], differentiable in log_prob."""
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
     return ratio_of(log_prob - old)

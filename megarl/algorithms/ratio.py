@@ -8,15 +8,16 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_LOG_RATIO = 20.0
-"""exp of more would drown every other token of an update. Above 88 it is infinite in float32, and one infinity makes
-NaN of all gradients, by 0 · ∞, even where a clip has cut its own off."""
+"""The bound of log-ratios: exp of more would drown every other token of an update. Above 88 it is infinite in float32,
+and one infinity makes NaN of all gradients, by 0 · ∞, even where a clip has cut off its gradient."""
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """At most LARGEST_LOG_RATIO: what is above has no gradient, what is below is the same bit by bit."""
+    """Clamps log-ratios to at most LARGEST_LOG_RATIO: those above have no gradient, those below are unchanged bit by
+    bit."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO)
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp, finite and with a finite gradient."""
+    """Returns exp of the bounded log-ratio, which is finite and has a finite gradient."""
     return bounded(log_ratio).exp()

@@ -1,6 +1,6 @@
-"""The estimators and the objectives, found by walking their folders: a file for each, whose SPEC has the file's name.
+"""The estimators and the objectives, found by walking their folders: one file for each, whose SPEC has the file's name.
 
-They stand in the order of their kinds, and within one by name.
+They are ordered by kind, and within a kind by name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Spec = TypeVar("Spec", EstimatorSpec, ObjectiveSpec)
 
 
 def find(package: ModuleType, kind: type[Spec], place: Callable[[Spec], int]) -> dict[str, Spec]:
-    """Spec by name. place: that of a spec's kind. Raises ImportError for a file without a SPEC of its own name, and for
-    a name that two folders have."""
+    """Returns the specs by name. place: the position of a spec's kind in the order. Raises ImportError for a file
+    without a SPEC of the file's name, and for a name that two folders have."""
     specs = list(_specs(package, kind))
     twice = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
     if twice:

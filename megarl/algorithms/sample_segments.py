@@ -1,4 +1,4 @@
-"""Sums over whole samples, as each of their tokens sees them, where the tokens may be on several ranks."""
+"""Sums over whole samples for each of their tokens, where the tokens may be on several ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SampleSegments:
 
     mask         bool [N], the trained tokens: only they are summed
     row_sample   int64 [N], each row's sample, below num_samples
-    reduce       adds up a tensor over the ranks that have rows of these samples; may change it in place
+    reduce       adds up a tensor over the ranks that have rows of these samples, and may change it in place
     """
 
     mask: torch.Tensor
@@ -31,50 +31,51 @@ class SampleSegments:
         require_one_shape(mask=self.mask, row_sample=self.row_sample)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Σ over the trained tokens of each sample, without gradient. values: float32 [N]; returns float32 [S]."""
+        """Returns Σ over the trained tokens of each sample, float32 [S], without gradient. values: float32 [N]."""
         require_one_shape(values=values, mask=self.mask)
         return self.reduce(self._sums(values.detach()))
 
     def of_each(self, values: torch.Tensor) -> torch.Tensor:
-        """`total` with a gradient: float32 [S], differentiable in this rank's values only. A loss that every rank
-        computes of it has its whole gradient as the sum of the ranks'."""
+        """Returns `total` with a gradient, float32 [S], differentiable in this rank's values only. Where every rank
+        computes a loss from it, the sum of the ranks' gradients is the whole gradient."""
         sums = self._sums(values)
         return self.total(values) + (sums - sums.detach())
 
     @cached_property
     def count(self) -> torch.Tensor:
-        """float32 [S]: trained tokens of each sample."""
+        """The number of trained tokens of each sample, float32 [S]."""
         return self.total(self.mask.new_ones(self.mask.shape).float())
 
     def at_level(self, level: str, values: torch.Tensor) -> torch.Tensor:
-        """values themselves ("token"), their sum over each row's sample ("sequence"), or their mean ("geometric": that
-        of what they are the logarithms of)."""
+        """Returns the values themselves ("token"), their sum over each row's sample ("sequence"), or their mean
+        ("geometric": the logarithm of the geometric mean, if the values are logarithms)."""
         require_one_shape(values=values, mask=self.mask)
         if level == "token":
             return values
         return self.sum(values) if level == "sequence" else self.mean(values)
 
     def share_at_level(self, level: str) -> torch.Tensor:
-        """What each row counts in a mean of what `at_level` makes of values: as a trained token (bool [N]), or of a
-        sample's n tokens each 1/n (float32 [N]), so that the mean is over samples."""
+        """Returns the weight of each row in a mean of the values of `at_level`: the mask (bool [N]) for tokens, else
+        1/n for each of a sample's n tokens (float32 [N]), so that the mean is over samples."""
         if level == "token":
             return self.mask
         return self.mask / self.count.clamp(min=1)[self.row_sample]
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Each row's mean over its sample, x̄ + x_t − sg(x_t): float32 [N].
+        """Returns each row's mean over its sample, x̄ + x_t − sg(x_t), float32 [N].
 
-        A function f of the mean of n tokens has the gradient f'(x̄)/n in each of them. The mean over the rows of
-        f(x̄ + x_t − sg(x_t)) has the same value and, in every x_t, the same gradient: no gradient crosses ranks.
+        A function f of the mean of n tokens has the gradient f'(x̄)/n in each of them. The mean over the rows of f(x̄ +
+        x_t − sg(x_t)) has the same value and, in every x_t, the same gradient, and no gradient crosses ranks.
         """
         mean = (self.total(values) / self.count.clamp(min=1))[self.row_sample]
         return mean + (values - values.detach())
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Each row's sum over its sample, n·mean: the mean over rows of f(sum) has the gradient f'(Σx) in each x_t."""
+        """Returns each row's sum over its sample, n·mean: the mean over rows of f(sum) has the gradient f'(Σx) in
+        x_t."""
         return self.count[self.row_sample] * self.mean(values)
 
     def _sums(self, values: torch.Tensor) -> torch.Tensor:
-        """float32 [S]: the sums over this rank's rows."""
+        """Returns the sums over this rank's rows, float32 [S]."""
         trained = values.where(self.mask, 0.0)
         return trained.new_zeros(self.num_samples).index_add(0, self.row_sample, trained)

@@ -1,4 +1,4 @@
-"""Tensors of other shapes than a formula is about are refused, where broadcasting would compute something else."""
+"""Checks that refuse tensors of other shapes than a formula's, where broadcasting would compute something else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What the file of an estimator or of an objective says of it: its SPEC. Free of torch, as config reads it.
+"""The classes of SPECs, by which the file of an estimator or of an objective describes it. They are free of torch, as
+config reads them.
 
-A function's own options are its keyword arguments, under the names that they have in recipes.
+The options of a function are its keyword arguments, under the names that they have in recipes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 Option = float | int | str | bool | None
 Options = Mapping[str, Option]
-"""Name of a key -> its value; in a spec, the value that null stands for."""
+"""Options: name of a key -> its value; in a spec, the value that null stands for."""
 
 Comparison = Literal["none", "moving_average", "greedy", "group", "values"]
 
@@ -31,15 +32,16 @@ COMPARISONS: Mapping[Comparison, str] = {
     "group": "the group's rewards as its baseline, such as their mean",
     "values": "a critic's values as its baseline",
 }
-"""What a reward is compared with: nothing, the mean reward of earlier steps, that of a greedy response to the same
-prompt, those of the prompt's other samples, or a critic's values."""
+"""The comparisons of a reward: with nothing, the mean reward of earlier steps, the reward of a greedy response to the
+same prompt, the rewards of the prompt's other samples, or a critic's values."""
 
 NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
-"""Whatever the rewards of a sample and of its tokens."""
+"""The baseline that makes every advantage 0, whatever the rewards of a sample and of its tokens."""
 
 
 class TokenAdvantages(NamedTuple):
-    """float32 [N], 0 for tokens that are not trained on: advantages, and what the critic learns, if there is one."""
+    """Advantages, and the returns that a critic learns, if there is one: float32 [N], 0 for tokens that are not trained
+    on."""
 
     advantage: torch.Tensor
     returns: torch.Tensor | None = None
@@ -49,7 +51,7 @@ class TokenAdvantages(NamedTuple):
 class EstimatorSpec:
     """An advantage estimator. In formulas r_i is the reward of sample i and r_t that of token t.
 
-    arguments   what its function takes by keyword -> the value that null stands for, the paper's
+    arguments   keyword argument of its function -> the value that null stands for, the paper's
     whitens     the paper's value of `whiten`
     """
 
@@ -67,7 +69,7 @@ class EstimatorSpec:
         return {**self.arguments, **self.shared_options(), **whitening}
 
     def shared_options(self) -> Options:
-        """Those that are read where all estimators of its kind are."""
+        """Returns the options that all estimators of its kind read."""
         return {}
 
     @property
@@ -75,7 +77,7 @@ class EstimatorSpec:
         return self.comparison == "group"
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
-        """What each sample of a group is compared with. options: all that it reads."""
+        """Returns the baseline of each sample of a group. options: the values of all options that it reads."""
         return [NO_BASELINE] * len(group)
 
 
@@ -97,7 +99,7 @@ class SampleEstimator(EstimatorSpec):
 
 
 def mean_of_tokens(group: Sequence[TokenTotals], **_: Option) -> list[tuple[float, float]]:
-    """The mean over all rewards of the group's tokens, and a scale of 1, for each sample."""
+    """Returns for each sample the mean over all rewards of the group's tokens, and a scale of 1."""
     count = sum(totals.count for totals in group)
     return [(math.fsum(totals.total for totals in group) / max(count, 1), 1.0)] * len(group)
 
@@ -107,7 +109,7 @@ class GroupEstimator(SampleEstimator):
     """Compares the samples of one prompt with each other; with credit=to_go, rewards of single tokens by themselves.
 
     compare_tokens   (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards
-    amplify          (the groups of an update) -> what all of its advantages are multiplied with
+    amplify          (groups of an update) -> the factor of all of its advantages
     """
 
     comparison: Comparison = "group"
@@ -118,8 +120,8 @@ class GroupEstimator(SampleEstimator):
         return {"gamma": 1.0, "credit": "whole", "group_of_one": "zero"}
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
-        """A group of one (the others' rewards failed) has nothing to compare with: its advantage is 0, whatever its
-        tokens are rewarded with, or with group_of_one=reward its reward."""
+        """Returns the baseline of each member. A group of one (the others' rewards failed) has nothing to compare with:
+        its advantage is 0, whatever the rewards of its tokens, or with group_of_one=reward its reward."""
         if len(group) == 1:
             return [NO_BASELINE if options["group_of_one"] == "reward" else NO_ADVANTAGE]
         arguments = {name: options[name] for name in self.arguments}
@@ -149,12 +151,12 @@ Rows = Literal["prompts", "messages", "preferences"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSpec:
-    """What the actor minimises.
+    """An objective that the actor minimises.
 
-    arguments         what `loss` takes by keyword -> the value that null stands for, the paper's (None: nothing is
+    arguments         keyword argument of `loss` -> the value that null stands for, the paper's (None: nothing is
                       bounded)
     rows              the values of data.rows that it learns from; prompts: from sampled responses
-    reads_reference   whether its loss is of log-probs against those of the reference
+    reads_reference   whether its loss compares log-probs with those of the reference
     """
 
     name: str
@@ -167,7 +169,7 @@ class ObjectiveSpec:
 
     @property
     def options(self) -> Options:
-        """Every key of algorithm.objective that it reads and others may not."""
+        """The keys of algorithm.objective that it reads and others may not."""
         return self.arguments
 
     @property
@@ -191,7 +193,7 @@ class Selection:
     """The tokens of an update that an objective treats apart: a share of them, those that are highest in an order.
 
     order       (covariance [N], draw [N], **arguments) -> float32 [N]. draw is random, of [0, 1)
-    arguments   as an objective's
+    arguments   keyword argument of `order` -> the value that null stands for, the paper's
     share       the paper's share of the tokens
     """
 
@@ -202,11 +204,11 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective(ObjectiveSpec):
-    """Learns from advantages of sampled tokens.
+    """An objective that learns from advantages of sampled tokens.
 
     loss        (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss
-    inputs      what `loss` takes beside these three: the SampleSegments of the rows, or which tokens are selected
-    selection   how these are
+    inputs      further arguments of `loss`: the SampleSegments of the rows, or which tokens are selected
+    selection   the rule by which these tokens are selected
     """
 
     loss: Callable[..., PolicyLoss]
@@ -222,7 +224,8 @@ class PolicyObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairObjective(ObjectiveSpec):
-    """Learns from pairs of responses, the better one and the worse one, by how much more the model rewards the better.
+    """An objective that learns from pairs of responses, by how much more the model rewards the better than the worse
+    one.
 
     With reads_reference the model's reward is β·(log π − log π_ref) of a response; else it is a classifier's score.
 
@@ -234,14 +237,14 @@ class PairObjective(ObjectiveSpec):
 
     @property
     def options(self) -> Options:
-        """With a reference, those that make the model's reward of its log-ratios, too."""
+        """Every option that it reads: its arguments and, with a reference, those of the reward from log-ratios."""
         implicit = {"beta": 0.1, "length_normalised": False} if self.reads_reference else {}
         return {**implicit, **self.arguments}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationObjective(ObjectiveSpec):
-    """Learns the responses of the data. loss: (log_prob [N]) -> float32 [N]."""
+    """An objective that learns the responses of the data. loss: (log_prob [N]) -> float32 [N]."""
 
     loss: Callable[[torch.Tensor], torch.Tensor]
     rows: tuple[Rows, ...] = ("messages",)

@@ -1,4 +1,4 @@
-"""The critic's objective: from values and returns to a loss per token."""
+"""The critic's objective, a loss per token from values and returns."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class ValueLoss(NamedTuple):
-    """Per token [N]: the loss (float32), and where the clip cut the gradient off (bool)."""
+    """The loss of each token, float32 [N], and where the clip cut the gradient off, bool [N]."""
 
     loss: torch.Tensor
     clipped: torch.Tensor
 
 
 def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None) -> ValueLoss:
-    """ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
+    """Returns ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
 
-    With a clip c: ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), of PPO's published code: a value that has
-    moved further than c from the old one gains nothing by moving on towards the return.
+    With a clip c: ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), as in PPO's published code: a value that
+    has moved further than c from the old one gains nothing by moving on towards the return.
 
     value, old, returns   float32 [N]; gradients flow into value only
     """

@@ -12,16 +12,19 @@ if TYPE_CHECKING:
 
 
 def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[float, float]:
-    """Of `count` numbers with this sum and sum of squares. std: "sample" divides the squared deviations by n − 1,
-    "population" by n; "none", and too few numbers, make it 1."""
+    """Returns mean and standard deviation of `count` numbers with this sum and sum of squares.
+
+    std: "sample" divides the squared deviations by n − 1, "population" by n. The deviation is 1 for "none" and for too
+    few numbers.
+    """
     divisor = {"sample": count - 1, "population": count, "none": 0}[std]
     mean = total / max(count, 1)
     return mean, math.sqrt(max(squares - count * mean**2, 0.0) / divisor) if divisor > 0 else 1.0
 
 
 def whiten(advantage: torch.Tensor, mask: torch.Tensor, mean: float, std: float, std_epsilon: float) -> torch.Tensor:
-    """(A − mean) / (std + ε) where the mask is True, 0 elsewhere, and everywhere if std + ε is 0. Mean and std are of a
-    whole update's trained tokens.
+    """Returns (A − mean) / (std + ε) where the mask is True, and 0 elsewhere, also everywhere if std + ε is 0. Mean and
+    std are those of a whole update's trained tokens.
 
     advantage, mask   float32 and bool [N]
     """

@@ -1,4 +1,4 @@
-"""Why a run ended early, in one line."""
+"""The reason why a run ended early, in one line."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 
 class RunFailure(RuntimeError):
-    """Something that the user did not configure wrongly: a lost process, a missed deadline, an error inside a worker.
+    """A failure that is not an error of the user: a lost process, a missed deadline, an error inside a worker.
 
     A user's error stays a ValueError, wherever it was found.
     """
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> ValueError | RunFailure:
-    """The most telling of several errors, by process: a user's, then a lost process, then what its peers saw of it."""
+    """Returns the most telling of several errors, by process: a user's error, then a lost process, then its peers'
+    errors."""
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, ValueError):
@@ -25,17 +26,18 @@ def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> ValueError
 
 
 def is_loss(error: Exception | None) -> bool:
-    """Whether the process is gone: it died, or Ray ended it before the machine ran out of memory."""
+    """Returns whether the process is gone: it died, or Ray ended it before the machine ran out of memory."""
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def is_cause(error: Exception) -> bool:
-    """Whether it is more than what a process sees of the failure of another: a user's error, or a loss."""
+    """Returns whether the error is a cause, a user's error or a loss, rather than a consequence in another process."""
     return rank(error) < 2
 
 
 def rank(error: Exception) -> int:
-    """Orders errors by what they tell: a user's is 0, a loss 1, what others see of a failure 2."""
+    """Returns the rank of an error among others, the most telling first: 0 for a user's error, 1 for a loss, 2 for the
+    errors that follow from a failure elsewhere."""
     if isinstance(_origin(error), ValueError):
         return 0
     return 1 if is_loss(error) else 2
@@ -47,7 +49,7 @@ def _what_happened(error: Exception) -> str:
     if isinstance(error, OutOfMemoryError):
         return f" was ended by Ray before the machine ran out of memory: {lines[0]}"
     if isinstance(error, RayActorError):
-        # The traceback of what its constructor raised is in no other log.
+        # The traceback of an error in its constructor is in no other log.
         return f" did not start: {lines[-1]}" if error.actor_init_failed else " died"
     return f": {type(origin).__name__}: {lines[0]}"
 

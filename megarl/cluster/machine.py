@@ -1,4 +1,4 @@
-"""What a run asks of the devices of this machine, checked before anything starts."""
+"""Rules between a run and the devices of this machine, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_machine(config: Config) -> None:
 
 
 def check_gpu_memory(config: Config, models: ModelFolders) -> None:
-    """Raises ValueError for GPUs that are shared and have no room for all who are on them at once."""
+    """Raises ValueError for shared GPUs without room for all that is on them at once."""
     if not device.on_cuda() or not config.is_colocated or config.is_offline:
         return
     trained = models.trained(config)
@@ -93,7 +93,7 @@ def sharing_ranks_do_not_send(config: Config) -> str | None:
 
 
 def parameters_can_move(config: Config) -> str | None:
-    """The actor's, from where the engines read them."""
+    """The actor's parameters can be offloaded only where the engines do not read them."""
     if "parameters" not in config.actor.offload:
         return None
     return (

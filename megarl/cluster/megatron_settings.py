@@ -1,4 +1,4 @@
-"""What Megatron says of a run's settings, asked before anything starts."""
+"""The check of a run's settings by Megatron itself, before anything starts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     """Raises ValueError with a line for each of Megatron's dataclasses that does not take the settings of a model, and
     for a number format that this machine does not have.
 
-    Asked in a process that ends: Megatron's import takes seconds, and memory that the driver has no other use for.
-    Where nothing is asked for beyond keys that have rules of their own, there is no such process.
+    The check runs in a process that ends: Megatron's import takes seconds, and memory that the driver has no other use
+    for. Where the settings are only those of keys with rules of their own, there is no such process.
     """
     trained = models.trained(config)
     asked = {role: hf_config for role, hf_config in trained.items() if goes_beyond(config.placed(role))}

@@ -1,4 +1,4 @@
-"""Where the models of a run start from, found and checked before anything starts."""
+"""The folders that the models of a run start from, found and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.resharding.selection import check_selections
 
 @dataclass(frozen=True, slots=True)
 class ModelFolders:
-    """Hugging Face folders. All but the actor's: None where the run has no such model."""
+    """Hugging Face folders of a run's models; None for a model that the run does not have."""
 
     actor: Path
     critic: Path | None
@@ -28,11 +28,11 @@ class ModelFolders:
 
     @property
     def hf_config(self) -> dict[str, Any]:
-        """The actor's."""
+        """The config.json of the actor's model."""
         return read_config(self.actor)
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
-        """Config of each model that the run trains, with the head that it is trained with."""
+        """Returns the config of each model that the run trains, with the head that it is trained with."""
         folders = (self.actor, self.critic, self.implicit_reward)
         return {
             role: trained_hf_config(config, role, read_config(folder))
@@ -42,7 +42,7 @@ class ModelFolders:
 
 
 def find_models(config: Config) -> ModelFolders:
-    """Raises ValueError for a model that is not there, or does not fit the config or the actor."""
+    """Finds all models of a run. Raises ValueError for one that is missing, or does not fit the config or the actor."""
     actor = resolve(config.model.path)
     hf_config = read_config(actor)
     _check_actor(config, hf_config)
@@ -57,8 +57,8 @@ def find_models(config: Config) -> ModelFolders:
 
 
 def check_models_here(config: Config) -> list[str]:
-    """Checks what `find_models` checks of config.json, without a download or a conversion. Returns a line for each
-    model that was looked at, or says why it could not be. Raises ValueError as `find_models` does."""
+    """Checks each config.json as `find_models` does, without a download or a conversion. Returns a line for each model,
+    which says that it was checked or why it could not be. Raises ValueError as `find_models` does."""
     lines: list[str] = []
 
     def look(key: str, path: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
@@ -73,7 +73,7 @@ def check_models_here(config: Config) -> list[str]:
 
     actor = look("model.path", config.model.path, partial(_check_actor, config))
     if actor is None:
-        return lines  # what others read must be what the actor writes
+        return lines  # the other models are checked against the actor
     for there, placed, check in (
         (config.has_critic, config.critic, _check_critic),
         (config.has_reward_model, config.reward_model, check_reward_model),
@@ -96,9 +96,9 @@ def _check_critic(config: Config, actor: Mapping[str, Any], critic: dict[str, An
     check_selections(config.critic, trained_hf_config(config, "critic", critic))
 
 
-def _check_implicit_reward(config: Config, actor: Mapping[str, Any], own: dict[str, Any]) -> None:
-    check_implicit_reward_model(config, actor, own)
-    check_selections(config.implicit_reward, own)
+def _check_implicit_reward(config: Config, actor: Mapping[str, Any], implicit_reward: dict[str, Any]) -> None:
+    check_implicit_reward_model(config, actor, implicit_reward)
+    check_selections(config.implicit_reward, implicit_reward)
 
 
 def _announce_left_out(folders: ModelFolders) -> None:
@@ -111,7 +111,7 @@ def _announce_left_out(folders: ModelFolders) -> None:
 
 
 def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """The actor's folder, unless it has a path of its own."""
+    """Returns the critic's folder: the actor's, unless the critic has a path of its own."""
     if not config.has_critic:
         return None
     folder = actor if config.critic.path is None else resolve(config.critic.path, key="critic.path")
@@ -147,7 +147,7 @@ def _check_reader(config: Config, folder: Path) -> None:
 
 
 def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """The actor's folder, unless it has a path of its own."""
+    """Returns the implicit reward model's folder: the actor's, unless it has a path of its own."""
     path = config.implicit_reward.path
     if not config.has_implicit_reward:
         return None

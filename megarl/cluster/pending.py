@@ -21,7 +21,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the processes answered, by name, in the order of the calls, and the expendable processes that died."""
+    """The values that processes answered, by name in the order of the calls, and the expendable processes that died."""
 
     values: dict[str, Any]
     lost: set[str]
@@ -30,8 +30,8 @@ class Answers:
 class Pending(Generic[T]):
     """The result of calls that processes are working on; `Session.submit` makes it.
 
-    While anything is waited for, everything that is under way is looked after: a failed call or a missed deadline ends
-    the wait, whichever Pending it belongs to.
+    A wait looks after every call that is under way: a failed call or a missed deadline ends it, whichever Pending it
+    belongs to.
     """
 
     def __init__(
@@ -48,21 +48,22 @@ class Pending(Generic[T]):
         self.errors: dict[str, Exception] = {}
         self._session, self._calls = session, calls
         self._steps: list[Callable[[Any], Any]] = []
-        """What makes the result of the answers, one after the other."""
+        """Functions that make the result of the answers, applied one after the other."""
         self._value: Any = None
         self._has_value = False
 
     def then(self, function: Callable[[T], U | Pending[U]]) -> Pending[U]:
-        """This Pending, whose result is function(result) from now on; that may be a Pending, which is gone on with."""
+        """Returns this Pending, whose result is function(result) from now on. If that is a Pending, its result is
+        taken."""
         self._steps.append(function)
         return self  # type: ignore[return-value]
 
     def result(self, meanwhile: Callable[[], object] | None = None) -> T:
-        """Waits for the calls, and returns what they give together.
+        """Waits for the calls, and returns their result.
+
 
         meanwhile: called now and then during a long wait; it may wait for other calls.
-
-        Raises ValueError for what a worker raised as such, and RunFailure, with process and phase, for anything else.
+        Raises ValueError for one that a worker raised, and RunFailure, with process and phase, for anything else.
         """
         if not self.advance():
             self._session.wait(self, meanwhile)
@@ -86,7 +87,7 @@ class Pending(Generic[T]):
 
     @property
     def current(self) -> Pending:
-        """The Pending whose calls are under way: this one, or what it is gone on with."""
+        """The Pending whose calls are under way: this one, or the one that its result comes from."""
         return self._value.current if isinstance(self._value, Pending) else self
 
     @property
@@ -95,14 +96,15 @@ class Pending(Generic[T]):
         return {name for name in self.expendable if is_loss(self.errors.get(name))}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
-        """Notes which of its calls have ended, and how."""
+        """Notes which of its calls have ended, and their errors."""
         for ref in [ref for ref in self.unfinished if ref in ended]:
             name = self.unfinished.pop(ref)
             if (error := error_of(ref)) is not None:
                 self.errors[name] = error
 
     def fatal_errors(self) -> dict[str, Exception]:
-        """The errors, by process, that end the run: those that do not follow from the loss of an expendable one."""
+        """Returns the errors, by process, that end the run: those that do not follow from the loss of an expendable
+        one."""
         lost = self.lost
         if not lost:
             return self.errors

@@ -1,4 +1,4 @@
-"""Which processes a run has, and on which GPUs, as data: printed before anything starts."""
+"""The processes of a run and their GPUs, as data that is printed before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES: dict[MegatronRole, str] = {
     "reward_model": "reward-model",
     "implicit_reward": "implicit-reward",
 }
-"""Of the processes of a model."""
+"""The names of a model's processes, by its role."""
 
 ENGINE = "engine"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -23,10 +23,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the run, and the CPU threads that its operators use.
+    """One process of the run.
 
-    gpus    that its ranks compute on, in their order: numbers among those that the run may use; none on CPU
-    reads   others, where weights are that it may read
+    threads   the CPU threads that its operators use
+    gpus      the GPUs that its ranks compute on, in their order: numbers among those that the run may use; none on CPU
+    reads     other GPUs, with weights that it may read
     """
 
     role: str
@@ -40,21 +41,22 @@ class Process:
         return f"{self.role}-{self.index}"
 
     def environment(self, inherited: str | None) -> dict[str, str]:
-        """By which the process sees its GPUs, its own first. inherited: the run's value of CUDA_VISIBLE_DEVICES."""
+        """Returns the variables by which the process sees its GPUs, before those that it reads. inherited: the run's
+        value of CUDA_VISIBLE_DEVICES."""
         numbers = (*self.gpus, *self.reads)
         names = inherited.split(",") if inherited else [str(gpu) for gpu in range(max(numbers, default=0) + 1)]
         return {VISIBLE: ",".join(names[gpu] for gpu in numbers)} if numbers else {}
 
     def hold(self, holders: Sequence[Holder]) -> list[Holder]:
-        """The holders that its ranks are, on their GPUs."""
+        """Returns the holders of its ranks, on their GPUs."""
         devices = self.gpus or (None,) * len(holders)
         return [replace(holder, device=device) for holder, device in zip(holders, devices, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Models and engines take turns on this machine: on CPU, each may use all of its cores. Without engines there is
-    nobody to reward."""
+    """The processes of a run. Models and engines take turns on this machine, so that on CPU each may use all of its
+    cores. Without engines there is no process for rewards."""
 
     trainers: tuple[Process, ...]
     critics: tuple[Process, ...]
@@ -72,7 +74,7 @@ class Placement:
 
 
 def place(config: Config, cores: int | None = None, on_gpus: bool = False) -> Placement:
-    """cores: of this machine (None: those that this process may run on)."""
+    """Places all processes of a run. cores: the machine's cores (None: those that this process may run on)."""
     cores = cores or len(os.sched_getaffinity(0))
     spans = gpu_spans(config) if on_gpus else {}
     return Placement(
@@ -86,8 +88,8 @@ def place(config: Config, cores: int | None = None, on_gpus: bool = False) -> Pl
 
 
 def gpu_spans(config: Config) -> dict[str, range]:
-    """The GPUs of each role, by the name of its processes; a rank of it is on each. Colocated, they all begin with the
-    first; else each begins where the one before ends."""
+    """Returns the GPUs of each role, one for each of its ranks, by the name of its processes. Colocated, all spans
+    begin with the first GPU; else each begins where the one before ends."""
     ranks = {NAMES[placed.section]: placed.layout.world_size for placed in config.all_placed}
     if not config.is_offline:
         ranks[ENGINE] = config.rollout.replicas * config.rollout.tp
@@ -99,7 +101,8 @@ def gpu_spans(config: Config) -> dict[str, range]:
 
 
 def _ranks(settings: Placed, cores: int, spans: Mapping[str, range]) -> tuple[Process, ...]:
-    """A process for each rank; of a reward model in vLLM for each engine, which has its other ranks itself."""
+    """Returns a process for each rank; for a reward model in vLLM one for each engine, which starts its ranks
+    itself."""
     role, layout = NAMES[settings.section], settings.layout
     threads, gpus = settings.threads or max(1, cores // layout.world_size), spans.get(role, range(0))
     size = layout.tp if isinstance(settings, RewardModel) and settings.engine == "vllm" else 1
@@ -108,16 +111,16 @@ def _ranks(settings: Placed, cores: int, spans: Mapping[str, range]) -> tuple[Pr
 
 def _engines(rollout: Rollout, cores: int, spans: Mapping[str, range]) -> tuple[Process, ...]:
     threads = rollout.threads or max(1, cores // (rollout.replicas * rollout.tp))
-    own = [_share(spans.get(ENGINE, range(0)), replica, rollout.tp) for replica in range(rollout.replicas)]
+    gpus_by_replica = [_share(spans.get(ENGINE, range(0)), replica, rollout.tp) for replica in range(rollout.replicas)]
     weights = spans.get(NAMES["actor"], range(0))
     return tuple(
         Process(ENGINE, replica, threads, gpus, reads=tuple(gpu for gpu in weights if gpu not in gpus))
-        for replica, gpus in enumerate(own)
+        for replica, gpus in enumerate(gpus_by_replica)
     )
 
 
 def _share(gpus: range, index: int, size: int) -> tuple[int, ...]:
-    """Of the process with this index, of `size` ranks."""
+    """Returns the GPUs of the process with this index, of `size` ranks."""
     return tuple(gpus[index * size : (index + 1) * size])
 
 

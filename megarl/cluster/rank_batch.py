@@ -1,4 +1,4 @@
-"""What a data-parallel rank is given to do: samples by reference, and their microbatches."""
+"""The work of a data-parallel rank: samples by reference, and their microbatches."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from megarl.data.local_batch import LocalBatch
 
 Scores = dict[str, ray.ObjectRef]
-"""Sample id -> where a model's scores of its response tokens are: float32 [R]."""
+"""References to a model's scores of response tokens: sample id -> float32 [R]."""
 
 
 def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
-    """Into Ray's object store, for as long as somebody refers to them."""
-    return {sample: ray.put(own) for sample, own in scores.items()}
+    """Puts scores into Ray's object store, for as long as somebody refers to them."""
+    return {sample: ray.put(sample_scores) for sample, sample_scores in scores.items()}
 
 
 def join_scores(parts: Sequence[Scores]) -> Scores:
-    """Joins the scores that several processes have put there."""
+    """Joins the scores that several processes have put into the object store."""
     return {sample: ref for part in parts for sample, ref in part.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """One sample of an update, as the driver hands it out: where its tokens are, and other models' scores of them (by
-    their name in TokenBatch), and the scalars beside them."""
+    """One sample of an update, as the driver dispatches it: references to its tokens and to other models' scores of
+    them (by their name in TokenBatch), and the scalars beside them."""
 
     sample_id: str
     sample: ray.ObjectRef
@@ -45,7 +45,7 @@ class SampleRef:
 
     @classmethod
     def unscored(cls, sample_id: str, sample: ray.ObjectRef) -> SampleRef:
-        """For a forward-only pass that comes before the sample has a reward."""
+        """Returns a sample for a forward-only pass that comes before it has a reward."""
         return cls(sample_id, sample, 0.0, NO_BASELINE, 0.0)
 
     def training_sample(self, sample: Sample, scores: Mapping[str, torch.Tensor]) -> TrainingSample:
@@ -54,33 +54,36 @@ class SampleRef:
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """What one data-parallel rank does of an update or a pass; microbatches index into its samples."""
+    """One data-parallel rank's part of an update or a pass; microbatches index into its samples."""
 
     samples: tuple[SampleRef, ...]
     microbatches: tuple[Microbatch, ...]
 
     @classmethod
     def of(cls, sample_refs: Sequence[SampleRef], microbatches: Sequence[Microbatch]) -> RankBatch:
-        """microbatches index into the whole update; the share keeps only the samples that they name."""
-        own = sorted(index for microbatch in microbatches for index in microbatch)
-        position = {index: i for i, index in enumerate(own)}
+        """Returns the batch of a rank, with only the samples that its microbatches name. microbatches: they index into
+        the whole update."""
+        indices = sorted(index for microbatch in microbatches for index in microbatch)
+        position = {index: i for i, index in enumerate(indices)}
         return cls(
-            samples=tuple(sample_refs[index] for index in own),
+            samples=tuple(sample_refs[index] for index in indices),
             microbatches=tuple(tuple(position[index] for index in members) for members in microbatches),
         )
 
     def with_scores(self, name: str, scores: Scores) -> RankBatch:
-        """The same batch, with what another model says of its tokens under this name."""
+        """Returns the same batch, with another model's scores of its tokens under this name."""
         samples = [replace(item, scores={**item.scores, name: scores[item.sample_id]}) for item in self.samples]
         return replace(self, samples=tuple(samples))
 
     @property
     def key(self) -> tuple:
-        """Equal for batches of the same samples in the same microbatches, whatever is known of the samples."""
+        """A key that is equal for batches of the same samples in the same microbatches, whatever their rewards and
+        scores."""
         return tuple(item.sample for item in self.samples), self.microbatches
 
     def training_samples(self, samples: Sequence[Sample] | None = None) -> list[TrainingSample]:
-        """Fetches all that the batch refers to in one call. samples: None where they are still to be fetched."""
+        """Fetches all objects that the batch refers to in one call. samples: None where they are still to be
+        fetched."""
         scores = [ref for item in self.samples for ref in item.scores.values()]
         fetched = iter(_get([*(item.sample for item in self.samples if samples is None), *scores]))
         samples = [next(fetched) for _ in self.samples] if samples is None else samples
@@ -96,7 +99,7 @@ class RankBatch:
 
 
 class FetchedBatches:
-    """Batches that a rank has fetched in this step: of the same samples once, for all passes and updates."""
+    """Batches that a rank has fetched in this step: the same samples once, for all passes and updates."""
 
     def __init__(self) -> None:
         self._fetched: dict[tuple, tuple[RankBatch, LocalBatch]] = {}
@@ -111,7 +114,7 @@ class FetchedBatches:
         return batch
 
     def clear(self) -> None:
-        """At the end of a step, whose samples do not come back."""
+        """Forgets all batches, at the end of a step, whose samples do not come back."""
         self._fetched.clear()
 
 

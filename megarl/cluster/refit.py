@@ -1,4 +1,4 @@
-"""The actor's weights on their way into the engines.
+"""The refit: the way of the actor's weights into the engines.
 
 `connect` and `refit` are called from process to process: by Refit in the driver on the actors of EngineGroup, by these
 on their Engine, by this on vLLM's workers (RefitExtension), which write the weights.
@@ -28,13 +28,13 @@ from megarl.resharding.verification import Checksum, Region, regions
 
 
 class Refit:
-    """Plans once, and anew when an engine is lost: those that are left then take all weights again. Connects once for a
-    plan, or for each refit where the weights lie elsewhere each time."""
+    """The refit of the engines. It plans once, and anew when an engine is lost: those that are left then take all
+    weights again. It connects once for a plan, or for each refit where the weights lie elsewhere each time."""
 
     def __init__(
         self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
     ):
-        """export_plan: who of the trainers speaks for which elements."""
+        """export_plan: the plan that says which trainer speaks for which elements."""
         self._session, self._config = session, config
         self._trainers, self._engines = trainers, engines
         self._export_plan = export_plan
@@ -45,7 +45,7 @@ class Refit:
         self._connections = 0
 
     def run(self, version: int) -> dict[str, Metric]:
-        """Every engine takes the weights, in place, as this version. Returns metrics.
+        """Makes every engine take the weights, in place, as this version. Returns metrics.
 
         Raises RunFailure where that fails, or where the last engine is lost.
         """
@@ -55,7 +55,7 @@ class Refit:
                 self._plan = None
             if self._plan is None or (self.transport == "cuda_ipc" and self._parameters_move):
                 self._connect()
-                if not self._connected:  # without one that was lost meanwhile, by another plan
+                if not self._connected:  # an engine was lost meanwhile: plan without it
                     continue
             sending = self._trainers.start_sending() if self.transport == "p2p" else {}
             calls = sending | self._engines.start_refit(version, expected)
@@ -72,7 +72,7 @@ class Refit:
         }
 
     def _sent(self, parts: Sequence[Sent]) -> dict[str, Metric]:
-        """parts: of the trainers' ranks, where they send something."""
+        """Returns metrics of the sent bytes. parts: the reports of the trainers' ranks, where they send something."""
         metrics = {"refit/sent_gb": Metric(sum(part.num_bytes for part in parts) / 1e9)} if parts else {}
         if compared := sum(part.compared for part in parts):
             metrics["refit/changed_share"] = Metric(sum(part.changed for part in parts) / compared)
@@ -80,11 +80,12 @@ class Refit:
 
     @property
     def transport(self) -> Literal["shared_memory", "cuda_ipc", "p2p"]:
-        """Trainer and engines are on one machine."""
+        """The transport of the weights; trainer and engines are on one machine."""
         return "p2p" if self._config.sends_weights else device.memory_transport()
 
     def _expected(self) -> dict[Region, Checksum] | None:
-        """What the engines should have, as far as the config says that it is verified."""
+        """Returns the checksums that the engines should have, None where the config does not have this refit
+        verified."""
         when = self._config.rollout.verify_refit
         if when == "off" or (when == "first" and self._verified):
             return None
@@ -112,7 +113,7 @@ class Refit:
         return ordered(plan) if self.transport == "p2p" else plan
 
     def _rendezvous(self) -> Rendezvous:
-        """A new one each time: one that somebody left cannot go on."""
+        """Makes a new rendezvous each time, because one that somebody left cannot go on."""
         self._connections += 1
         host, port = self._trainers.store_address
         sends_deltas = self._config.rollout.refit_delta and not self._engines.by_loader

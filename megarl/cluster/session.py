@@ -23,16 +23,16 @@ from megarl.config.schema import Config
 from megarl.planning.object_store import FLOOR_MIB, object_store_mib
 
 SETTLE_S = 3.0
-"""After a first failure, how long the other calls may take to tell their own: the cause is among them."""
+"""The time after a first failure in which other calls may report theirs, because the cause is among them."""
 
 CHECK_S = 5.0
-"""How often, during a wait, those are asked for a sign of life that are not waited for."""
+"""The interval during a wait at which processes that have no calls are asked for a sign of life."""
 
 PING_S = 1.0
-"""How long they have to answer. One that is alive may take longer, for a dead one Ray answers at once."""
+"""The time that they have to answer. One that is alive may take longer, for a dead one Ray answers at once."""
 
 SMALL = 4096
-"""Bytes up to which a result of a call is sent to the caller itself: samples stay where they were made."""
+"""The bytes up to which a result of a call is sent to the caller itself, so that samples stay where they were made."""
 
 HEALTH_CHECKS = {
     "health_check_period_ms": 1000,
@@ -44,8 +44,8 @@ HEALTH_CHECKS = {
 
 
 class Session:
-    """Starts Ray, and looks after the remote calls that are under way, each with a deadline and a diagnosis. Inside
-    `supervised`, which ends what is left of its processes."""
+    """Ray for one run: starts it, and looks after the remote calls that are under way, each with a deadline and a
+    diagnosis. It runs inside `supervised`, which ends what is left of its processes."""
 
     def __init__(self, config: Config, logs: Path, scratch: Path):
         """scratch: the folder for files that are not needed after the run."""
@@ -56,8 +56,8 @@ class Session:
         self.trace = Trace(self.logs)
         logging.getLogger("ray").setLevel(logging.ERROR)  # its advice to administrators is not for the console
         os.environ.update(
-            RAY_AUTH_TOKEN=secrets.token_hex(32),  # else Ray keeps one in the home folder
-            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # which GPUs a process sees, the placement says
+            RAY_AUTH_TOKEN=secrets.token_hex(32),  # without one, Ray keeps a token in the home folder
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
         )
         terminate = signal.getsignal(signal.SIGTERM)
         ray.init(
@@ -84,7 +84,7 @@ class Session:
         ray.shutdown()
 
     def watch(self, actors: Mapping[str, ActorHandle]) -> None:
-        """From now on the loss of these processes (by name) ends every wait, also one for others."""
+        """Makes the loss of these processes (by name) end every wait from now on, also one for others."""
         self._watched |= actors
 
     def submit(
@@ -97,19 +97,19 @@ class Session:
         """Returns the future of remote calls, by the name of the process that runs each.
 
         timeout_s    None takes cluster.step_timeout_s
-        expendable   processes whose loss is no failure; nor is then what others see of it
+        expendable   processes whose loss is no failure; nor are the errors that follow from it in others
         """
         pending = Pending(self, calls, phase, timeout_s or self._config.step_timeout_s, expendable)
         self._under_way.append(pending)
         return pending
 
     def wait(self, pending: Pending, meanwhile: Callable[[], object] | None = None) -> None:
-        """Waits until it has its result. See Pending.result."""
+        """Waits until `pending` has its result. See Pending.result."""
         while not pending.advance():
             self._look_after(pending.current, meanwhile)
 
     def first(self, pendings: Sequence[Pending], meanwhile: Callable[[], object] | None = None) -> Pending:
-        """Waits until one of these has its result, and returns it; of several the first in the list."""
+        """Waits until one of these has its result, and returns the first in the list that has."""
         while True:
             for pending in pendings:
                 if pending.advance():
@@ -117,8 +117,8 @@ class Session:
             self._look_after(pendings[0].current, meanwhile)
 
     def _look_after(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
-        """Waits until a call ends, whichever Pending it belongs to, or for CHECK_S seconds. wanted: what is waited
-        for, and named where the fault lies with none of the calls."""
+        """Waits until a call ends, whichever Pending it belongs to, or for CHECK_S seconds. wanted: the Pending that is
+        waited for, which a failure names where the fault lies with none of the calls."""
         self._under_way = [pending for pending in self._under_way if pending.unfinished]
         self._watchdog.phase = wanted.phase
         most_urgent = min(self._under_way, key=lambda pending: pending.deadline)
@@ -133,7 +133,7 @@ class Session:
             meanwhile()
 
     def _ended(self, timeout_s: float) -> bool:
-        """Waits for the first call to end. Returns whether one did; all that have ended are taken note of."""
+        """Waits for the first call to end, and takes note of all that have ended. Returns whether one did."""
         refs = [ref for pending in self._under_way for ref in pending.unfinished]
         if not ray.wait(refs, timeout=timeout_s)[0]:
             return False
@@ -147,7 +147,7 @@ class Session:
             pending.take(ended)
 
     def _working(self) -> list[str]:
-        """Names of the processes that have calls to answer."""
+        """Returns the names of the processes that have calls to answer."""
         return [name for pending in self._under_way for name in pending.unfinished.values()]
 
     def _raise_failure(self, wanted: Pending) -> None:
@@ -171,7 +171,8 @@ class Session:
             self._watchdog.check()
 
     def _overdue(self, pending: Pending) -> str:
-        """Says who did not answer in time, and where it can be seen what they are doing, if they still tell."""
+        """Returns a message that names who did not answer in time, and the files with their stacks, if they still write
+        them."""
         names = list(pending.unfinished.values())
         files = processes.ask_for_stacks([self.logs / f"{name}.log" for name in names])
         seen = f"their stacks are at the end of {', '.join(map(str, files))}" if files else f"see {self.logs}"
@@ -185,8 +186,8 @@ class Session:
 
 
 def object_store_bytes(config: Config) -> int:
-    """As the config says; a size that follows from the batch is at most nine tenths of what the machine's shared memory
-    has free, as Ray would put a larger store on the disk."""
+    """Returns the size of Ray's object store. One that follows from the batch is at most nine tenths of the free shared
+    memory of the machine, as Ray would put a larger store on the disk."""
     wanted = object_store_mib(config)
     if config.cluster.object_store_mib is None:
         wanted = min(wanted, max(FLOOR_MIB, 9 * shutil.disk_usage(segments.SHARED_MEMORY).free // 10 // 2**20))

@@ -1,4 +1,4 @@
-"""When which process of the run worked on what."""
+"""The trace of a run: which process worked on what, and when."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Span:
 
 
 class Trace:
-    """Writes a line of JSON for each task that a process has done into the logs of the attempt."""
+    """The trace of an attempt: a line of JSON in its logs for each task that a process has done."""
 
     def __init__(self, logs: Path):
         self._path = logs / FILE
 
     def add(self, task: str, answers: Answers) -> dict[str, Any]:
-        """Notes what the answers tell of their time. Returns their values, by process."""
+        """Writes the times of the answers. Returns their values, by process."""
         timed: dict[str, Answer] = answers.values
         spans = [Span(process, task, answer.begin, answer.end) for process, answer in timed.items()]
         with self._path.open("a", encoding="utf-8") as file:

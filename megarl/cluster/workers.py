@@ -1,4 +1,4 @@
-"""Everybody who takes part in a run, started and connected."""
+"""The workers of a run, started and connected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Workers:
 
     @property
     def trained(self) -> list[TrainerGroup]:
-        """Those whose weights the run changes."""
+        """The groups whose weights the run changes."""
         return [group for group in (self.actor, self.critic, self.implicit_reward) if group is not None]
 
     def side_by_side(self, tasks: Mapping[str, Callable[[], Pending[Any]]]) -> dict[str, Any]:
@@ -67,8 +67,8 @@ class Workers:
 
     @contextmanager
     def offloaded(self) -> Iterator[dict[str, Metric]]:
-        """The devices have the room inside that the trainers' keys `offload` make, and outside that which sleeping
-        engines leave. Yields how much the trainers make."""
+        """Offloads what the trainers' keys `offload` name while it is inside, and makes the engines sleep at the end.
+        Yields the bytes that the trainers free, as metrics."""
         groups = [group for group in self.trained if group.offloads]
         moving = [group.offload() for group in groups]
         yield {name: metric for pending in moving for name, metric in pending.result().items()}
@@ -77,7 +77,7 @@ class Workers:
             pending.result()
 
     def close(self) -> None:
-        """Ends the process groups of all ranks. An engine ends with its process: it is in none."""
+        """Ends the process groups of all ranks. Engines are in none, and end with their processes."""
         groups = [*self.trained, *([self.reward_model] if isinstance(self.reward_model, RewardModelGroup) else [])]
         for pending in [group.close() for group in groups]:
             pending.result()
@@ -92,8 +92,8 @@ def launch_workers(
     engines: EngineGroup | None = None,
 ) -> Workers:
     """Starts all processes side by side, then plans how weights flow between them. Each model starts from its folder,
-    before what it has in the checkpoint, if there is one, is loaded. engines: running ones that were asked for the same
-    (None: they are started)."""
+    and then loads its part of the checkpoint, if there is one. engines: running engines of the same config (None: they
+    are started)."""
 
     def if_placed(role: Role, folder: Path | None, processes: Sequence[Process]) -> TrainerGroup | None:
         return TrainerGroup(session, config, role, folder, processes) if processes else None

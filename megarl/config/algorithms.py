@@ -1,4 +1,4 @@
-"""What `megarl algorithms` lists: estimators, objectives, KL forms, aggregations, and the options that each reads."""
+"""The list of `megarl algorithms`: estimators, objectives, KL forms, aggregations, and the options that each reads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _given(options: Mapping[str, Any]) -> str:
 
 
 def _choices(section: type[KL | Correction | Objective], key: str) -> str:
-    """Of a Literal, optional or not."""
+    """Returns KEY=CHOICES for a key whose type is a Literal, optional or not."""
     annotation = section.model_fields[key].annotation
     values = [value for part in get_args(annotation) for value in (get_args(part) or (part,))]
     return f"{key}={' | '.join('null' if value is type(None) else str(value) for value in values)}"

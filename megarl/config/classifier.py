@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 WEIGHT, BIAS = "score.weight", "score.bias"
-"""Canonical names of the head, [labels, hidden] and [labels]; it is replicated over the tensor-parallel ranks."""
+"""Canonical names of the head's tensors, [labels, hidden] and [labels], which every tensor-parallel rank has whole."""
 
 Kind = Literal["sequence", "token"]
-"""What a classifier scores: a sample by its last token, or each of its tokens."""
+"""The kind of a classifier, which scores a sample by its last token, or each of its tokens."""
 
 _KINDS: Mapping[str, Kind] = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """What the score head of a checkpoint reads, and its shape."""
+    """The score head of a checkpoint: the kind of its classifier, and its shape."""
 
     kind: Kind
     num_labels: int
@@ -32,7 +32,7 @@ class ScoreHead:
 
 
 def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
-    """None for a language model."""
+    """Returns the score head of a checkpoint, None for a language model."""
     architecture = next(iter(hf_config.get("architectures") or ()), "")
     kind = next((kind for suffix, kind in _KINDS.items() if architecture.endswith(suffix)), None)
     if kind is None:
@@ -44,7 +44,7 @@ def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
 
 
 def as_classifier(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the sequence classifier with one label that has this model's decoder."""
+    """Returns the config of the sequence classifier with one label that has this model's decoder."""
     if score_head_of(hf_config) is not None:
         return dict(hf_config)
     architecture = next(iter(hf_config.get("architectures") or ()), "ForCausalLM")

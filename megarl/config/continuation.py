@@ -1,4 +1,4 @@
-"""What a run may change when it goes on from a checkpoint, and what would make it another run."""
+"""The keys that a run may change when it goes on from a checkpoint; the others would make it another run."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ FREE = (
     "cluster.*",
 )
 """Keys that decide where and how long the run computes, not what: patterns of dotted names. How long may also decide
-what: of that, `check_continues` asks the learning rates."""
+
+what: `check_continues` compares the learning rates for that."""
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
     """Checks a configuration against the one that was saved at `step` in `checkpoint`, a name for the message.
 
-    Raises ValueError with a line for each key that makes another run of it.
+    Raises ValueError with a line for each key that makes it another run.
     """
     old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump()))
     problems = [
@@ -62,12 +63,14 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
 
 
 def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[str]:
-    """A line for each model whose updates have had other learning rates than in a run of config.run.steps steps.
-    steps: of the run so far."""
+    """Returns a line for each model whose updates have had other learning rates than in a run of config.run.steps
+    steps.
+
+    steps: run.steps of the run so far."""
     problems = []
     for trained in config.all_trained:
         optimizer, now = trained.optimizer, config.num_updates(trained)
-        before, done = (_with_steps(config, number).num_updates(trained) for number in (steps, step))
+        before, done = (_replace_steps(config, number).num_updates(trained) for number in (steps, step))
         if any(learning_rate(optimizer, i, before) != learning_rate(optimizer, i, now) for i in range(done)):
             problems.append(
                 f"run.steps={config.run.steps}: {checkpoint} is of a run with {steps}, which the learning rates of "
@@ -77,12 +80,12 @@ def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[
     return problems
 
 
-def _with_steps(config: Config, steps: int) -> Config:
+def _replace_steps(config: Config, steps: int) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything that is not a mapping, or an empty one."""
+    """Yields dotted key and value of everything that is not a mapping, or an empty one."""
     for name, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")

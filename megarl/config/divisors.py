@@ -1,4 +1,4 @@
-"""Divisibility, and how a rule says that it is missing."""
+"""Divisors, and the line of a rule for a number that is none."""
 
 from __future__ import annotations
 

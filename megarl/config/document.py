@@ -1,4 +1,4 @@
-"""Configuration text: YAML as its 1.2 core schema reads it, with the place that every key came from.
+"""Configuration text: YAML read by its 1.2 core schema, with the place that every key came from.
 
 PyYAML follows YAML 1.1, where `no` is false, `1e-6` is text, `010` is 8 and `1:30` is 90. Here they are what they
 look like: text, a number, 10 and text.
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 Key = tuple[str | int, ...]
-"""A key's names from the top; integers index lists."""
+"""The names of a key from the top; integers index lists."""
 
 _KINDS = {
     dict: "a mapping",
@@ -35,11 +35,11 @@ class Document:
     origins: dict[Key, str]
 
     def overlay(self, over: Document) -> Document:
-        """`over` on top of this: mappings are merged key by key, lists and scalars replaced."""
+        """Lays `over` on top of this: mappings are merged key by key, lists and scalars replaced."""
         return Document(_merge(self.values, over.values), self.origins | over.origins)
 
     def origin(self, key: Key, default: str) -> str:
-        """Where the key, or the nearest mapping or list around it, was given."""
+        """Returns the place where the key, or the nearest mapping or list around it, was given."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.origins:
                 return self.origins[key[:length]]
@@ -72,19 +72,19 @@ def parse_value(text: str) -> Any:
 
 
 def render(values: dict[str, Any]) -> str:
-    """YAML text that `parse` reads back to equal values, in the order of the keys given."""
+    """Returns YAML text that `parse` reads back to equal values, in the order of the keys."""
     return yaml.dump(values, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def show(value: Any) -> str:
-    """The value as YAML in one line, shortened where it is long."""
+    """Returns the value as YAML in one line, shortened where it is long."""
     text = yaml.dump(value, Dumper=_CoreDumper, allow_unicode=True, default_flow_style=True, width=float("inf"))
     text = " ".join(text.removesuffix("\n...\n").split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def kind(value: Any) -> str:
-    """What a YAML value is, in words."""
+    """Returns the kind of a YAML value, in words."""
     return _KINDS[type(value)]
 
 
@@ -138,7 +138,8 @@ class _CoreDumper(yaml.SafeDumper):
 
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """PyYAML writes the line breaks of Unicode as they are, but reads some of them as line feeds: they are escaped."""
+    """Writes text with the line breaks of Unicode escaped: PyYAML writes them unchanged, but reads some as line
+    feeds."""
     style = '"' if re.search("[\x85\u2028\u2029]", text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
@@ -149,7 +150,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
-    """A mapping with text keys, each given once."""
+    """Makes a mapping with text keys, each given once."""
     mapping: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for name_node, value_node in node.value:

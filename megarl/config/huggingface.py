@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json means: the families that are known, what it leaves out, what it may not ask for."""
+"""The meaning of a Hugging Face config.json: known families, values for keys that it leaves out, unsupported ones."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "use_sliding_window": False,
     },
 }
-"""The known `model_type`s -> what transformers takes for a key that config.json does not have."""
+"""The known `model_type`s -> the values that transformers takes for keys that config.json does not have."""
 
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -76,7 +76,7 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 LATENT_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"default": (), "yarn": ("factor",)}
-"""Rotary embeddings that are done, the latter with latent attention -> the parameters that they need."""
+"""Supported rotary embeddings, the latter with latent attention -> the parameters that they need."""
 
 _BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
 """Bias switches that a family has here. Qwen2's attention biases are always on, whatever the switch says."""
@@ -84,10 +84,10 @@ _BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Of a mixture of experts.
+    """The sizes of a mixture of experts.
 
     count                routed experts of a layer
-    active               of them, that a token goes to
+    active               routed experts that a token goes to
     intermediate         rows of an expert's MLP
     shared_intermediate  rows of the MLP that every token goes through beside them (0: none)
     layers               for each layer, whether it has experts; the others have a dense MLP
@@ -115,7 +115,8 @@ class LatentAttention:
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """With the keys that config.json left out. Raises ValueError, listing the known families, for any other."""
+    """Returns the config with the keys that config.json left out. Raises ValueError that lists the known families for a
+    model of another one."""
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type} is not supported; the known ones are {', '.join(FAMILIES)}")
@@ -123,29 +124,30 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(model: Mapping[str, Any]) -> list[str]:
-    """What a completed config asks for and is not done here, each by its key and value."""
+    """Returns the features of a completed config that are not supported, each by its key and value."""
     return [*_attention(model), *_rope(model), *_others(model), *_experts(model)]
 
 
 def weights_dtype(hf_config: Mapping[str, Any]) -> str:
-    """The dtype of the checkpoint, such as "bfloat16"; before version 5, transformers called it torch_dtype."""
+    """Returns the dtype of the checkpoint, such as "bfloat16"; before version 5, transformers called it torch_dtype."""
     return hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
 
 
 def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_type, rope_theta and what the type needs. Before version 5, transformers wrote rope_scaling instead."""
-    given = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    """Returns rope_type, rope_theta and the parameters of the type. Before version 5, transformers wrote
+    rope_scaling."""
+    parameters = model.get("rope_scaling") or model.get("rope_parameters") or {}
     return {
         "rope_theta": model["rope_theta"],
         "original_max_position_embeddings": model.get("max_position_embeddings"),
         "partial_rotary_factor": model["partial_rotary_factor"],
-        **given,
-        "rope_type": given.get("rope_type", given.get("type", "default")),
+        **parameters,
+        "rope_type": parameters.get("rope_type", parameters.get("type", "default")),
     }
 
 
 def attention_window(model: Mapping[str, Any]) -> int | None:
-    """How many tokens a token attends to, itself included; None: all before it."""
+    """Returns how many tokens a token attends to, itself included; None: all before it."""
     return model["sliding_window"] if model.get("use_sliding_window", True) else None
 
 
@@ -162,7 +164,7 @@ def experts(model: Mapping[str, Any]) -> Experts | None:
         case "qwen3_moe":
             dense, step = model["mlp_only_layers"] or (), model["decoder_sparse_step"]
             return Experts(
-                # transformers 5 writes it under the other name.
+                # transformers 5 writes the number under the first name.
                 model.get("num_local_experts", model["num_experts"]),
                 model["num_experts_per_tok"],
                 model["moe_intermediate_size"],
@@ -193,13 +195,13 @@ def latent_attention(model: Mapping[str, Any]) -> LatentAttention | None:
 
 
 def left_out(hf_config: Mapping[str, Any]) -> str | None:
-    """What of the checkpoint is neither trained nor exported, in words."""
+    """Returns the part of the checkpoint that is neither trained nor exported, in words; None if there is none."""
     layers = hf_config.get("num_nextn_predict_layers")
     return f"multi-token prediction (num_nextn_predict_layers={layers})" if layers else None
 
 
 def without_left_out(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a checkpoint of what is trained."""
+    """Returns the config.json of a checkpoint without the part that is not trained."""
     return {**hf_config, **({"num_nextn_predict_layers": 0} if left_out(hf_config) else {})}
 
 
@@ -255,7 +257,8 @@ def _experts(model: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _deepseek_router(model: Mapping[str, Any]) -> Iterator[str]:
-    """Its groups of experts are chosen by their two best; Megatron takes as many as a chosen group has on average."""
+    """Yields features of DeepSeek's router that are not supported. It chooses groups of experts by their two best
+    experts; Megatron takes as many as a chosen group has active experts on average."""
     for key, done in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if model.get(key, done) != done:
             yield f"{key} {model[key]}"

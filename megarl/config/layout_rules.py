@@ -1,7 +1,7 @@
 """The rules of a parallel layout on its own: one function each, named as the rule.
 
-A rule returns None where it is kept, otherwise one line with the keys, the arithmetic and the remedy. `keys` is what
-stands before a key's name where the layout was given, such as "actor.layout.".
+A rule returns None where it is kept, otherwise one line with the keys, the arithmetic and the remedy. `keys` is the
+prefix of a key's name where the layout was given, such as "actor.layout.".
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def sequence_parallel_needs_tensor_parallel(keys: str, layout: Layout) -> str | 
 
 
 def uneven_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
-    given = [name for name, layers in layout.uneven_stages.items() if layers is not None]
-    if not given or layout.pp > 1:
+    uneven = [name for name, layers in layout.uneven_stages.items() if layers is not None]
+    if not uneven or layout.pp > 1:
         return None
-    return f"{keys}{' and '.join(given)} given, but {keys}pp=1 is a single stage; set it to null or raise pp"
+    return f"{keys}{' and '.join(uneven)} given, but {keys}pp=1 is a single stage; set it to null or raise pp"
 
 
 def virtual_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
@@ -45,7 +45,7 @@ def virtual_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
 
 
 def expert_tensor_parallel_needs_expert_parallel(keys: str, layout: Layout) -> str | None:
-    """Megatron computes wrong gradients otherwise, without an error."""
+    """Without expert parallelism, Megatron computes wrong gradients for another etp, without an error."""
     if layout.ep > 1 or layout.expert_tp == layout.tp:
         return None
     return (
@@ -55,7 +55,7 @@ def expert_tensor_parallel_needs_expert_parallel(keys: str, layout: Layout) -> s
 
 
 def experts_tile_a_stage(keys: str, layout: Layout) -> str | None:
-    """The ranks of a pipeline stage are tp x cp x dp, and for the experts etp x ep x their own data parallelism."""
+    """The tp x cp x dp ranks of a pipeline stage are for the experts etp x ep x their own data parallelism."""
     ranks, needed = layout.tp * layout.cp * layout.dp, layout.expert_tp * layout.ep
     if ranks % needed == 0:
         return None

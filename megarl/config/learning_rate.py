@@ -9,7 +9,7 @@ from megarl.config.schema import Optimizer, Schedule
 
 
 def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:
-    """Of the update after `done` others, in a run of `total`.
+    """Returns the learning rate of the update after `done` others, in a run of `total`.
 
     Update n = 1 … W of the warm-up has n/W of the peak, so that none is done at rate 0. After it, with p the share done
     of the decay (0 at its first update, 1 after its last):
@@ -32,7 +32,8 @@ def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:
 
 
 def num_updates(length: float, total: int) -> int:
-    """Of a length that is a share of the run's updates (below 1) or a number of updates."""
+    """Returns the number of updates of a length that is a share of the run's updates (below 1) or a number of
+    updates."""
     return round(length * total) if length < 1 else int(length)
 
 

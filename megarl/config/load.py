@@ -1,4 +1,4 @@
-"""From YAML files and `a.b=c` overrides to a Config, and back to YAML."""
+"""Loading of a Config from YAML files and `a.b=c` overrides, and its YAML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a recipe: its base files first, its own keys over them, then the overrides (KEY=VALUE) in their order.
 
-    Raises ValueError with one line for everything that is wrong: where it was given, key, value and remedy.
+    Raises ValueError with one line for each violation: where it was given, key, value and remedy.
     """
     base, *overlays = (*_files(Path(path), ()), *map(_override, overrides))
     recipe = reduce(Document.overlay, overlays, base)
@@ -33,23 +33,24 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump(config: Config) -> str:
-    """YAML of all keys, which loads back to an equal Config."""
+    """Returns YAML of all keys, which loads back to an equal Config."""
     return document.render(config.model_dump())
 
 
 def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
-    """The file, after the one that its key `base` names, and so on. `above` are the files that led here."""
+    """Yields the file's document after those of the file that its key `base` names. `above` are the files that led
+    here."""
     if path.resolve() in [file.resolve() for file in above]:
         chain = " -> ".join(str(file) for file in (*above, path))
         raise ValueError(f"{above[-1]}: the base files form a cycle: {chain}; remove one `base`")
-    own = document.parse(_text(path, above), str(path))
-    if "base" in own.values:
-        base = own.values.pop("base")
-        place = own.origins[("base",)]
+    recipe = document.parse(_text(path, above), str(path))
+    if "base" in recipe.values:
+        base = recipe.values.pop("base")
+        place = recipe.origins[("base",)]
         if not isinstance(base, str):
             raise ValueError(f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}")
         yield from _files(path.parent / base, (*above, path))
-    yield own
+    yield recipe
 
 
 def _text(path: Path, above: tuple[Path, ...]) -> str:
@@ -63,7 +64,7 @@ def _text(path: Path, above: tuple[Path, ...]) -> str:
 
 
 def _override(text: str) -> Document:
-    """The document that holds one key of the command line."""
+    """Returns the document that holds one key of the command line."""
     name, equals, value_text = text.partition("=")
     place = violations.COMMAND_LINE
     if not (name and equals):

@@ -19,35 +19,37 @@ from megarl.config.violations import raise_all
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Checks the keys against the content of the model's config.json. Raises ValueError with a line per broken rule."""
     model = _completed(config, config.actor, hf_config)
-    of_actor = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
+    actor_violations = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
     head = score_head_of(model)
     if config.is_offline:
         labels = has_one_label(config, config.actor, head.num_labels) if config.trains_reward_model and head else None
-        raise_all([*of_actor, labels])
+        raise_all([*actor_violations, labels])
         return
-    of_engine = _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, config.actor), model)
-    raise_all([*of_actor, *of_engine, kept_tokens_are_in_the_vocabulary(config, model)])
+    engine_violations = _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, config.actor), model)
+    raise_all([*actor_violations, *engine_violations, kept_tokens_are_in_the_vocabulary(config, model)])
 
 
 def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
-    """The same for the model that the critic starts from, whose config.json is critic_hf_config."""
+    """Checks the model that the critic starts from likewise. critic_hf_config: its config.json."""
     critic = _completed(config, config.critic, critic_hf_config)
-    of_critic = [rule(config, config.critic, critic) for rule in _PLACED_MODEL_RULES]
+    critic_violations = [rule(config, config.critic, critic) for rule in _PLACED_MODEL_RULES]
     head = score_head_of(critic)
     labels = None if head is None else has_one_label(config, config.critic, head.num_labels)
-    raise_all([*of_critic, labels, knows_every_token(config, config.critic, hf_config, critic)])
+    raise_all([*critic_violations, labels, knows_every_token(config, config.critic, hf_config, critic)])
 
 
 def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_config: Mapping[str, Any]) -> None:
-    """The same for the reward model, whose config.json is reward_hf_config."""
+    """Checks the reward model likewise. reward_hf_config: its config.json."""
     placed = config.reward_model
     reward = _completed(config, placed, reward_hf_config)
     if placed.engine == "megatron":
-        of_reward = [rule(config, placed, reward) for rule in _PLACED_MODEL_RULES]
+        reward_violations = [rule(config, placed, reward) for rule in _PLACED_MODEL_RULES]
     else:
-        of_engine = _broken_by_engine("reward_model.layout.tp", placed.layout.tp, _model(config, placed), reward)
-        of_model = (context_fits_the_positions, features_are_supported)
-        of_reward = [*of_engine, *(rule(config, placed, reward) for rule in of_model)]
+        engine_violations = _broken_by_engine(
+            "reward_model.layout.tp", placed.layout.tp, _model(config, placed), reward
+        )
+        model_rules = (context_fits_the_positions, features_are_supported)
+        reward_violations = [*engine_violations, *(rule(config, placed, reward) for rule in model_rules)]
     head = score_head_of(reward)
     if head is None:
         architectures = ", ".join(reward.get("architectures") or ["none"])
@@ -56,22 +58,26 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
             "checkpoint (...ForSequenceClassification or ...ForTokenClassification)"
         )
     labels = has_one_label(config, placed, head.num_labels)
-    of_kind = [rule(config, head.kind) for rule in (steps_are_of_a_token_classifier, rewarded_tokens_are_the_sampled)]
+    kind_violations = [
+        rule(config, head.kind) for rule in (steps_are_of_a_token_classifier, rewarded_tokens_are_the_sampled)
+    ]
     tokens = knows_every_token(config, placed, hf_config, reward) if placed.reads == "ids" else None
-    raise_all([*of_reward, labels, *of_kind, tokens])
+    raise_all([*reward_violations, labels, *kind_violations, tokens])
 
 
-def check_implicit_reward_model(config: Config, hf_config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """The same for the implicit reward model, whose config.json is `own`."""
+def check_implicit_reward_model(
+    config: Config, hf_config: Mapping[str, Any], reward_hf_config: Mapping[str, Any]
+) -> None:
+    """Checks the implicit reward model likewise. reward_hf_config: its config.json."""
     placed = config.implicit_reward
-    model = _completed(config, placed, own)
-    of_model = [rule(config, placed, model) for rule in _PLACED_MODEL_RULES]
+    model = _completed(config, placed, reward_hf_config)
+    violations = [rule(config, placed, model) for rule in _PLACED_MODEL_RULES]
     if score_head_of(model) is not None:
         raise ValueError(
             f"{_model(config, placed)}: its architecture is {', '.join(model['architectures'])}, and token rewards "
             "come from log-probs; take a language model (...ForCausalLM)"
         )
-    raise_all([*of_model, knows_every_token(config, placed, hf_config, model)])
+    raise_all([*violations, knows_every_token(config, placed, hf_config, model)])
 
 
 def model_config_is_complete(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
@@ -141,16 +147,16 @@ def layers_tile_the_stages(config: Config, placed: Placed, hf: Mapping[str, Any]
     """Layers left by a first or last stage of its own size divide evenly over the other stages, at least one each."""
     role = placed.section
     layout, num_layers = placed.layout, hf["num_hidden_layers"]
-    given = {name: layers for name, layers in layout.uneven_stages.items() if layers is not None}
-    left, stages = num_layers - sum(given.values()), layout.pp - len(given)
+    uneven = {name: layers for name, layers in layout.uneven_stages.items() if layers is not None}
+    left, stages = num_layers - sum(uneven.values()), layout.pp - len(uneven)
     if (left == 0) if stages == 0 else (left >= stages and left % stages == 0):
         return None
-    taken = "".join(f" - {layers}" for layers in given.values())
-    keys = "".join(f", {name}={layers}" for name, layers in given.items())
-    rest = f"{num_layers}{taken} = {left}" if given else f"{num_layers}"
+    taken = "".join(f" - {layers}" for layers in uneven.values())
+    keys = "".join(f", {name}={layers}" for name, layers in uneven.items())
+    rest = f"{num_layers}{taken} = {left}" if uneven else f"{num_layers}"
     problem = (
         f"{role}.layout.pp={layout.pp}{keys}: {num_layers} layers do not tile the stages: {rest} layers over {stages} "
-        f"{'other ' if given else ''}{'stage' if stages == 1 else 'stages'}"
+        f"{'other ' if uneven else ''}{'stage' if stages == 1 else 'stages'}"
     )
     if stages > 0:
         problem += f" ({left} / {stages} = {left / stages:.4g})"
@@ -163,9 +169,9 @@ def virtual_stages_tile_each_stage(config: Config, placed: Placed, hf: Mapping[s
     layout, num_layers = placed.layout, hf["num_hidden_layers"]
     if layers_tile_the_stages(config, placed, hf) is not None:
         return None
-    given = {name: layers for name, layers in layout.uneven_stages.items() if layers is not None}
-    others = layout.pp - len(given)
-    sizes = given | ({"the other stages": (num_layers - sum(given.values())) // others} if others else {})
+    uneven = {name: layers for name, layers in layout.uneven_stages.items() if layers is not None}
+    others = layout.pp - len(uneven)
+    sizes = uneven | ({"the other stages": (num_layers - sum(uneven.values())) // others} if others else {})
     broken = [f"{layers} layers ({name})" for name, layers in sizes.items() if layers % layout.vpp]
     if not broken:
         return None
@@ -222,7 +228,7 @@ def context_fits_the_positions(config: Config, placed: Placed, hf: Mapping[str, 
 
 
 def attention_is_full(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    """A window that is as long as the longest sample hides nothing."""
+    """An attention window, if there is one, is at least as long as the longest sample, so that it hides nothing."""
     window, (key, context) = attention_window(hf), config.context_of(placed)
     if window is None or context <= window:
         return None
@@ -250,12 +256,12 @@ def has_one_label(config: Config, placed: Placed, num_labels: int) -> str | None
     )
 
 
-def knows_every_token(config: Config, placed: Placed, actor: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """It reads the ids that the actor's tokenizer and engine make."""
-    if own["vocab_size"] >= actor["vocab_size"]:
+def knows_every_token(config: Config, placed: Placed, actor: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """A model that reads the ids of the actor's tokenizer and engine has a vocabulary of at least their size."""
+    if model["vocab_size"] >= actor["vocab_size"]:
         return None
     return (
-        f"{_model(config, placed)}: its vocab_size {own['vocab_size']} is below the actor's {actor['vocab_size']}, "
+        f"{_model(config, placed)}: its vocab_size {model['vocab_size']} is below the actor's {actor['vocab_size']}, "
         "whose token ids it must read; take a model with the actor's tokenizer"
     )
 
@@ -270,7 +276,7 @@ def steps_are_of_a_token_classifier(config: Config, kind: str) -> str | None:
 
 
 def rewarded_tokens_are_the_sampled(config: Config, kind: str) -> str | None:
-    """Other tokens than the sampled ones have scores, but those are of no action."""
+    """Scores of single tokens are of the sampled tokens: other tokens are no actions."""
     settings = config.reward_model
     outcome = settings.aggregation is not None or config.algorithm.advantage.estimator != "gae"
     if settings.reads == "ids" or kind == "sequence" or outcome or settings.step_end is not None:
@@ -283,7 +289,7 @@ def rewarded_tokens_are_the_sampled(config: Config, kind: str) -> str | None:
 
 
 def engine_routes_as_the_model(model: str, hf: Mapping[str, Any]) -> str | None:
-    """vLLM takes DeepSeek-V3's router from keys that transformers neither reads nor writes."""
+    """The keys from which vLLM takes DeepSeek-V3's router are there; transformers neither reads nor writes them."""
     wanted = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     missing = [key for key in wanted if key not in hf]
     if hf["model_type"] != "deepseek_v3" or not missing:
@@ -308,7 +314,7 @@ _PLACED_MODEL_RULES: tuple[Callable[[Config, Placed, Mapping[str, Any]], str | N
     attention_is_full,
     features_are_supported,
 )
-"""Those that the config.json of each of these models keeps."""
+"""The rules between the keys of a model's section and its config.json."""
 
 _ENGINE_RULES: tuple[Callable[[str, int, Mapping[str, Any]], str | None], ...] = (
     engine_heads_divide_by_tp,
@@ -316,11 +322,11 @@ _ENGINE_RULES: tuple[Callable[[str, int, Mapping[str, Any]], str | None], ...] =
     engine_mlp_divides_by_tp,
     engine_expert_mlp_divides_by_tp,
 )
-"""Those between a model and the key that gives the tensor parallel size of its engine."""
+"""The rules between a model and the key that gives the tensor parallel size of its engine."""
 
 
 def _broken_by_engine(key: str, tp: int, model: str, hf: Mapping[str, Any]) -> list[str | None]:
-    """model: the key and value that name it."""
+    """Returns the results of the engine's rules for a model. model: the key and value that name it."""
     return [*(rule(key, tp, hf) for rule in _ENGINE_RULES), engine_routes_as_the_model(model, hf)]
 
 
@@ -365,5 +371,5 @@ def _stage_remedy(pp: int, num_layers: int) -> str:
 
 
 def _model(config: Config, placed: Placed) -> str:
-    own = None if placed is config.actor else placed.path
-    return f"model.path={config.model.path}" if own is None else f"{placed.section}.path={own}"
+    path = None if placed is config.actor else placed.path
+    return f"model.path={config.model.path}" if path is None else f"{placed.section}.path={path}"

@@ -1,4 +1,4 @@
-"""The names of all keys, and the key that somebody meant who wrote another name."""
+"""The names of all keys, and suggestions of a key for an unknown name."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ VERL = {
     "use_kl_loss": "algorithm.kl.coefficient (0: no KL)",
     "warmup_style": "actor.optimizer.schedule.name",
 }
-"""verl's name, with the section above it where that decides, and ours."""
+"""Names of verl's keys, with the section above where that decides -> our names."""
 
 
 EARLIER = {
@@ -81,11 +81,11 @@ EARLIER = {
     "untrained_samples": "empty_samples (counted: include, left_out: exclude)",
     "vllm_extra": "vllm_overrides",
 }
-"""What a key was called before, and its name now."""
+"""Earlier names of keys -> their names now."""
 
 
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all keys, sections before their own keys, in the order of the schema."""
+    """Yields the dotted names of all keys, sections before their own keys, in the order of the schema."""
     for name, field in section.model_fields.items():
         yield prefix + name
         for inner in (field.annotation, *get_args(field.annotation)):
@@ -94,7 +94,7 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
 
 
 def suggest(key: str) -> str:
-    """What to write instead of an unknown key, as the end of a sentence."""
+    """Returns advice on what to write instead of an unknown key, as the end of a sentence."""
     for name in _suffixes(key):
         if name in EARLIER:
             return f"{name} is now {EARLIER[name]}"
@@ -103,7 +103,7 @@ def suggest(key: str) -> str:
     known = [name for name in keys() if not key.startswith(name)]
     leaf = key.rpartition(".")[2]
     matches = [name for name in known if name.rpartition(".")[2] == leaf]
-    # Several models have the same keys: within the section that was named, if it is one of them.
+    # Several models have the same keys: those in the section that was named come first.
     matches = [name for name in matches if name.startswith(f"{key.partition('.')[0]}.")] or matches
     matches = matches or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     matches = matches or [name for name in known if name.rpartition(".")[2] in _close_leaves(leaf, known)]
@@ -113,7 +113,7 @@ def suggest(key: str) -> str:
 
 
 def _suffixes(key: str) -> Iterator[str]:
-    """The key, then what is left of it without its first name, and so on: the longest first."""
+    """Yields the key, then the rest of it without its first name, and so on: the longest first."""
     while key:
         yield key
         key = key.partition(".")[2]
@@ -124,7 +124,7 @@ def _close_leaves(leaf: str, known: list[str]) -> list[str]:
 
 
 def _siblings(key: str) -> str:
-    """The keys of the innermost section around `key` that exists."""
+    """Returns the keys of the innermost section around `key` that exists, as a sentence."""
     known = list(keys())
     section = key.rpartition(".")[0]
     while section and section not in known:

@@ -1,5 +1,4 @@
-"""The rules between the objective, what its data has, and the keys that it leaves unread: one function each, named as
-the rule.
+"""The rules between the objective, its data, and the keys that it leaves unread: one function each, named as the rule.
 
 A rule returns None where it is kept, otherwise a line for each key, with the arithmetic and the remedy.
 """
@@ -26,7 +25,7 @@ ADVANTAGE_KEYS: Mapping[str, Any] = {
     "algorithm.kl.coefficient": 0.0,
     "implicit_reward.coefficient": 0.0,
 }
-"""Key -> the value with which it asks for nothing: what belongs to objectives of advantages only."""
+"""Keys that belong to objectives of advantages only -> the value with which they ask for nothing."""
 
 ROLLOUT_KEYS: Mapping[str, Any] = {
     "rollout.temperature": 1.0,
@@ -37,7 +36,7 @@ ROLLOUT_KEYS: Mapping[str, Any] = {
     "rewards.judge": None,
     "rewards.overlong_buffer": None,
 }
-"""Likewise: what belongs to runs that sample."""
+"""Keys that belong to runs that sample only -> the value with which they ask for nothing."""
 
 
 def objective_reads_its_options(config: Config) -> str | None:
@@ -47,10 +46,10 @@ def objective_reads_its_options(config: Config) -> str | None:
     unread = [name for name in every if name not in reads and getattr(objective, name) is not None]
     if not unread:
         return None
-    option, given = unread[0], getattr(objective, unread[0])
+    option, value = unread[0], getattr(objective, unread[0])
     readers = [name for name, spec in OBJECTIVES.items() if option in spec.options]
     return (
-        f"algorithm.objective.{option}={show(given)}: algorithm.objective.name={objective.name} reads "
+        f"algorithm.objective.{option}={show(value)}: algorithm.objective.name={objective.name} reads "
         f"{' and '.join(reads) or 'no option'}, and {option} belongs to {', '.join(readers)}; set "
         f"algorithm.objective.{option}=null"
     )
@@ -82,10 +81,10 @@ def keys_of_rollouts_have_a_reader(config: Config) -> str | None:
 
 def aggregation_has_a_reader(config: Config) -> str | None:
     objective = config.algorithm.objective
-    given, default = objective.aggregation, "sequence_mean_of_token_means"
-    if objective.spec.is_pairwise and given != default:
+    mode, default = objective.aggregation, "sequence_mean_of_token_means"
+    if objective.spec.is_pairwise and mode != default:
         return (
-            f"algorithm.objective.aggregation={given}: algorithm.objective.name={objective.name} has a loss for each "
+            f"algorithm.objective.aggregation={mode}: algorithm.objective.name={objective.name} has a loss for each "
             f"pair, whose mean is taken; set aggregation={default}, which is not read"
         )
     if objective.spec.is_pairwise and objective.empty_samples != "include":
@@ -93,9 +92,9 @@ def aggregation_has_a_reader(config: Config) -> str | None:
             f"algorithm.objective.empty_samples=exclude: algorithm.objective.name={objective.name} has a loss for "
             "each pair, whatever is trained of it; set empty_samples=include, which is not read"
         )
-    if config.is_offline and given == "sequence_mean_over_max_tokens":
+    if config.is_offline and mode == "sequence_mean_over_max_tokens":
         return (
-            f"algorithm.objective.aggregation={given}: it divides by rollout.max_new_tokens, and with data.rows="
+            f"algorithm.objective.aggregation={mode}: it divides by rollout.max_new_tokens, and with data.rows="
             f"{config.data.rows} nothing is sampled; set aggregation=token_mean"
         )
     return None
@@ -121,10 +120,10 @@ def pairs_are_sampled(config: Config) -> str | None:
 
 
 def _unread(config: Config, keys: Mapping[str, Any], reason: str) -> str | None:
-    given = {key: reduce(getattr, key.split("."), config) for key in keys}
+    values = {key: reduce(getattr, key.split("."), config) for key in keys}
     lines = [
         f"{key}={show(value)}: {reason}, so that nothing reads it; set {key}={show(keys[key])}"
-        for key, value in given.items()
+        for key, value in values.items()
         if value != keys[key]
     ]
     return "\n".join(lines) or None

@@ -23,13 +23,15 @@ from megarl.config.vllm_arguments import GIVEN, REFITTABLE
 def check(config: Config, defaults: Mapping[str, Any]) -> None:
     """Checks the keys against each other, and those that nothing reads against the base recipe's values (defaults).
     Raises ValueError with one line per broken rule."""
-    of_placed = [rule(config, placed) for placed in config.all_placed for rule in _PLACED_RULES]
-    of_layouts = [
+    placed_violations = [rule(config, placed) for placed in config.all_placed for rule in _PLACED_RULES]
+    layout_violations = [
         rule(f"{placed.section}.layout.", placed.layout) for placed in config.all_placed for rule in LAYOUT_RULES
     ]
-    of_trained = [rule(config, trained) for trained in config.all_trained for rule in _TRAINED_RULES]
-    of_config = [rule(config) for rule in (*_RULES, *OBJECTIVE_RULES)]
-    raise_all(of_config + of_layouts + of_placed + of_trained + unused_keys(config, defaults))
+    trained_violations = [rule(config, trained) for trained in config.all_trained for rule in _TRAINED_RULES]
+    config_violations = [rule(config) for rule in (*_RULES, *OBJECTIVE_RULES)]
+    raise_all(
+        config_violations + layout_violations + placed_violations + trained_violations + unused_keys(config, defaults)
+    )
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> str | None:
@@ -43,9 +45,9 @@ def estimator_reads_its_options(config: Config) -> str | None:
     unused_keys = [name for name, value in options.items() if value is not None and name not in advantage.spec.options]
     if not unused_keys:
         return None
-    given = ", ".join(f"algorithm.advantage.{name}={show(options[name])}" for name in unused_keys)
+    assignments = ", ".join(f"algorithm.advantage.{name}={show(options[name])}" for name in unused_keys)
     return (
-        f"{given}: not read by algorithm.advantage.estimator={advantage.estimator}, which has the options "
+        f"{assignments}: not read by algorithm.advantage.estimator={advantage.estimator}, which has the options "
         f"{', '.join(advantage.spec.options)}; set {'it' if len(unused_keys) == 1 else 'them'} to null"
     )
 
@@ -94,7 +96,8 @@ def std_of_pass_at_k_has_a_reader(config: Config) -> str | None:
 
 
 def k_samples_are_there(config: Config) -> str | None:
-    """With all n samples as the one set of n there is, none is better than the mean over sets."""
+    """k is at most the number of samples; with the baseline over all sets it is less, as n samples make one set of n,
+    whose best is the same for each of them."""
     samples, advantage = config.batch.samples_per_prompt, config.algorithm.advantage
     if advantage.estimator != "pass_at_k" or samples < 2:  # a rule of its own says that there must be two
         return None
@@ -135,8 +138,8 @@ def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
 
 
 def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str | None:
-    """The budget is of one rank, and a sample's tokens are shared out over the context-parallel ranks, in two chunks
-    of equal size for each. The two samples of a pair are in one microbatch."""
+    """The token budget of one rank holds its share of the longest sample, whose tokens are shared out over the
+    context-parallel ranks, in two chunks of equal size for each. The two samples of a pair are in one microbatch."""
     role = placed.section
     budget, cp, (key, context) = placed.tokens_per_microbatch, placed.layout.cp, config.context_of(placed)
     together = 2 if placed is config.actor and config.algorithm.objective.spec.is_pairwise else 1
@@ -195,12 +198,12 @@ def sampled_ids_have_one_length(config: Config) -> str | None:
 def reward_engines_have_tensor_and_data_parallel_ranks_only(config: Config) -> str | None:
     layout = config.reward_model.layout
     other = {key: value for key, value in layout.model_dump().items() if key not in ("tp", "dp") and value}
-    given = [f"{key}={str(value).lower()}" for key, value in other.items() if value is True or value != 1]
-    if not config.has_reward_model or config.reward_model.engine == "megatron" or not given:
+    assignments = [f"{key}={str(value).lower()}" for key, value in other.items() if value is True or value != 1]
+    if not config.has_reward_model or config.reward_model.engine == "megatron" or not assignments:
         return None
     return (
         f"reward_model.engine=vllm: its layout is dp engines of tp ranks, and reward_model.layout has "
-        f"{', '.join(given)}; take the default there, or set reward_model.engine=megatron"
+        f"{', '.join(assignments)}; take the default there, or set reward_model.engine=megatron"
     )
 
 
@@ -217,9 +220,9 @@ def reward_engines_keep_their_parameters(config: Config) -> str | None:
 def arguments_of_vllm_are_given_once(config: Config) -> str | None:
     extras = {"rollout": config.rollout.vllm_overrides, "reward_model": config.reward_model.vllm_overrides}
     lines = []
-    for section, given in GIVEN.items():
-        for name in given.keys() & extras[section].keys():
-            home = given[name]
+    for section, homes in GIVEN.items():
+        for name in homes.keys() & extras[section].keys():
+            home = homes[name]
             why = f"this follows from {home}; set it there" if home else "megarl relies on its own value; leave it out"
             lines.append(f"{section}.vllm_overrides.{name}={show(extras[section][name])}: {why}")
     return "\n".join(sorted(lines)) or None
@@ -228,9 +231,9 @@ def arguments_of_vllm_are_given_once(config: Config) -> str | None:
 def weights_stay_where_refits_write_them(config: Config) -> str | None:
     lines = []
     for name, (value, why) in REFITTABLE.items():
-        given = config.rollout.vllm_overrides.get(name, value)
-        if given != value:
-            lines.append(f"rollout.vllm_overrides.{name}={show(given)}: {why}; leave it out")
+        override = config.rollout.vllm_overrides.get(name, value)
+        if override != value:
+            lines.append(f"rollout.vllm_overrides.{name}={show(override)}: {why}; leave it out")
     return "\n".join(lines) or None
 
 
@@ -246,11 +249,11 @@ def something_gives_rewards(config: Config) -> str | None:
 
 def turns_are_rewarded_by_functions_of_ones_own(config: Config) -> str | None:
     per_turn = [entry.function for entry in config.rewards.functions if entry.per_turn]
-    of_response = [name for name in per_turn if ":" not in name]
-    if not of_response:
+    functions = [name for name in per_turn if ":" not in name]
+    if not functions:
         return None
     return (
-        f"rewards.functions: {of_response[0]} with per_turn=true: it returns one reward, of the whole response; set "
+        f"rewards.functions: {functions[0]} with per_turn=true: it returns one reward, of the whole response; set "
         "per_turn=false, or name path/to/file.py:function, a function of your own that returns a list of them"
     )
 
@@ -309,7 +312,7 @@ def covariances_to_choose_from(config: Config) -> str | None:
 
 
 def clipped_ratio_stays_positive(config: Config) -> str | None:
-    """GMPO clips log-ratios."""
+    """The lower bound 1 − clip_low of the ratio is positive, except for GMPO, which clips log-ratios."""
     name, low = config.algorithm.objective.name, config.algorithm.objective.clip_low
     if low is None or low < 1 or name == "gmpo":
         return None
@@ -376,7 +379,7 @@ def schedule_lengths_are_whole_updates(config: Config, trained: Trained) -> str 
 
 
 def schedule_has_the_keys_of_its_name(config: Config, trained: Trained) -> str | None:
-    """decay belongs to wsd, which needs it, and min_lr to those that decay."""
+    """The key decay belongs to wsd, which needs it, and min_lr to the schedules that decay."""
     schedule = trained.optimizer.schedule
     name, prefix = schedule.name, f"{trained.section}.optimizer.schedule"
     if name == "wsd" and schedule.decay is None:
@@ -399,7 +402,7 @@ def schedule_ends_below_its_peak(config: Config, trained: Trained) -> str | None
 
 
 def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
-    """wsd's warm-up and decay do not overlap."""
+    """Warm-up and decay of wsd do not overlap."""
     schedule, total = trained.optimizer.schedule, config.num_updates(trained)
     if schedule.name != "wsd" or schedule.decay is None:
         return None
@@ -417,7 +420,7 @@ _PLACED_RULES: tuple[Callable[[Config, Placed], str | None], ...] = (
     microbatch_holds_the_longest_sample,
     every_data_parallel_rank_has_a_sample,
 )
-"""Those that each section of a model on ranks of its own keeps."""
+"""The rules of each section of a model on ranks of its own."""
 
 _TRAINED_RULES: tuple[Callable[[Config, Trained], str | None], ...] = (
     fp8_needs_bfloat16,
@@ -426,7 +429,7 @@ _TRAINED_RULES: tuple[Callable[[Config, Trained], str | None], ...] = (
     schedule_ends_below_its_peak,
     schedule_fits_the_run,
 )
-"""Those that each section of a trained model keeps."""
+"""The rules of each section of a trained model."""
 
 _RULES: tuple[Callable[[Config], str | None], ...] = (
     prompts_per_update_divides_prompts_per_step,

@@ -1,4 +1,4 @@
-"""The shape of a run's configuration. Types and ranges of single keys are here, rules across keys in `rules`.
+"""The schema of a run's configuration. Types and ranges of single keys are here, rules across keys in `rules`.
 
 There are no defaults here: their one home is configs/base.yaml, beside the comment that explains each key. Only keys of
 a list's items, which a recipe gives as a whole and cannot lay over those of the base, have theirs here.
@@ -19,10 +19,10 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Role = Literal["actor", "critic", "implicit_reward"]
-"""Of the models that a run trains."""
+"""The roles of the models that a run trains."""
 
 MegatronRole = Literal[Role, "reward_model"]
-"""Of those that run in Megatron, on ranks of their own."""
+"""The roles of the models that run in Megatron, on ranks of their own."""
 
 EstimatorName = Literal[tuple(ESTIMATORS)]
 ObjectiveName = Literal[tuple(OBJECTIVES)]
@@ -70,12 +70,12 @@ class Layout(Section):
 
     @property
     def uneven_stages(self) -> dict[str, int | None]:
-        """The keys that give a stage layers of its own."""
+        """The keys that give a stage its own number of layers, and their values."""
         return {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
 
     @property
     def expert_tp(self) -> int:
-        """Tensor parallel size of the experts."""
+        """The tensor parallel size of the experts."""
         return self.tp if self.etp is None else self.etp
 
 
@@ -107,7 +107,7 @@ class Trained(Section):
     """A model that the run trains, on ranks of its own."""
 
     section: ClassVar[Role]
-    """Its name in the config."""
+    """The name of the section in the config."""
 
     layout: Layout
     optimizer: Optimizer
@@ -143,7 +143,7 @@ class ImplicitReward(Trained):
 
 
 class RewardModel(Section):
-    """Forward passes only: what a trained model in Megatron has beside these keys is fixed."""
+    """A model that makes forward passes only: the other keys of a trained model in Megatron are fixed."""
 
     section: ClassVar[MegatronRole] = "reward_model"
     overlap_communication: ClassVar[bool] = False
@@ -167,7 +167,7 @@ class RewardModel(Section):
 
 
 Placed = Trained | RewardModel
-"""A model on ranks of its own: in Megatron, or a reward model in vLLM."""
+"""The section of a model on ranks of its own: in Megatron, or a reward model in vLLM."""
 
 
 class Rollout(Section):
@@ -190,20 +190,20 @@ class Rollout(Section):
 
 
 class Chosen(Section):
-    """What is chosen of a registry by its name, and the options of all in it. One that is None has the value that the
-    chosen one's spec gives it; one that the chosen one does not read is None."""
+    """A choice from a registry by its name, with the options of every entry. An option that is None has the value that
+    the chosen entry's spec gives it; an option that this does not read is None."""
 
     @property
     def spec(self) -> EstimatorSpec | ObjectiveSpec:
         raise NotImplementedError
 
     def option(self, name: str) -> Any:
-        """The value of one of the options that the chosen one reads."""
+        """Returns the value of one of the options that the chosen entry reads."""
         value = getattr(self, name)
         return self.spec.options[name] if value is None else value
 
     def options(self, names: Options | None = None) -> dict[str, Option]:
-        """The values of these options, or of all that it reads."""
+        """Returns the values of these options, or of all that the chosen entry reads."""
         return {name: self.option(name) for name in (self.spec.options if names is None else names)}
 
 
@@ -302,7 +302,7 @@ class Algorithm(Section):
 
     @property
     def kl_metric(self) -> str:
-        """The name of the metric that has the divergence from the reference."""
+        """The name of the metric of the divergence from the reference."""
         kl = self.kl
         return metric_name(kl.placement, self.advantage.credits_to_go, kl.level, kl.estimator, kl.straight_through)
 
@@ -377,7 +377,7 @@ class Config(Section):
 
     @property
     def trained_per_prompt(self) -> int:
-        """Samples of each prompt, or of each row of offline data, that the actor is trained on."""
+        """The samples of each prompt, or of each row of offline data, that the actor is trained on."""
         if self.algorithm.objective.spec.is_pairwise:
             return 2
         return 1 if self.is_offline else self.batch.samples_per_prompt
@@ -393,7 +393,7 @@ class Config(Section):
 
     @property
     def has_critic(self) -> bool:
-        """A model of its own; the other critic is a head on the actor."""
+        """Whether the critic is a model of its own; the other critic is a head on the actor."""
         return self.algorithm.advantage.spec.comparison == "values" and self.critic.trunk == "own"
 
     @property
@@ -410,7 +410,7 @@ class Config(Section):
         return self.algorithm.advantage.spec.comparison == "greedy"
 
     def trains_actor_in(self, step: int) -> bool:
-        """Whether the actor is trained in this step, counted from 1: at first, only a critic may be."""
+        """Returns whether the actor is trained in this step, counted from 1: at first, only a critic may be."""
         return not self.has_critic or step > self.critic.warmup_steps
 
     @property
@@ -432,12 +432,12 @@ class Config(Section):
         return chosen == "p2p" or (chosen == "auto" and not self.is_colocated)
 
     def placed(self, role: MegatronRole) -> Placed:
-        """The section of a model that runs in Megatron."""
+        """Returns the section of a model that runs in Megatron."""
         sections = (self.actor, self.critic, self.reward_model, self.implicit_reward)
         return next(section for section in sections if section.section == role)
 
     def context_of(self, placed: Placed) -> tuple[str, int]:
-        """How many tokens the longest sample has for a model, and the key that says so."""
+        """Returns the key that gives the tokens of the longest sample for a model, and their number."""
         if isinstance(placed, RewardModel) and placed.context_length is not None:
             return "reward_model.context_length", placed.context_length
         return "rollout.context_length", self.rollout.context_length
@@ -452,6 +452,6 @@ class Config(Section):
         return (*self.all_trained, self.reward_model) if self.has_reward_model else self.all_trained
 
     def num_updates(self, trained: Trained) -> int:
-        """Optimizer steps of the whole run; the first critic.warmup_steps steps train the critic only."""
+        """Returns the optimizer steps of the whole run; the first critic.warmup_steps steps train the critic only."""
         alone = self.critic.warmup_steps if self.has_critic and trained is self.actor else 0
         return max(self.run.steps - alone, 0) * self.batch.prompts_per_step // self.batch.prompts_per_update

@@ -1,4 +1,4 @@
-"""What a run makes of the model that a role of it starts from."""
+"""The models that a run trains, made from those that its roles start from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megarl.config.value_head import with_value_head
 
 
 def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the model that the role trains, with its heads. hf_config: of what it starts from."""
+    """Returns the config of the model that the role trains, with its heads. hf_config: the config of the model that it
+    starts from."""
     if role == "critic" or (role == "actor" and config.trains_reward_model):
         return as_classifier(hf_config)
     return with_value_head(hf_config) if role == "actor" and config.actor_has_values else dict(hf_config)

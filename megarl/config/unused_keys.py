@@ -1,6 +1,6 @@
 """Keys that belong to something which a run does not have: given another value than the base recipe's, they would
-change nothing. A coefficient of 0 is a value like others, which a comparison of several may have: what belongs to it
-may stay, and the start of a run says what is left out."""
+change nothing. A coefficient of 0 is a value like others, which a comparison of several runs may have: keys that belong
+to it may stay, and the start of a run says what is left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from megarl.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class Belongs:
-    """keys: of single values or of whole sections, but for the names in `but`. to: what has to be set, in words."""
+    """Keys that belong to something.
+
+    keys       names of single values or of whole sections
+    to         what has to be set for them to be read, in words
+    is_there   returns whether a run has it
+    but        names in these sections that do not belong to it
+    """
 
     keys: tuple[str, ...]
     to: str
@@ -55,14 +61,14 @@ BELONGS = (
 
 
 def unused_keys(config: Config, defaults: Mapping[str, Any]) -> list[str]:
-    """A line for each key that is not read and differs from the defaults: the values of the base recipe."""
-    given = config.model_dump()
+    """Returns a line for each key that is not read and differs from the defaults, the values of the base recipe."""
+    configured = config.model_dump()
     return [
         f"{key}={show(value)}: nothing reads it without {owner.to}; set that, or {key}={show(default)}"
         for owner in BELONGS
         if not owner.is_there(config)
         for section in owner.keys
-        for key, value, default in _changed(section, *(_at(values, section) for values in (given, defaults)))
+        for key, value, default in _changed(section, *(_at(values, section) for values in (configured, defaults)))
         if key.removeprefix(f"{section}.") not in owner.but
     ]
 
@@ -72,7 +78,7 @@ def _at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _changed(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Key, value and default of each single value that differs."""
+    """Yields key, value and default of each single value that differs."""
     if isinstance(value, dict) and default:
         for name, inner in value.items():
             yield from _changed(f"{key}.{name}", inner, default[name])

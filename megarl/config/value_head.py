@@ -16,12 +16,13 @@ def with_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a Hugging Face folder can say of the model."""
+    """Returns the config without the key of the value head, which no Hugging Face folder has."""
     return {key: value for key, value in hf_config.items() if key != KEY}
 
 
 def value_head_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of its parameters; every tensor-parallel rank has them whole. Empty without it."""
+    """Returns canonical name -> shape of the head's parameters, which every tensor-parallel rank has whole; empty for a
+    model without it."""
     if not hf_config.get(KEY):
         return {}
     hidden = hf_config["hidden_size"]

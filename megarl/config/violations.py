@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words: the key, the value, where it was given, and the remedy."""
+"""Violations of a configuration, in words: the key, the value, where it was given, and the remedy."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _EXPECTED = {
     "string_type": "text",
     "too_short": "a list that is not empty",
 }
-"""pydantic's error type -> what the schema wants."""
+"""Values that the schema expects, by pydantic's type of the error."""
 
 
 def describe(error: ValidationError, document: Document, file: str) -> list[str]:
-    """One line per violation; the keys that a place lacks together in one."""
+    """Returns one line per violation, and one line for all keys that a place lacks."""
     lines: list[str] = []
     missing: dict[str, list[Key]] = {}
     for detail in error.errors():
@@ -82,7 +82,7 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
 
 
 def _leaves(key: Key, value: Any) -> Iterator[Key]:
-    """The keys below an unknown one that hold values, or it itself: what the user meant is told by the last name."""
+    """Yields the keys below an unknown one that hold values, or the key itself: the last name tells what was meant."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves((*key, name), inner)

@@ -40,8 +40,8 @@ GIVEN: dict[EngineSection, dict[str, str | None]] = {
         "pooler_config": None,
     },
 }
-"""Of each section that has a vllm_overrides: argument -> the key that it follows from; None: it has no key, as
-sampling, scores and refits are right with megarl's value alone."""
+"""Arguments that follow from keys, for each section that has a vllm_overrides: argument -> its key. None: it has no
+key, as sampling, scores and refits are right with megarl's value alone."""
 
 ADJUSTABLE = frozenset(
     {
@@ -53,12 +53,12 @@ ADJUSTABLE = frozenset(
         "max_num_batched_tokens",
     }
 )
-"""What megarl gives too, and vllm_overrides may change, unless it is GIVEN in that section."""
+"""Arguments that megarl gives too, and vllm_overrides may change, unless they are GIVEN in that section."""
 
 REFITTABLE: dict[str, tuple[Any, str]] = {
     "expert_placement_strategy": ("linear", "a refit writes a rank's experts as a run of consecutive ones"),
     "enable_eplb": (False, "experts would move between ranks, and a refit writes them where they were"),
     "offload_group_size": (0, "a layer's parameters would be read from copies that a refit does not reach"),
 }
-"""Of rollout.vllm_overrides: argument -> the value with which a refit's weights come where vLLM reads them, and
-what others make of them. The start would not notice: parameters have the same names and shapes."""
+"""Arguments in rollout.vllm_overrides -> the value with which a refit's weights come where vLLM reads them, and the
+effect of others. The start would not notice: parameters have the same names and shapes."""

@@ -1,1 +1,1 @@
-"""What every room imports: the types that travel between rooms, metrics, the device, timing, files."""
+"""Modules that every room imports: the types that travel between rooms, metrics, the device, timing, files."""

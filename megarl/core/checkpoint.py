@@ -27,7 +27,7 @@ class FileRecord:
 
 
 def seal(file: Path, checkpoint: Path) -> FileRecord:
-    """Waits until the file is on the disk, and reads it back."""
+    """Waits until the file is on the disk, and returns its record, read back from there."""
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -36,7 +36,7 @@ def seal(file: Path, checkpoint: Path) -> FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint. state: what the driver needs to go on, as JSON."""
+    """A complete checkpoint. state: the driver's state, from which a run goes on, as JSON values."""
 
     path: Path
     step: int
@@ -45,7 +45,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Raises ValueError that names what is missing or damaged, as far as sizes tell, and the checkpoint before."""
+        """Reads a checkpoint's manifest. Raises ValueError that names what is missing or damaged, as far as sizes tell,
+        and the checkpoint before."""
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             content = manifest["content"]
@@ -67,7 +68,8 @@ class Checkpoint:
         return sum(record.num_bytes for record in self.files)
 
     def verify(self, files: Iterable[FileRecord]) -> None:
-        """Reads these files of it. Raises ValueError that names the first one that is not what was written."""
+        """Reads these files of the checkpoint. Raises ValueError that names the first that differs from what was
+        written."""
         for record in files:
             self._check_size(record)
             with (self.path / record.path).open("rb") as stream:
@@ -90,7 +92,8 @@ class Checkpoint:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder is one, whole or damaged: other folders, a run's own too, may have files of that name."""
+    """Returns whether the folder is a checkpoint, whole or damaged: other folders, a run's too, may have a file of the
+    manifest's name."""
     try:
         return "content" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -100,7 +103,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def write_manifest(folder: Path, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> None:
-    """Makes a checkpoint of a folder, as `Checkpoint.open` reads it. files: all that are in it, already on the disk."""
+    """Makes a checkpoint of a folder, for `Checkpoint.open` to read. files: all files in it, already on the disk."""
     content = {"step": step, "state": state, "files": [asdict(record) for record in files]}
     write_synced(folder / MANIFEST, json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n")
 

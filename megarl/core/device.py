@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 
 HOST_BACKEND = "gloo"
-"""torch.distributed's backend for what ranks exchange between their host memories, on any device."""
+"""torch.distributed's backend for exchanges between the ranks' host memories, on any device."""
 
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: locked for all of the process's devices."""
+"""cudaHostRegisterPortable, which locks memory for all of the process's devices."""
 
 
 def on_cuda() -> bool:
@@ -21,42 +21,42 @@ def on_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this process: of the GPUs that it sees, the first."""
+    """Returns the device of this process: the first of the GPUs that it sees, else the CPU."""
     return torch.device("cuda", 0) if on_cuda() else torch.device("cpu")
 
 
 def num_gpus() -> int:
-    """Of this machine, as far as this process may use them."""
+    """Returns the number of this machine's GPUs that this process may use."""
     return torch.cuda.device_count() if on_cuda() else 0
 
 
 def memory_bytes(gpu: int) -> int:
-    """Of a GPU, by its number in this process."""
+    """Returns the memory of a GPU, by its number in this process."""
     return torch.cuda.get_device_properties(gpu).total_memory
 
 
 def uuid(gpu: int) -> str:
-    """Of a GPU, by its number in this process: the same in every process."""
+    """Returns the identity of a GPU, the same in every process. gpu: its number in this process."""
     return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
 def memory_transport() -> Literal["shared_memory", "cuda_ipc"]:
-    """How a process reads weights of another one on the same machine."""
+    """Returns how a process reads weights of another one on the same machine."""
     return "cuda_ipc" if on_cuda() else "shared_memory"
 
 
 def backend() -> str:
-    """torch.distributed's backend for collectives between trainer ranks."""
+    """Returns torch.distributed's backend for collectives between trainer ranks."""
     return "nccl" if on_cuda() else "gloo"
 
 
 def capability() -> tuple[int, int]:
-    """The device's CUDA compute capability, (0, 0) on CPU."""
+    """Returns the device's CUDA compute capability, (0, 0) on CPU."""
     return torch.cuda.get_device_capability(device()) if on_cuda() else (0, 0)
 
 
 def claim(threads: int | None) -> None:
-    """Makes the device the process's current one; on CPU, sets the number of threads of its operators."""
+    """Makes the device the process's current one; on CPU, sets the number of threads of the operators."""
     if on_cuda():
         torch.cuda.set_device(device())
     elif threads is not None:
@@ -64,13 +64,13 @@ def claim(threads: int | None) -> None:
 
 
 def synchronize(which: torch.device | None = None) -> None:
-    """Waits until the device has done what it was asked to. None: the process's current one."""
+    """Waits until the device has done what it was asked to. which: None takes the process's current one."""
     if on_cuda():
         torch.cuda.synchronize(which)
 
 
 def random_state() -> torch.Tensor | None:
-    """Of the device's generator; None where that is torch's own."""
+    """Returns the state of the device's generator; None on CPU, whose generator is torch's own."""
     return torch.cuda.get_rng_state() if on_cuda() else None
 
 
@@ -80,15 +80,15 @@ def set_random_state(state: torch.Tensor | None) -> None:
 
 
 def release_cache() -> None:
-    """Gives memory that torch keeps, for reuse or for other processes that read it until now, back to the device."""
+    """Gives back to the device the memory that torch keeps for reuse, or kept for other processes that read it."""
     if on_cuda():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 
 def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory that the device copies to and from at full speed: page-locked where there is a device of its own, for
-    as long as what is returned lives. Raises RuntimeError where that cannot be."""
+    """Returns host memory that the device copies to and from at full speed: page-locked on CUDA, for as long as the
+    tensor lives. Raises RuntimeError where it cannot be locked."""
     if not on_cuda() or tensor.nbytes == 0:
         return torch.empty_like(tensor, device="cpu")
     # torch's own allocator locks the next power of two, and keeps it. Pages are locked as a whole, so these are shared

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 Progress = Callable[[str, int, int], None]
-"""Told what has just been done ("checked", "written", "verified"), of how many bytes, and how many there are in all."""
+"""A function that is called with what has just been done ("checked", "written", "verified"), to how many bytes, and how
+many there are in all."""
 
 
 def no_progress(done: str, num_bytes: int, total: int) -> None:
@@ -20,8 +21,8 @@ def no_progress(done: str, num_bytes: int, total: int) -> None:
 
 @contextmanager
 def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Gives a hidden folder beside it to write into, which gets its name at the end, when all of it is on the disk.
-    After an error nothing is left of it. For what is asked of `out` see require_room.
+    """Gives a hidden folder beside `out` to write into, which becomes `out` at the end, when all of it is on the disk.
+    After an error nothing is left of it. Raises ValueError as require_room does.
     """
     require_room(out, num_bytes)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
@@ -57,7 +58,7 @@ def sync(path: Path) -> None:
 
 
 def number_in(name: str, pattern: str) -> int | None:
-    """The n whose pattern.format(n) is the name, None if there is none. pattern: such as step_{:06d}."""
+    """Returns the n whose pattern.format(n) is the name, None if there is none. pattern: such as step_{:06d}."""
     before, after = re.split(r"{.*}", pattern)
     digits = name.removeprefix(before).removesuffix(after)
     number = int(digits) if re.fullmatch(r"[0-9]+", digits) else None
@@ -65,7 +66,7 @@ def number_in(name: str, pattern: str) -> int | None:
 
 
 def numbered(folder: Path, pattern: str) -> dict[int, Path]:
-    """The entries with such names, by ascending number; what else is in the folder is somebody else's."""
+    """Returns the folder's entries with such names, by ascending number; other entries are somebody else's."""
     found = {number_in(path.name, pattern): path for path in folder.glob("*")}
     found.pop(None, None)
     return dict(sorted(found.items()))

@@ -11,7 +11,7 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A value, the weight that it has in a mean (tokens, samples …; unused by the others), and its reduction."""
+    """A value, its reduction, and its weight in a mean (tokens, samples …; unused by other reductions)."""
 
     value: float
     weight: float = 1.0
@@ -29,16 +29,16 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combines the metrics of a step's updates as `merge` does, but for sums, such as the loss: each is over a whole
-    update, and the step has their mean."""
-    return merge({name: _of_one_update(metric) for name, metric in update.items()} for update in updates)
+    """Combines the metrics of a step's updates as `merge` does, but for sums, such as the loss: each is a sum over a
+    whole update, and the step has the mean of the updates'."""
+    return merge({name: _as_mean(metric) for name, metric in update.items()} for update in updates)
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def _of_one_update(metric: Metric) -> Metric:
+def _as_mean(metric: Metric) -> Metric:
     return replace(metric, weight=1.0, reduction="mean") if metric.reduction == "sum" else metric
 
 

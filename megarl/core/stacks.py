@@ -1,4 +1,4 @@
-"""The Python stacks of a process, whatever it is busy with: for another one that has waited for it too long."""
+"""The Python stacks of a process, whatever it is busy with, for another process that has waited for it too long."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ SIGNAL = signal.SIGUSR2
 
 
 def write_on_request() -> None:
-    """From now on this process answers SIGNAL with the stacks of all its threads on its standard error."""
+    """Makes this process answer SIGNAL, from now on, with the stacks of all its threads on its standard error."""
     faulthandler.register(SIGNAL, all_threads=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Phases may recur; their times add up. The step runs from construction on."""
+    """A clock of a step's phases, which may recur and whose times add up. The step runs from construction on."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -21,6 +21,6 @@ class Stopwatch:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """time/PHASE for each phase, and time/step, in seconds."""
+        """Returns time/PHASE for each phase, and time/step, in seconds."""
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         return {**times, "time/step": time.perf_counter() - self._start}

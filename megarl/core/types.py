@@ -1,4 +1,4 @@
-"""What travels between the rooms: prompts, samples and packed token batches.
+"""The types that travel between rooms: prompts, samples and packed token batches.
 
 Prompts and samples hold their tokens as numpy arrays that nobody can write, so that the reward process and the data
 room handle them without torch, and processes of one machine read them where Ray has put them. A `TokenBatch` holds
@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class _HoldsArrays:
-    """Equality of dataclasses some of whose fields are arrays."""
+    """A base of dataclasses some of whose fields are arrays: their equality, and read-only fields."""
 
     __slots__ = ()
 
@@ -48,9 +48,9 @@ class Prompt(_HoldsArrays):
 
     id         unique within the data set, stable over runs with the same seed
     text       what `token_ids` decode to, special tokens included
-    token_ids  int32 [P]; given as any sequence
-    messages   the conversation that it continues, each message with its role and content
-    answer     what the rewards compare with (None if they need nothing)
+    token_ids  int32 [P], which may be given as any sequence
+    messages   the conversation that the prompt continues, each message with its role and content
+    answer     the reference that rewards compare with (None if they need none)
     """
 
     id: str
@@ -79,11 +79,11 @@ class VersionRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateIds(_HoldsArrays):
-    """For each of R response tokens those that the engine kept when it truncated the distribution that it sampled from,
-    none for a token of which it kept all.
+    """The candidates of each of R response tokens: the tokens that the engine kept when it truncated the distribution
+    that it sampled from; none where it kept the whole vocabulary.
 
-    ids       int32: those of all tokens, one token after the other
-    offsets   int32 [R + 1]: those of token t are ids[offsets[t] : offsets[t + 1]]
+    ids       int32, the candidates of all tokens, one token after the other
+    offsets   int32 [R + 1]: the candidates of token t are ids[offsets[t] : offsets[t + 1]]
     """
 
     ids: NDArray[np.int32]
@@ -101,7 +101,7 @@ class CandidateIds(_HoldsArrays):
 
     @classmethod
     def none(cls, num_tokens: int) -> CandidateIds:
-        """Of a response of which the engine kept all tokens wherever it sampled."""
+        """Returns the candidates of a response for which the engine kept the whole vocabulary at every token."""
         return cls(np.empty(0, np.int32), np.zeros(num_tokens + 1, np.int32))
 
     def __reduce__(self) -> tuple:
@@ -121,12 +121,12 @@ class Sample(_HoldsArrays):
     Arrays may be given as any sequences. Pickled, a response costs 8.2 bytes a token beside its text: flags travel as
     bits.
 
-    response_ids        int32 [R], as sampled; text is never tokenised again
+    response_ids        int32 [R], the ids that were sampled; text is never tokenised again
     response_logprobs   float32 [R]: log-probabilities under the rollout_logprobs policy, at the sampling temperature
     response_mask       bool [R]: True for a token that the policy produced and that is trained on
     versions            runs of weight versions, whose counts sum to R
-    text                the decoded response, special tokens left out: what rewards read
-    candidate_ids       None if the engine kept all tokens wherever it sampled
+    text                the decoded response that rewards read, special tokens left out
+    candidate_ids       None if the engine kept the whole vocabulary at every token
     """
 
     id: str
@@ -162,12 +162,12 @@ class Sample(_HoldsArrays):
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """int32 [P + R]: prompt and response."""
+        """The token ids of prompt and response, int32 [P + R]."""
         return np.concatenate((self.prompt.token_ids, self.response_ids))
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens together."""
+        """The number of prompt and response tokens together."""
         return len(self.prompt.token_ids) + len(self.response_ids)
 
 
@@ -180,7 +180,7 @@ def _unpack_sample(
 
 @dataclass(frozen=True, slots=True)
 class SampleInfo:
-    """What the driver knows of a sample: numbers and names, never its tokens."""
+    """The driver's knowledge of a sample: numbers and names, never its tokens."""
 
     id: str
     prompt_id: str
@@ -211,8 +211,8 @@ class SampleInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenTotals:
-    """Of the rewards that a sample's tokens have one by one: how many there are, their sum, and that of their squares.
-    A token that has none is not counted; one that has several, from several models, is counted with each."""
+    """Number, sum and sum of squares of the rewards that a sample's tokens have one by one. A token without a reward is
+    not counted; a token with rewards from several models is counted once for each."""
 
     count: int = 0
     total: float = 0.0
@@ -231,12 +231,12 @@ NO_TOTALS = TokenTotals()
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the rewards say of one sample: either a value, or why there is none. A failure is not a zero.
+    """The result of the rewards for one sample: either a value, or why there is none. A failure is not a zero.
 
     value      the weighted sum of the parts; None if any part failed
     parts      reward function name -> its own value
     failure    None, or one line that names the reward function and the error
-    token_reward_totals  the part of the value that its tokens are rewarded with one by one
+    token_reward_totals  the part of the value that the tokens have as rewards one by one
     """
 
     value: float | None
@@ -247,7 +247,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a sample's rewards are compared with: advantage = (reward − center) / scale.
+    """The baseline of a sample's rewards: advantage = (reward − center) / scale.
 
     token_center, token_scale   the same for rewards of single tokens, where each is compared by itself
     """
@@ -263,10 +263,10 @@ NO_BASELINE = Baseline()
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """A sample with what is handed out beside it.
+    """A sample with the scalars and scores that are dispatched with it.
 
     weight             one trained token's share of the update's loss
-    scores             what other models say of its response tokens: name as in TokenBatch -> float32 [R]
+    scores             other models' scores of its response tokens: name as in TokenBatch -> float32 [R]
     imitation_weight   one trained token's share of the update's loss of positive examples
     """
 
@@ -293,7 +293,7 @@ ROW_FIELDS = (
     ),
     *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "candidate_ids"),
 )
-"""Fields of a TokenBatch with one element per row, or K."""
+"""The fields of a TokenBatch with one element per row, or K."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,9 +314,9 @@ class TokenBatch:
     rollout_logprobs         float32 [N]    log-prob under the rollout_logprobs policy
     mask              bool [N]       False for response tokens that are not trained on
     weight            float32 [N]    share of the update's loss, 0 where the mask is False
-    reward            float64 [S]    per sample
-    baseline          float64 [S]    advantage = (reward − baseline) / scale: in float32 few digits would be left of it
-                                     where large rewards differ little
+    reward            float64 [S]    reward of each sample
+    baseline          float64 [S]    advantage = (reward − baseline) / scale; float64, because where large rewards
+                                     differ little few digits would be left in float32
     scale             float64 [S]
     token_baseline    float32 [S]    the same for rewards of single tokens
     token_scale       float32 [S]
@@ -324,16 +324,17 @@ class TokenBatch:
     reference         float32 [N]    log-prob under the reference; None: no term reads it
     values            float32 [N]    the critic's value of the state in which each target was sampled, from the start of
                                      the step; None: there is no critic
-    implicit_reward   float32 [N]    an implicit reward model's for each token, beside the sample's; None: there is none
-    process_reward    float32 [N]    a reward model's for each token, and those of turns, which `reward` then does not
-                                     contain; None: there are none
+    implicit_reward   float32 [N]    an implicit reward model's reward of each token, beside the sample's; None: there
+                                     is none
+    process_reward    float32 [N]    a reward model's reward of each token, and the rewards of turns, which `reward`
+                                     then does not contain; None: there are none
     kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: it is no reward
     advantage         float32 [N]    None: not estimated yet
-    returns           float32 [N]    what the critic learns; None: not estimated yet, or there is no critic
+    returns           float32 [N]    the critic's targets; None: not estimated yet, or there is no critic
     selected          bool [N]       tokens that the objective treats apart; None: it does not
     imitation_weight  float32 [N]    share of the update's loss of positive examples; None: nobody reads it
-    candidate_ids     int64 [N, K]   the tokens that the engine sampled from, −1 for none; a row of nothing else: all of
-                                     them; None: every row is such
+    candidate_ids     int64 [N, K]   the tokens that the engine sampled from, padded with −1; a row of −1 alone stands
+                                     for the whole vocabulary; None: every row does
     """
 
     tokens: torch.Tensor
@@ -369,11 +370,12 @@ class TokenBatch:
 
     @property
     def in_loss(self) -> torch.Tensor:
-        """bool [N]: False for tokens that are not trained on, and for those of samples that the loss leaves out."""
+        """Whether each row is in the loss, bool [N]: False for tokens that are not trained on, and for those of samples
+        that the loss leaves out."""
         return self.weight > 0
 
     def take_rows(self, numbers: torch.Tensor) -> TokenBatch:
-        """The batch with the fields of these rows only (int64 [n])."""
+        """Returns the batch with the fields of these rows (int64 [n]) only."""
         kept = {name: getattr(self, name) for name in ROW_FIELDS}
         return replace(self, **{name: None if value is None else value[numbers] for name, value in kept.items()})
 

@@ -1,4 +1,4 @@
-"""Advantages of an update's microbatches, where the tokens are: before the first of them is trained on."""
+"""Advantages of an update's microbatches, computed on the ranks of their tokens before the first is trained on."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from megarl.core.types import TokenBatch
 
 
 def with_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """The microbatches of this rank with their advantage; with a critic also their returns, which it learns.
+    """Returns the microbatches of this rank with their advantages; with a critic also their returns, which it learns.
 
     Whitening has a collective over the data-parallel ranks: all of them call this.
     """
     config = algorithm.advantage
     estimate = _estimate_tokens if isinstance(config.spec, TokenEstimator) else _estimate_samples
     estimated = [estimate(config, batch) for batch in batches]
-    return _whitened(config, estimated) if config.option("whiten") else estimated
+    return _whiten(config, estimated) if config.option("whiten") else estimated
 
 
 def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
-    """The sample's reward against its baseline; rewards of single tokens are part of it (credit=whole), or are compared
-    by themselves and count for what led to them. The KL, too, is one or the other."""
+    """Compares the sample's reward with its baseline. Rewards of single tokens are part of it (credit=whole), or are
+    compared by themselves and count for the tokens up to theirs (credit=to_go). So is the KL."""
     reward, rows = batch.reward, batch.row_sample
     token_rewards = torch.zeros_like(batch.rollout_logprobs)
-    for given in (batch.implicit_reward, batch.process_reward):
-        if given is None:
+    for rewards in (batch.implicit_reward, batch.process_reward):
+        if rewards is None:
             continue
         if config.credits_to_go:
-            compared = token_advantages(given, rows, batch.token_baseline, batch.token_scale)
+            compared = token_advantages(rewards, rows, batch.token_baseline, batch.token_scale)
             token_rewards = token_rewards + compared
         else:
-            reward = reward + _sample_sums(batch, given.nan_to_num(nan=0.0))
+            reward = reward + _sample_sums(batch, rewards.nan_to_num(nan=0.0))
     if batch.kl_reward is not None and config.credits_to_go:
         token_rewards = token_rewards + batch.kl_reward / batch.scale.float()[rows]
     elif batch.kl_reward is not None:
@@ -51,7 +51,8 @@ def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
 
 
 def _estimate_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
-    """All rewards of tokens, the sample's on its last one; with a critic, its values."""
+    """Estimates advantages from all rewards of tokens, the sample's on its last one, and with a critic from its
+    values."""
     reward, spec = _token_rewards(batch), config.spec
     value = {}
     if spec.comparison == "values":
@@ -62,11 +63,11 @@ def _estimate_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
 
 
 def _token_rewards(batch: TokenBatch) -> torch.Tensor:
-    """float32 [N]: all rewards, the sample's on its last trained token."""
+    """Returns all rewards of tokens, float32 [N], the sample's on its last trained token."""
     reward = at_last_token(batch.reward.float(), batch.mask, batch.row_sample)
-    for given in (batch.implicit_reward, batch.process_reward, batch.kl_reward):
-        if given is not None:
-            reward = reward + given.nan_to_num(nan=0.0)
+    for rewards in (batch.implicit_reward, batch.process_reward, batch.kl_reward):
+        if rewards is not None:
+            reward = reward + rewards.nan_to_num(nan=0.0)
     return reward
 
 
@@ -74,7 +75,7 @@ def _sample_sums(batch: TokenBatch, token_rewards: torch.Tensor) -> torch.Tensor
     return sum_of_sample(token_rewards, batch.mask, batch.row_sample, len(batch.reward))
 
 
-def _whitened(config: Advantage, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+def _whiten(config: Advantage, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
     every = torch.cat([batch.advantage[batch.in_loss] for batch in batches]).double()
     moments = torch.stack((torch.tensor(len(every)).to(every), every.sum(), every.square().sum()))
     dist.all_reduce(moments, group=parallel_state.get_data_parallel_group())

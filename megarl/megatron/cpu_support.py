@@ -1,4 +1,4 @@
-"""Lets megatron-core run on CPU with gloo.
+"""Patches that let megatron-core run on CPU with gloo.
 
 Megatron-core spells out CUDA in three ways: it asks torch.cuda for the current device, it calls torch.cuda functions
 that only raise without a GPU, and it has device literals in function bodies. Each patch below answers one of these.
@@ -16,7 +16,7 @@ import megatron.core
 import torch
 from packaging.version import Version
 
-# module:function in which a constant names the CUDA device ("cuda", or the type "torch.cuda.FloatTensor").
+# Each module:function has a constant that names the CUDA device ("cuda", or the type "torch.cuda.FloatTensor").
 DEVICE_LITERALS = (
     "pipeline_parallel.schedules:forward_backward_no_pipelining",
     "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
@@ -31,7 +31,7 @@ DEVICE_LITERALS = (
     "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
     "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange",
 )
-# Those that only newer versions have: since which one, and where.
+# Literals that only newer versions have: the first such version, and the place.
 NEWER_DEVICE_LITERALS = (("0.19", "optimizer.optimizer:MegatronOptimizer.has_grad_norm_group"),)
 
 _installed = False
@@ -57,20 +57,22 @@ def install() -> None:
 
 
 def device_queries() -> None:
-    """Buffers are allocated on torch.cuda.current_device(); pipeline communication synchronises with the device, and
-    since megatron-core 0.19 the reduction of gradients asks for a stream, which it needs for CUDA graphs alone."""
+    """Answers queries of the device. Buffers are allocated on torch.cuda.current_device(); pipeline communication
+    synchronises with the device, and since megatron-core 0.19 the reduction of gradients asks for a stream, which it
+    needs for CUDA graphs alone."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: None
 
 
 def tensor_moves() -> None:
-    """Tied embeddings under pipeline parallelism call tensor.cuda() on their weight."""
+    """Makes tensor.cuda() return the tensor: tied embeddings under pipeline parallelism call it on their weight."""
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
 def random_state() -> None:
-    """The tensor-parallel RNG tracker swaps CUDA generator states; on CPU, dropout draws from the CPU generator."""
+    """Takes the CPU generator in place of CUDA's, whose states the tensor-parallel RNG tracker swaps: on CPU, dropout
+    draws from the CPU generator."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -94,8 +96,9 @@ def device_literals() -> None:
 
 
 def uneven_collectives() -> None:
-    """Sharded experts gather and scatter as many tokens as the router sent to each rank; gloo's ranks all need the
-    same number. Gathering pads to the largest, scattering sums everything and keeps the own part."""
+    """Replaces collectives of unequal parts. Sharded experts gather and scatter as many tokens as the router sent to
+    each rank; gloo's ranks all need the same number. Gathering pads to the largest, scattering sums everything and
+    keeps this rank's part."""
     from megatron.core.tensor_parallel import mappings
 
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -120,8 +123,8 @@ def uneven_collectives() -> None:
 
 
 def lone_ranks() -> None:
-    """A rank that shares the optimizer with nobody has all gradients and parameters in its buffers already. There gloo,
-    unlike NCCL, copies whole buffers to new memory and back."""
+    """Skips collectives of groups of one. A rank that shares the optimizer with nobody has all gradients and parameters
+    in its buffers already, where gloo, unlike NCCL, would copy whole buffers to new memory and back."""
     from megatron.core.distributed import param_and_grad_buffer
 
     def unless_alone(collective: Callable) -> Callable:
@@ -135,7 +138,8 @@ def lone_ranks() -> None:
 
 
 def rotary_shares() -> None:
-    """A context-parallel rank's share of the rotary angles is picked by an index in pinned memory."""
+    """Replaces the choice of a context-parallel rank's share of the rotary angles, which uses an index in pinned
+    memory."""
     from megatron.core.models.common.embeddings import rope_utils
 
     def share(pos_emb, seq_dim, cp_group):
@@ -147,8 +151,10 @@ def rotary_shares() -> None:
 
 
 def expert_dispatch() -> None:
-    """The all-to-all dispatcher makes a CUDA stream, and copies on it the sizes that the host needs: here they are on
-    the host, and only the conversion to numpy is left."""
+    """Replaces the copies of the all-to-all dispatcher, which makes a CUDA stream and copies on it the sizes that the
+    host
+
+    needs: here they are on the host, and only the conversion to numpy is left."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def on_host(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Losses: the scalar that a microbatch is trained on, from what the head gives for its rows."""
+"""Losses: the scalar that a microbatch is trained on, from the head's output for its rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megarl.megatron.context_parallel import sum_over_ranks
 from megarl.megatron.metric_sums import Sums, largest, mean, total
 
 Loss = Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]]
-"""(batch, scored) -> Σ w·ℓ over the microbatch, and its metrics. scored: float32 [N, columns of the head]."""
+"""A loss: (batch, scored) -> Σ w·ℓ over the microbatch, and its metrics. scored: float32 [N, columns of the head]."""
 
 
 def policy_loss(
     algorithm: Algorithm, kl_coefficient: float, batch: TokenBatch, scored: torch.Tensor
 ) -> tuple[torch.Tensor, Sums]:
-    """The actor's. kl_coefficient: of this step. scored: log-prob and entropy of each row, and its value where the
-    critic is a head on the actor."""
+    """Returns the actor's loss and metrics. kl_coefficient: the coefficient of this step. scored: log-prob and entropy
+    of each row, and its value where the critic is a head on the actor."""
     assert batch.advantage is not None, "the batch has no advantages"
     log_prob, entropy = scored[:, 0], scored[:, 1]
     old = _old(algorithm.correction, batch, log_prob)
@@ -62,8 +62,8 @@ def policy_loss(
 
 
 def _kl(config: KL, batch: TokenBatch, log_prob: torch.Tensor, samples: SampleSegments) -> torch.Tensor:
-    """Per token, or per sample at each of its tokens. In a reward it is that of the policy at the start of the step,
-    however far the updates have moved it since."""
+    """Returns the KL estimate of each token, or of its sample at each of its tokens. In a reward it is the KL of the
+    policy at the start of the step, however far the updates have moved it since."""
     if config.placement == "reward":
         assert batch.old is not None, "the batch has no old log-probs"
         log_prob = batch.old
@@ -72,8 +72,8 @@ def _kl(config: KL, batch: TokenBatch, log_prob: torch.Tensor, samples: SampleSe
 
 
 def _old(config: Correction, batch: TokenBatch, log_prob: torch.Tensor) -> torch.Tensor:
-    """Without a pass for it, because there is one update a step, the old policy is the current one: the ratio is 1, and
-    its gradient that of log_prob."""
+    """Returns the old policy's log-probs. Without a pass for them, because there is one update a step, the old policy
+    is the current one: the ratio is 1, and its gradient that of log_prob."""
     old = batch.rollout_logprobs if config.old == "rollout" else batch.old
     return log_prob.detach() if old is None else _at_trained(batch, old, log_prob)
 
@@ -93,13 +93,13 @@ def _correction(
 
 
 def _at_trained(batch: TokenBatch, other: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
-    """Another policy's log-probs, for trained tokens. What nobody sampled may be far from it: a weight of 0 would not
-    keep an infinite ratio out of the loss."""
+    """Returns another policy's log-probs for trained tokens, and this one's for the others. Tokens that nobody sampled
+    may have very different log-probs, and a weight of 0 would not keep an infinite ratio out of the loss."""
     return torch.where(batch.mask, other, log_prob.detach())
 
 
 def value_loss(config: Value, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """The critic's. scored: the value of each row, [N, 1]."""
+    """Returns the critic's loss and metrics. scored: the value of each row, [N, 1]."""
     assert batch.values is not None and batch.returns is not None, "the batch has no returns"
     [value] = scored.unbind(-1)
     error = squared_error(value, batch.values, batch.returns, config.clip)
@@ -114,7 +114,8 @@ def value_loss(config: Value, batch: TokenBatch, scored: torch.Tensor) -> tuple[
 
 
 def implicit_reward_loss(config: ImplicitReward, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """The implicit reward model's, on whole samples: mean over the update's samples. scored: log-prob and entropy."""
+    """Returns the implicit reward model's loss and metrics: a mean over the update's samples. scored: log-prob and
+    entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
     samples = _sample_segments(batch)
     reward = samples.of_each(implicit_reward.token_reward(scored[:, 0], batch.reference, config.beta))
@@ -130,7 +131,7 @@ def implicit_reward_loss(config: ImplicitReward, batch: TokenBatch, scored: torc
 
 
 def imitation_loss(objective: Objective, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """Of what the assistant says. scored: log-prob and entropy."""
+    """Returns loss and metrics of imitating the assistant's tokens. scored: log-prob and entropy."""
     log_prob, entropy = scored[:, 0], scored[:, 1]
     loss = (batch.weight * objective.spec.loss(log_prob)).sum()
     return loss, {
@@ -141,7 +142,8 @@ def imitation_loss(objective: Objective, batch: TokenBatch, scored: torch.Tensor
 
 
 def reward_model_loss(objective: Objective, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """Of pairs of samples, in each of which one token is trained on: its score is the sample's. scored: [N, 1]."""
+    """Returns a reward model's loss and metrics on pairs of samples. One token of each sample is trained on, and its
+    score is the sample's. scored: [N, 1]."""
     samples = _sample_segments(batch)
     return _pair_loss(objective, batch, samples, samples.of_each(scored[:, 0]), "reward_model")
 
@@ -149,8 +151,8 @@ def reward_model_loss(objective: Objective, batch: TokenBatch, scored: torch.Ten
 def preference_loss(
     objective: Objective, sampled: bool, batch: TokenBatch, scored: torch.Tensor
 ) -> tuple[torch.Tensor, Sums]:
-    """Of pairs of samples, whose rewards are their log-ratios to the reference. sampled: whether engines have sampled
-    them. scored: log-prob and entropy."""
+    """Returns loss and metrics of pairs of samples, whose rewards are their log-ratios to the reference. sampled:
+    whether engines have sampled them. scored: log-prob and entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
     samples, log_prob, entropy = _sample_segments(batch), scored[:, 0], scored[:, 1]
     log_ratio = samples.of_each(log_prob - _at_trained(batch, batch.reference, log_prob))
@@ -164,8 +166,8 @@ def preference_loss(
 def _pair_loss(
     objective: Objective, batch: TokenBatch, samples: SampleSegments, rewards: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, Sums]:
-    """Mean over the update's pairs, whose samples stand two by two, the better one first. rewards: float32 [S], by the
-    model; name: of the metric."""
+    """Returns loss and metrics of an update's pairs, whose samples stand two by two, the better one first: a mean over
+    the pairs. rewards: the model's, float32 [S]. name: the first part of the loss metric's name."""
     margin = margins(rewards)
     weight = _sample_weight(batch, samples).view(-1, 2).sum(-1)
     losses = objective.spec.loss(margin, **objective.options(objective.spec.arguments))
@@ -187,17 +189,18 @@ def _sample_segments(batch: TokenBatch) -> SampleSegments:
 
 
 def _sample_weight(batch: TokenBatch, samples: SampleSegments) -> torch.Tensor:
-    """float32 [S]: that of each of its trained tokens, which is the same."""
+    """Returns each sample's weight, float32 [S], which is the weight of each of its trained tokens."""
     return samples.total(batch.weight) / samples.count.clamp(min=1)
 
 
 def _whole_loss(loss: torch.Tensor) -> tuple[torch.Tensor, None, str]:
-    """Of whole samples: every context-parallel rank has computed it, and reports its part."""
+    """Returns the metric of a loss of whole samples: every context-parallel rank has computed all of it, and reports
+    its share."""
     return total(loss / parallel_state.get_context_parallel_world_size())
 
 
 def _correction_metrics(batch: TokenBatch, correction: corrections.Factors) -> Sums:
-    """Without a correction there is nothing to tell."""
+    """Returns metrics of the correction, none without one."""
     sums: Sums = {}
     if correction.weight is not None:
         sums["correction/weight_mean"] = mean(correction.weight, batch.mask)
@@ -210,8 +213,8 @@ def _correction_metrics(batch: TokenBatch, correction: corrections.Factors) -> S
 
 
 def _truncation_metrics(batch: TokenBatch) -> Sums:
-    """How many tokens the engine sampled from, where it told, and how often it took one that it did not list: one as
-    likely as the last of them."""
+    """Returns how many candidate tokens the engine sampled from, where it listed them, and the share of sampled tokens
+    that it did not list: a token as likely as the last of them."""
     if batch.candidate_ids is None:
         return {}
     listed = (batch.candidate_ids >= 0).sum(1)

@@ -1,4 +1,4 @@
-"""Metrics of a microbatch while they are tensors: read only after the last microbatch, so that no microbatch waits."""
+"""Metrics of a microbatch as tensors, which are read only after the last microbatch, so that no microbatch waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from megarl.core.metrics import Metric
 
 Sums = dict[str, tuple[torch.Tensor, torch.Tensor | None, str]]
-"""name -> (value, weight, reduction)."""
+"""Metrics by name: (value, weight, reduction)."""
 
 
 def read(sums: Sums) -> dict[str, Metric]:
@@ -22,7 +22,7 @@ def total(value: torch.Tensor) -> tuple[torch.Tensor, None, str]:
 
 
 def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Mean of the values by their weights, the sum of which is what it counts when microbatches are merged. A mask
+    """Returns the mean of the values by their weights, whose sum is its weight when microbatches are merged. A mask
     makes it the mean over the trained tokens.
 
     weight   bool or float32, 0 or more
@@ -32,5 +32,5 @@ def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def largest(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, None, str]:
-    """Over the trained tokens, 0 without any. values[mask] would have the host wait for its size."""
+    """Returns the maximum over the trained tokens, at least 0. values[mask] would make the host wait for its size."""
     return torch.cat((values.detach().where(mask, 0), values.new_zeros(1))).max(), None, "max"

@@ -1,4 +1,4 @@
-"""Parameters, gradients and the optimizer's state, moved to host memory and back: each on its own, bit by bit."""
+"""Offload of parameters, gradients and the optimizer's state to host memory and back: each on its own, bit by bit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class Offload:
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None = None):
-        """optimizer: None for a model that is not trained, which has parameters only."""
+        """optimizer: the model's optimizer, None for a model that is not trained, which has parameters only."""
         self._chunks, self._optimizer = chunks, optimizer
         self._away: dict[Part, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
         self._hosts: dict[int, torch.Tensor] = {}
-        """Storage -> where its bytes are while it is away."""
+        """Host memory of the bytes of each storage while it is away."""
 
     def move_out(self, part: Part) -> int:
-        """Returns the bytes that this frees on the device. Raises ValueError where the part is published."""
+        """Moves a part to host memory, and returns the bytes that this frees on the device. Raises ValueError where the
+        part is published."""
         assert part not in self._away, f"{part} are away already"
         storages = list(self._storages(part))
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in storages):
@@ -45,7 +46,8 @@ class Offload:
         return num_bytes
 
     def move_in(self, part: Part) -> int:
-        """Returns the bytes that this takes on the device. Does nothing for a part that is there."""
+        """Moves a part back, and returns the bytes that this takes on the device. Does nothing for a part that is
+        there."""
         away = self._away.pop(part, [])
         for storage, host in away:
             storage.resize_(host.numel())
@@ -54,7 +56,7 @@ class Offload:
         return sum(host.numel() for _, host in away)
 
     def _to_host(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Where there is a GPU, to the same memory each time: to lock it takes long."""
+        """Copies a storage to host memory: with a GPU, to the same memory each time, because locking it takes long."""
         source, host = _bytes(storage), self._hosts.get(storage._cdata)
         if host is None or host.numel() != storage.nbytes():
             host = device.host_empty_like(source)
@@ -63,7 +65,8 @@ class Offload:
         return host.copy_(source, non_blocking=True)
 
     def _storages(self, part: Part) -> Iterator[torch.UntypedStorage]:
-        """Each once. Without bfloat16, the optimizer's main weights are views of the parameters, and belong to them."""
+        """Yields each storage of a part once. Without bfloat16, the optimizer's main weights are views of the
+        parameters, and belong to them."""
         tensors: dict[Part, Iterable[torch.Tensor]] = {
             "parameters": chain.from_iterable(chunk.parameters() for chunk in self._chunks),
             "gradients": (buffer.grad_data for buffer in self._buffers()),

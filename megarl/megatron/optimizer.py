@@ -21,7 +21,8 @@ from megarl.megatron.overrides import build, checked, described
 WITHOUT_DECAY = ParamKey(
     name="*.bias", attr="without_decay", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1)
 )
-"""Biases and norms: weight decay would pull them to 0, where a norm lets nothing through. And those that are chosen."""
+"""Parameters without weight decay: the chosen ones, and biases and norms, which it would pull to 0, where a norm lets
+nothing through."""
 
 DEFAULTS = (
     *("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "fp16", "loss_scale", "timers"),
@@ -36,8 +37,9 @@ def build_optimizer(
     dtype: torch.dtype,
     without_decay: Collection[torch.nn.Parameter] = (),
 ) -> MegatronOptimizer:
-    """State in float32, sharded over the data-parallel ranks. Build it after the weights are loaded: under bfloat16
-    it takes its float32 main weights from them.
+    """Builds the optimizer, whose float32 state is sharded over the data-parallel ranks. Call it after the weights are
+
+    loaded: under bfloat16 it takes its float32 main weights from them.
 
     without_decay: parameters without weight decay beside biases and norms
     """
@@ -77,14 +79,15 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Of the next update. Both are set anew for each: a loaded optimizer brings those that it was saved with."""
+    """Sets learning rate and weight decay of the next update. Both are set anew for each update: a loaded optimizer
+    brings those that it was saved with."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def _use_fused_kernel(optimizer: MegatronOptimizer) -> None:
-    """torch's AdamW has a fused kernel for CPU as well as for CUDA: one pass over memory, and no temporary copies of
-    the largest parameter."""
+    """Makes torch's AdamW take its fused kernel, which it has for CPU as well as for CUDA: one pass over memory, and no
+    temporary copies of the largest parameter."""
     for group in optimizer.param_groups:
         group["fused"] = True

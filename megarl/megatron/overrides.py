@@ -1,4 +1,4 @@
-"""megatron_overrides: fields of Megatron's own dataclasses, checked against their names and types."""
+"""The key megatron_overrides: fields of Megatron's own dataclasses, checked against their names and types."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str, str | None]) -> dict[str, Any]:
-    """The fields as the dataclass `target` takes them: names of dtypes and of enum members become these.
+    """Returns the fields for the dataclass `target`, with dtypes and enum members in place of their names.
 
-    key    where they are given, such as actor.megatron_overrides.model
-    ours   fields that follow from keys of our own -> where to set them; None: none, the trainer relies on its value
+    key    the key under which they are given, such as actor.megatron_overrides.model
+    ours   fields that follow from keys of our own -> that key; None: no key, the trainer relies on its value
 
     Raises ValueError for a field that is unknown, one of ours, or of another type.
     """
@@ -43,7 +43,7 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
 
 
 def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
-    """The dataclass. What it refuses of fields that do not go together is a ValueError that names the settings."""
+    """Makes the dataclass. Raises ValueError that names the settings for fields that it refuses."""
     try:
         return target(**fields)
     except (AssertionError, ValueError) as error:
@@ -51,7 +51,8 @@ def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def described(section: str, key: str, extra: Mapping[str, Any]) -> str:
-    """Settings of a section for a message: what is passed through under the key, or the section if that is nothing."""
+    """Returns the settings of a section for a message: the overrides under the key, or the section if there are
+    none."""
     return ", ".join(f"{key}.{name}={value}" for name, value in extra.items()) or section
 
 

@@ -1,4 +1,4 @@
-"""What layout and number format ask of the packs."""
+"""The requirements of layout and number format on packs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _host_group: dist.ProcessGroup | None = None
 
 
 def open_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """The rendezvous of a new process group, on a free port that the operating system chooses."""
+    """Opens the rendezvous of a new process group, on a free port that the operating system chooses."""
     return dist.TCPStore(
         host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -51,7 +51,8 @@ def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_
 
 @contextmanager
 def pretended(layout: Layout, rank: int) -> Iterator[None]:
-    """In a process alone, as if it were this rank of many: groups have ranks and sizes, but nothing communicates."""
+    """Pretends in a single process that it is this rank of many: groups have ranks and sizes, but nothing
+    communicates."""
     cpu_support.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
@@ -67,7 +68,7 @@ def _subdivide(layout: Layout, **options: bool) -> None:
 
 
 def sizes(layout: Layout) -> dict[str, int | None]:
-    """By megatron-core's names."""
+    """Returns the sizes of a layout by megatron-core's names."""
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -79,7 +80,8 @@ def sizes(layout: Layout) -> dict[str, int | None]:
 
 
 def host_group() -> dist.ProcessGroup:
-    """All ranks, over host memory. For a thread beside training: the other groups are training's alone."""
+    """Returns the group of all ranks over host memory, for a thread beside training, which uses the other groups
+    alone."""
     assert _host_group is not None, "before initialize"
     return _host_group
 
@@ -96,7 +98,7 @@ def data_parallel_rank() -> int:
 
 
 def is_first_stage(virtual: int | None) -> bool:
-    """Whether this virtual stage of this rank (None: there are none) is the model's first."""
+    """Returns whether this virtual stage of this rank (None: there are none) is the model's first."""
     return parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=virtual)
 
 
@@ -105,10 +107,12 @@ def is_last_stage(virtual: int | None) -> bool:
 
 
 def reports_metrics() -> bool:
-    """True on one rank of each data-parallel and context-parallel replica: whose loss and metrics speak for it."""
+    """Returns whether this rank's loss and metrics speak for its data-parallel and context-parallel replica: one
+    does."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def returns_results() -> bool:
-    """True on one rank of each data-parallel replica: what it has of all of the replica's rows speaks for it."""
+    """Returns whether this rank's results of all of the replica's rows speak for its data-parallel replica: one
+    does."""
     return reports_metrics() and parallel_state.get_context_parallel_rank() == 0

@@ -1,5 +1,5 @@
-"""What Megatron refuses of the settings of a run's models, as a program of its own: it reads config and models as JSON
-on stdin, and prints a JSON list of lines."""
+"""The program that asks Megatron which settings of a run's models it refuses: it reads config and models as JSON on
+stdin, and prints a JSON list of lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from megarl.megatron.optimizer import optimizer_config
 
 
 def refusals(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> list[str]:
-    """hf_configs: of the models to look at."""
+    """Returns a line for each of Megatron's dataclasses that refuses its settings. hf_configs: the configs of the
+    models, by role."""
     dtype, found = getattr(torch, config.model.dtype), []
     for role, hf_config in hf_configs.items():
         settings = config.placed(role)
@@ -34,5 +35,5 @@ def refusals(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> li
 
 
 if __name__ == "__main__":
-    given = json.load(sys.stdin)
-    print(json.dumps(refusals(Config.model_validate(given["config"]), given["models"])))
+    request = json.load(sys.stdin)
+    print(json.dumps(refusals(Config.model_validate(request["config"]), request["models"])))

@@ -12,20 +12,21 @@ from megarl.core import device
 
 
 def seed(value: int) -> None:
-    """All of them; Megatron's by the rank's place in the layout."""
+    """Seeds all generators; Megatron's follow from the rank's place in the layout, too."""
     random.seed(value)
     torch.manual_seed(value)
     model_parallel_cuda_manual_seed(value)
 
 
 def seed_anew(value: int, num_updates: int) -> None:
-    """For ranks that go on after num_updates in a layout whose states were not saved. The same for every run that goes
-    on from there, and other numbers than at the start."""
+    """Seeds ranks that go on after num_updates in a layout whose states were not saved. The seed is the same for every
+    run that goes on from there, and differs from that of the start."""
     seed(random.Random(f"{value}.{num_updates}").getrandbits(31))
 
 
 def capture() -> dict[str, Any]:
-    """Python's, torch's, the device's, and those that Megatron keeps for tensor-parallel regions."""
+    """Returns the states of Python's, torch's and the device's generator, and those that Megatron keeps for
+    tensor-parallel regions."""
     return {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),

@@ -26,13 +26,13 @@ from megarl.megatron.model.inputs import ModelInput
 def accumulate_gradients(
     chunks: Sequence[DistributedDataParallel], objective: Loss, batches: Sequence[TokenBatch]
 ) -> list[Sums]:
-    """Leaves the gradient of Σ w·ℓ over the microbatches of all ranks in the parameters' main_grad. Returns the
+    """Accumulates the gradient of Σ w·ℓ over the microbatches of all ranks in the parameters' main_grad. Returns the
     objective's metrics of each microbatch on this rank (none before the last stage)."""
     # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks; the product of
     # both is undone here and nowhere else: cp / num_microbatches · 1 / (dp · cp) · (num_microbatches · dp) = 1.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
 
-    def loss_of(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    def compute_loss(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         loss, sums = objective(item.rows, scored[0])
         return scale * loss, sums
 
@@ -40,11 +40,11 @@ def accumulate_gradients(
         chunk.zero_grad_buffer()
         chunk.train()
     with _inputs(batches) as inputs:
-        return get_forward_backward_func()(**_schedule(chunks, batches, inputs, loss_of), forward_only=False)
+        return get_forward_backward_func()(**_schedule(chunks, batches, inputs, compute_loss), forward_only=False)
 
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
-    """One optimizer step. Returns the norm of the gradient before clipping.
+    """Does one optimizer step. Returns the norm of the gradient before clipping.
 
     Raises RuntimeError, on all ranks, for a gradient that is not finite. The weights are lost then.
     """
@@ -58,16 +58,16 @@ def apply_gradients(optimizer: MegatronOptimizer) -> float:
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """After the last update: with overlapped communication, other ranks' parts of the parameters would only be fetched
-    by the next forward pass of an update."""
+    """Completes the parameters after the last update: with overlapped communication, other ranks' parts would only be
+    fetched by the next forward pass of an update."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
 def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-    """What the head gives for the rows of each microbatch, float32 [N, columns]: log-prob and entropy, or scores; on
-    the last stage only (elsewhere an empty list)."""
+    """Returns the head's output for the rows of each microbatch, float32 [N, columns]: log-prob and entropy, or scores.
+    It is on the last stage only, and elsewhere an empty list."""
 
     def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return scored.sum(), item.whole(scored[0])
@@ -79,10 +79,10 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
 
 
 def _schedule(
-    chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], inputs: _Inputs, loss_of: Callable
+    chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], inputs: _Inputs, compute_loss: Callable
 ) -> dict[str, Any]:
-    """The arguments of Megatron's schedule for this layout, which returns what loss_of gives beside the loss, per
-    microbatch."""
+    """Returns the arguments of Megatron's schedule for this layout, which returns the second result of compute_loss for
+    each microbatch."""
 
     def forward_step(iterator: Iterator[ModelInput], chunk: DistributedDataParallel):
         item = next(iterator)
@@ -95,7 +95,7 @@ def _schedule(
             attention_mask=None,
             packed_seq_params=item.attention,
         )
-        return output, partial(loss_of, item)
+        return output, partial(compute_loss, item)
 
     return dict(
         forward_step_func=forward_step,
@@ -115,8 +115,8 @@ def _inputs(batches: Sequence[TokenBatch]) -> Iterator[_Inputs]:
 
 
 class _Inputs:
-    """What the model reads of each microbatch. The thread prepares the next one while this one is computed; it has no
-    collectives. Chunks of a model share them."""
+    """The model's inputs of each microbatch, shared by the chunks of a model. The thread prepares the next one while
+    this one is computed; it has no collectives."""
 
     def __init__(self, batches: Sequence[TokenBatch], thread: Executor):
         self._batches, self._thread = batches, thread

@@ -22,10 +22,11 @@ class WeightSnapshots:
         self._shares: dict[str, float] = {}
 
     def keep(self, name: str, share: float | None = None) -> None:
-        """Copies the live weights, to be used under this name.
+        """Copies the live weights into a snapshot of this name.
 
-        share: what `renew` takes of the live weights, in (0, 1]; None: the set never changes. Below 1 the set is a
-        mean, which is kept in float32: in bfloat16 it would not move by a small share of a small difference.
+        share: the share of the live weights that `renew` takes, in (0, 1]; None: the snapshot never changes. Below 1
+        the snapshot is a mean, which is kept in float32: in bfloat16 it would not move by a small share of a small
+        difference.
         """
         kept = {key: device.host_empty_like(live).copy_(live) for key, live in self._live()}
         self._sets[name] = kept
@@ -34,18 +35,18 @@ class WeightSnapshots:
             self._means[name] = kept if share == 1 else {key: weight.float() for key, weight in kept.items()}
 
     def renew(self, name: str) -> None:
-        """Moves the named weights to the live ones: share · live + (1 − share) · named."""
+        """Moves the named snapshot to the live weights: share · live + (1 − share) · snapshot."""
         for key, live in self._live():
             mean = self._means[name][key]
             mean.lerp_(live.to(mean), self._shares[name])
             self._sets[name][key].copy_(mean)
 
     def state(self) -> dict[str, Weights]:
-        """The sets that change, as they must be saved: by name, not copied."""
+        """Returns the snapshots that change, by name and not copied, as they must be saved."""
         return dict(self._means)
 
     def restore(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Takes the sets of a `state` as they were, bit by bit."""
+        """Restores the snapshots of a `state` bit by bit."""
         for name, weights in state.items():
             for key, mean in self._means[name].items():
                 mean.copy_(weights[key])
@@ -53,8 +54,8 @@ class WeightSnapshots:
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
-        """The model has the named weights inside, and its own again, bit by bit, afterwards. The optimizer's float32
-        main weights stay as they are."""
+        """Gives the model the named snapshot while it is inside, and its own weights back, bit by bit, afterwards. The
+        optimizer's float32 main weights stay unchanged."""
         self._exchange(name)
         try:
             yield
@@ -62,7 +63,8 @@ class WeightSnapshots:
             self._exchange(name)
 
     def _exchange(self, name: str) -> None:
-        """One parameter after the other, so that no more than the largest is on the device twice."""
+        """Exchanges live and named weights, one parameter after the other, so that at most the largest is on the device
+        twice."""
         kept = self._sets[name]
         for key, live in self._live():
             previous = live.clone()

@@ -32,11 +32,11 @@ class Checkpoints:
         return len(self.steps())
 
     def steps(self) -> list[int]:
-        """Of those that are complete, ascending."""
+        """Returns the steps of the complete checkpoints, ascending."""
         return list(numbered(self.path, NAME))
 
     def latest(self) -> Path | None:
-        """The checkpoint that is pointed to; None before the first one."""
+        """Returns the checkpoint that `latest` names; None before the first one."""
         pointer = self.path / POINTER
         return self.path / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
@@ -53,7 +53,7 @@ class Checkpoints:
             )
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into."""
+        """Makes an empty folder to write the checkpoint of `step` into."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.sweep()
         folder = self._hidden(step)
@@ -63,7 +63,7 @@ class Checkpoints:
     def commit(self, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> Checkpoint:
         """Makes a checkpoint of what was written for `step`, and points to it.
 
-        files: all that were written, already on the disk.
+        files: all files that were written, already on the disk.
         """
         hidden, final = self._hidden(step), self._named(step)
         assert final != self.latest(), f"{final} exists and is pointed to"
@@ -71,7 +71,7 @@ class Checkpoints:
         for folder in {hidden, *(path for path in hidden.rglob("*") if path.is_dir())}:
             sync(folder)
         Checkpoint.open(hidden)
-        # There is one of that name where a run was killed before it could point to it.
+        # A checkpoint of that name exists where a run was killed before it could point to it.
         self._remove(final)
         hidden.rename(final)
         sync(self.path)
@@ -85,7 +85,7 @@ class Checkpoints:
         sync(self.path)
 
     def keep(self, number: int) -> None:
-        """Removes all but the newest ones; never the one that is pointed to, nor a later one."""
+        """Removes all but the newest `number` checkpoints; never the one that is pointed to, nor a later one."""
         steps = [step for step in self.steps() if self._named(step) != self.latest()]
         for step in steps[: max(0, len(steps) + 1 - number)]:
             self._remove(self._named(step))
@@ -102,7 +102,7 @@ class Checkpoints:
             shutil.rmtree(leftover)
 
     def _remove(self, checkpoint: Path) -> None:
-        """Takes its name away first: what has a name is whole."""
+        """Removes a checkpoint. It loses its name first, because a folder with a checkpoint's name is complete."""
         if checkpoint.exists():
             hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
             shutil.rmtree(hidden, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The folder of one run: what lies where in it, and how it is made."""
+"""The folder of one run: its layout, and how it is made."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ATTEMPT, ROLLOUTS = "attempt_{}", "step_{:06d}.jsonl"
 class RunFolder:
     """Paths in the run folder `path`.
 
-    attempt   a run that goes on from a checkpoint has logs of its own each time, counted from 1
-    moved     where an earlier run of the same name went, None if there was none
+    attempt   the number of times that the run was started or resumed; each attempt has its own logs
+    moved     the path that an earlier run of the same name was moved to, None if there was none
     """
 
     path: Path
@@ -40,7 +40,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
-        """The folder run.folder/run.name, whether it exists or not."""
+        """Returns the folder run.folder/run.name, whether it exists or not."""
         # Absolute, because worker processes have other working directories.
         return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
 
@@ -60,8 +60,8 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, config: Config, step: int, data_hash: str | None = None) -> RunFolder:
-        """The folder of a run that goes on after `step`: what it holds of later steps is removed. Config and manifest
-        of the attempt before are kept with its logs."""
+        """Opens the folder of a run that goes on after `step`, and removes what it holds of later steps. Config and
+        manifest of the attempt before are kept with its logs."""
         path = cls.of(config).path
         before = cls(path, max(numbered(path / "logs", ATTEMPT), default=0))
         folder = cls(path, before.attempt + 1)
@@ -110,7 +110,7 @@ class RunFolder:
     def new_model(self) -> Iterator[Path]:
         """Gives a path for a folder, which at the end takes the place of the model of an attempt before."""
         hidden = self.path / ".model"
-        shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed here
+        shutil.rmtree(hidden, ignore_errors=True)  # left by a run that was killed here
         hidden.mkdir()
         try:
             yield hidden / "new"
@@ -126,11 +126,11 @@ class RunFolder:
         return self.path / "report.html"
 
     def rollouts(self, step: int) -> Path:
-        """The JSONL file with the samples of `step`, one object each."""
+        """Returns the JSONL file with the samples of `step`, one object each."""
         return self.path / "rollouts" / ROLLOUTS.format(step)
 
     def rollout_files(self) -> dict[int, Path]:
-        """The rollout files that exist, by ascending step."""
+        """Returns the rollout files that exist, by ascending step."""
         return numbered(self.path / "rollouts", ROLLOUTS)
 
 
@@ -144,7 +144,7 @@ def _move_aside(path: Path) -> Path | None:
 
 
 def _cut_off(metrics: Path, step: int) -> None:
-    """Keeps the lines up to `step`. The last line may be torn: the run was killed."""
+    """Keeps the lines up to `step`. The last line may be torn, if the run was killed while it wrote it."""
     lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
     new = metrics.with_name(f".{metrics.name}")
@@ -153,7 +153,8 @@ def _cut_off(metrics: Path, step: int) -> None:
 
 
 def _link_latest(path: Path) -> None:
-    """The link is made beside its place and renamed over it, so that a reader always finds one."""
+    """Points the link `latest` to the folder. It is made beside its place and renamed over it, so that a reader always
+    finds one."""
     new = path.with_name(f".latest.{os.getpid()}")
     new.unlink(missing_ok=True)
     new.symlink_to(path.name)
@@ -179,7 +180,8 @@ def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    """Versions from the installed packages' metadata, None for what is not installed; nothing is imported."""
+    """Returns versions from the installed packages' metadata, None for packages that are not installed; nothing is
+    imported."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "megarl": megarl.__version__}
     for name in DISTRIBUTIONS:
         try:
@@ -190,7 +192,8 @@ def _versions() -> dict[str, str | None]:
 
 
 def _git_state(source: Path) -> dict[str, Any] | None:
-    """Commit of the checkout with root `source`, and whether files differ from it; None: not a checkout."""
+    """Returns the commit of the checkout with root `source`, and whether files differ from it; None if it is no
+    checkout."""
     if not (source / ".git").exists():  # an installed package may lie inside somebody else's checkout
         return None
 

@@ -1,4 +1,4 @@
-"""One driver at a time works in a run's folder."""
+"""The lock of a run's folder, in which one driver works at a time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""What a disk says that is mounted without them, as Lustre often is."""
+"""Errors of a disk that is mounted without locks, as Lustre often is."""
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """This process alone has the run's folder inside, which may be moved away or made anew there: the lock's file lies
-    beside it. The kernel takes it back however the process ends. Raises ValueError that names who has it."""
+    """Gives this process alone the run's folder while it is inside. The folder may be moved away or made anew there,
+    because the lock's file lies beside it. The kernel releases the lock however the process ends. Raises ValueError
+    that names who has it."""
     file = folder.with_name(f".{folder.name}.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+", encoding="utf-8") as stream:

@@ -1,4 +1,4 @@
-"""Where the metrics of a step go: a JSONL file and the console.
+"""Sinks for the metrics of a step: a JSONL file and the console.
 
 Metric names are GROUP/NAME, such as reward/mean. Steps count from 1.
 """
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 
 class JsonlSink:
-    """One JSON object per step, `step` first, in the file before the step ends so that a crash loses none.
+    """A sink that writes one JSON object per step, `step` first, before the step ends so that a crash loses none.
 
     NaN and infinities, which JSON lacks, are written as null and their names listed under "nonfinite".
     """
@@ -45,7 +45,7 @@ COLUMNS = (  # title, least width, what is shown
     ("refit", 6, "{time/refit:.1f}s"),
     ("memory", 7, "{memory:.2f}GB"),
 )
-COLUMNS_OF_GIVEN = (
+OFFLINE_COLUMNS = (
     ("ETA", 6, "{eta}"),
     ("loss", 8, "{loss:.4f}"),
     ("accuracy", 8, "{preference/accuracy:.0%}"),
@@ -57,28 +57,29 @@ COLUMNS_OF_GIVEN = (
     ("train", 7, "{time/train:.1f}s"),
     ("memory", 7, "{memory:.2f}GB"),
 )
-"""Of runs on offline data; tokens are those that are trained on."""
+"""The columns of runs on offline data, whose tokens are those that are trained on."""
 
 ALTERNATIVES = {
     "loss": ("policy/nll", "preference/loss"),
     "grad_norm": ("policy/grad_norm", "reward_model/grad_norm"),
     "memory": ("memory/peak_rss_gb", "memory/peak_pss_gb"),  # the second counts shared pages once
 }
-"""Cell -> the metrics that it shows: the last of them that a step has."""
+"""Cells that show one of several metrics: the last one that a step has."""
 
 HEADER_EVERY = 20  # lines
 ETA_STEPS = 10  # the estimate follows the latest steps, as their length drifts with the responses'
 
 
 class ConsoleSink:
-    """One line of plain text per step, under a header that is repeated; "–" stands for what a step lacks.
+    """A sink that prints one line of plain text per step, under a header that is repeated; "–" stands for a metric that
+    a step lacks.
 
     cut is the share of truncated responses, Δlogp the mean |trainer log-prob − rollout log-prob|.
     """
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, given: bool = False) -> None:
         """given: whether the run is on offline data."""
-        self._columns = COLUMNS_OF_GIVEN if given else COLUMNS
+        self._columns = OFFLINE_COLUMNS if given else COLUMNS
         self._total = total_steps
         self._stream = stream  # None: sys.stdout
         self._num_lines = 0
@@ -93,8 +94,8 @@ class ConsoleSink:
             self._step_times.append(metrics["time/step"])
             cells["eta"] = duration((self._total - step) * sum(self._step_times) / len(self._step_times))
         for cell, names in ALTERNATIVES.items():
-            if given := [metrics[name] for name in names if name in metrics]:
-                cells[cell] = given[-1]
+            if values := [metrics[name] for name in names if name in metrics]:
+                cells[cell] = values[-1]
         self._print(f"{step}/{self._total}", [_cell(template, cells) for _, _, template in self._columns])
 
     def _print(self, first: str, cells: list[str]) -> None:
@@ -105,7 +106,7 @@ class ConsoleSink:
 
 
 def duration(seconds: float) -> str:
-    """At most six characters up to 99 days: 42s, 5m07s, 3h20m, 2d04h."""
+    """Returns a duration in at most six characters up to 99 days: 42s, 5m07s, 3h20m, 2d04h."""
     if not math.isfinite(seconds):
         return "–"
     whole = round(seconds)

@@ -1,4 +1,4 @@
-"""The loop of a run, whatever a step of it is: data, metrics and checkpoints, until the last step."""
+"""The loop of a run, whatever its steps do: data, metrics and checkpoints, until the last step."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from megarl.run.saver import Saver
 from megarl.run.summary import print_run_summary
 
 Step = Callable[[], dict[str, float]]
-"""Learns; returns the step's metrics. Its number is then state.step."""
+"""A function that does one step, whose number is state.step, and returns its metrics."""
 
 
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
-    """Runs it, with temporary files in scratch. Returns 0 only if the last step was reached and the model written."""
+    """Calls `run`, with temporary files in scratch. Returns 0 only if the last step was reached and the model
+    written."""
     try:
         run(config, scratch)
     except RunFailure as failure:
@@ -43,7 +44,7 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """resume_point: where the run begins; its state is that of the step that is done."""
+    """The loop of a run. resume_point: the point where the run begins, whose state moves on with the steps."""
 
     config: Config
     data: PromptSet | OfflineData
@@ -54,9 +55,9 @@ class Loop:
     @classmethod
     @contextmanager
     def prepare(cls, config: Config, models: ModelFolders, data: PromptSet | OfflineData) -> Iterator[Loop]:
-        """Opens the run's folder, which is this run's alone inside, and says what will be run, before any process is
-        started. Raises ValueError for a folder in use, for a checkpoint to go on from that is not one, and for a disk
-        without room for the next."""
+        """Locks and opens the run's folder and prints the run's summary, before any process is started. Raises
+        ValueError for a folder in use, for a `resume` that is no checkpoint, and for a disk without room for the next
+        checkpoint."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place(config, on_gpus=device.on_cuda())
         with run_lock(RunFolder.of(config).path):
@@ -74,13 +75,13 @@ class Loop:
         return self.resume_point.folder
 
     def take(self, n: int) -> list[Any]:
-        """The next n rows of the data."""
+        """Returns the next n rows of the data."""
         return [self.data[i] for i in self.state.cursor.take(n)]
 
     def run(self, trained: Sequence[TrainerGroup], step: Step) -> None:
-        """Steps until run.steps. trained: what checkpoints hold; what they resume_point with is loaded and checked."""
+        """Does all steps up to run.steps. trained: the groups that checkpoints hold, with their weights loaded."""
         state, folder, saver = self.state, self.folder, self.saver
-        saver.keep()  # a killed run may not have come to it
+        saver.keep()  # a run that was killed may not have removed the oldest
         sinks = (JsonlSink(folder.metrics), ConsoleSink(self.config.run.steps, given=self.config.is_offline))
         with MemorySampler() as memory:
             while state.step < self.config.run.steps:
@@ -94,7 +95,7 @@ class Loop:
             saver.finish()
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Has the trained model written, if run.export asks for it. None of an earlier step is left in its place."""
+        """Writes the trained model by `write`, if run.export asks for it; else removes the one of an earlier step."""
         if self.config.run.export:
             with self.folder.new_model() as path:
                 write(path)

@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or at a checkpoint."""
+"""The start of a run: anew, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from megarl.run.folder import RunFolder
 
 @dataclass
 class RunState:
-    """What the driver needs to go on after `step` steps. The weights of that moment have version `step`."""
+    """The driver's state after `step` steps, from which a run goes on. The weights then have version `step`."""
 
     step: int
     cursor: PromptCursor
     average: MovingAverage = field(default_factory=MovingAverage)
-    """Of the rewards, where the estimator takes it as its baseline."""
+    """The moving average of the rewards, for estimators that take it as their baseline."""
 
     def dump(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns the state as JSON values."""
         return {
             "step": self.step,
             "weights_version": self.step,
@@ -54,24 +54,24 @@ class ResumePoint:
 
 
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int) -> ResumePoint:
-    """Opens the run's folder as the key `resume` says. num_bytes: of a checkpoint. Raises ValueError, with all that the
-    folder holds as it was, for a checkpoint that is missing, damaged, or of another run, and for a disk without room
-    for those to come."""
+    """Opens the run's folder as the key `resume` says. num_bytes: the size of a checkpoint. Raises ValueError, and
+    leaves the folder as it was, for a checkpoint that is missing, damaged, or of another run, and for a disk without
+    room for those to come."""
     path = _checkpoint_path(config)
     checkpoint = None if path is None else _open(path, config, data)
-    own = Checkpoints(RunFolder.of(config).checkpoints)
-    goes_on = checkpoint is not None and _is_of_this_run(checkpoint, own)
+    checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
+    goes_on = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
     if goes_on:
-        if own.steps()[-1] > checkpoint.step:
-            checkpoint.verify(checkpoint.files)  # those after it are removed, which may be the only good ones
-        own.sweep()
+        if checkpoints.steps()[-1] > checkpoint.step:
+            checkpoint.verify(checkpoint.files)  # later ones, which may be the only good ones, are removed
+        checkpoints.sweep()
     if config.checkpoint.every_steps is not None:
         keep = config.checkpoint.keep
-        # Those that are there already are counted in, and may be more: they give way to the next.
-        own.require_space(num_bytes, keep, number=max(0, keep + 1 - (len(own) if goes_on else 0)))
+        # Checkpoints that exist already are counted in, even more than `keep`: the oldest are removed for the next.
+        checkpoints.require_space(num_bytes, keep, number=max(0, keep + 1 - (len(checkpoints) if goes_on else 0)))
     if goes_on:
-        # In this order: killed in between, the run is one that was killed before it went on.
-        own.go_back_to(checkpoint.step)
+        # The order matters: a run that is killed in between is one that was killed before it went on.
+        checkpoints.go_back_to(checkpoint.step)
         folder = RunFolder.reopen(config, checkpoint.step, data.data_hash)
     else:
         folder = RunFolder.create(config, data.data_hash)
@@ -80,12 +80,13 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int) -> Resu
     return ResumePoint(folder, RunState.restore(checkpoint.state["run"]), checkpoint)
 
 
-def _is_of_this_run(checkpoint: Checkpoint, own: Checkpoints) -> bool:
-    """Raises ValueError for one that would be moved aside with the run's folder."""
+def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
+    """Returns whether the checkpoint is one of this run's. Raises ValueError for one that would be moved aside with the
+    run's folder."""
     path, name = checkpoint.path.resolve(), NAME.format(checkpoint.step)
-    if path == own.path.resolve() / name:
+    if path == checkpoints.path.resolve() / name:
         return True
-    if path.is_relative_to(own.path.parent.resolve()):
+    if path.is_relative_to(checkpoints.path.parent.resolve()):
         raise ValueError(
             f"resume={checkpoint.path}: it lies in the folder of this run, where its name is checkpoints/{name}; give "
             "it that name, or move it elsewhere"
@@ -109,7 +110,7 @@ def _checkpoint_path(config: Config) -> Path | None:
         return None
     if config.resume == "auto":
         return Checkpoints(RunFolder.of(config).checkpoints).latest()
-    # Without links: the run's folder is moved away, unless the checkpoint is found to lie in it.
+    # Links are resolved: the run's folder is moved away, unless the checkpoint is found to lie in it.
     path = Path(config.resume).expanduser().resolve()
     if not path.is_dir():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, has been written, and is complete."""
+"""The saving of checkpoints: when one is due, when it is written, and when it is complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Saver:
     """Saves every checkpoint.every_steps steps and after the last one. At most one save is under way."""
 
     def __init__(self, folder: Path, config: Config, num_bytes: int, data_hash: str):
-        """num_bytes: of one checkpoint."""
+        """num_bytes: the size of one checkpoint."""
         self._config, self._num_bytes = config, num_bytes
         self._checkpoints = Checkpoints(folder)
         self._fixed = {"config": config.model_dump(), "data_hash": data_hash}
@@ -27,10 +27,11 @@ class Saver:
         self._metrics: dict[str, float] = {}
 
     def save(self, groups: Sequence[TrainerGroup], step: int, run: Mapping[str, Any]) -> dict[str, float]:
-        """After `step`: copies everything to host memory if a checkpoint is due. run: the driver's state, as JSON.
+        """Copies everything to host memory if a checkpoint is due after `step`. run: the driver's state, as JSON
+        values.
 
-        Returns what came up since the last call: the seconds that training waited and, of a checkpoint that was
-        completed, its bytes and the seconds from its beginning on.
+        Returns the metrics since the last call: the seconds that training waited and, of a checkpoint that was
+        completed, its bytes and the seconds since its beginning.
         """
         if self._due(step):
             self.finish()
@@ -49,7 +50,8 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Waits until the checkpoint that is under way, if any, is complete, and removes those that are too many."""
+        """Waits until the checkpoint that is under way, if any, is complete, and removes the oldest beyond
+        checkpoint.keep."""
         if self._unfinished is None:
             return
         unfinished, self._unfinished = self._unfinished, None
@@ -62,7 +64,7 @@ class Saver:
         self._metrics["checkpoint/bytes"] = checkpoint.num_bytes
 
     def keep(self) -> None:
-        """Removes those that are too many."""
+        """Removes the oldest checkpoints beyond checkpoint.keep."""
         self._checkpoints.keep(self._config.checkpoint.keep)
 
     def _due(self, step: int) -> bool:
@@ -87,6 +89,6 @@ class Unfinished:
     start: float
 
     def is_written(self) -> bool:
-        """Whether all ranks of all groups have written their files, or failed to."""
+        """Returns whether all ranks of all groups have written their files, or failed to."""
         asked = [group.checkpoint_written() for group in self.groups]
         return all(join(asked).result())

@@ -1,4 +1,4 @@
-"""What a run says before it starts: where it begins, on what, and which passes its algorithm leaves out."""
+"""The summary that a run prints before it starts: its beginning, its processes, and the passes that it makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each sample of an update is compared with, from what the driver knows of rewards: scalars."""
+"""Baselines of the samples of an update, from the scalars that the driver knows of their rewards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.core.types import NO_TOTALS, Baseline, TokenTotals
 from megarl.step.scoring import ScoredSample
 
 Totals = Mapping[str, TokenTotals]
-"""Sample id -> what a model's rewards of its tokens amount to."""
+"""Sums over a model's rewards of tokens: sample id -> TokenTotals."""
 
 Groups = Sequence[Sequence[ScoredSample]]
-"""Of one update, by prompt."""
+"""The samples of one update, by prompt."""
 
 
 def attach_baselines(
@@ -25,8 +25,8 @@ def attach_baselines(
 ) -> list[ScoredSample]:
     """Returns all samples of an update with their baselines.
 
-    token_reward_totals   an implicit reward model's rewards
-    kl_reward_totals      those for being close to the reference
+    token_reward_totals   sums over an implicit reward model's rewards
+    kl_reward_totals      sums over the rewards for being close to the reference
     """
     advantage, spec = config.algorithm.advantage, config.algorithm.advantage.spec
     earlier = average.value
@@ -48,8 +48,8 @@ def attach_baselines(
 def update_reward_average(
     config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> dict[str, Metric]:
-    """After the step's updates are compared: the moving average takes up its rewards, if it is what they are compared
-    with. Returns what it was until now."""
+    """Adds the step's rewards to their moving average, if that is the estimator's baseline, after the baselines of all
+    updates are attached. Returns the average as it was before, as a metric."""
     advantage, before = config.algorithm.advantage, average.value
     if advantage.spec.comparison != "moving_average":
         return {}
@@ -67,7 +67,8 @@ def _amplified(baseline: Baseline, factor: float) -> Baseline:
 def _member(
     config: Config, item: ScoredSample, token_reward_totals: Totals, kl_reward_totals: Totals, earlier: float = 0.0
 ) -> Member:
-    """Rewards of single tokens are part of the sample's, unless they are compared by themselves. The KL always is."""
+    """Makes the Member of a sample. Rewards of single tokens are part of the sample's reward, unless they are compared
+    by themselves. The KL is always part of it."""
     name, num_tokens = item.sample.info.id, item.sample.info.num_trained_tokens
     learned = token_reward_totals.get(name, NO_TOTALS)
     reward = item.reward + kl_reward_totals.get(name, NO_TOTALS).total

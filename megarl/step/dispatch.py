@@ -1,5 +1,5 @@
-"""What each data-parallel rank is given of the samples that a step learns from: which, and what each weighs in the
-loss."""
+"""Dispatch of the samples that a step learns from: which of them each data-parallel rank has, and the weight of each in
+the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.step.scoring import ScoredSample
 
 
 def updates_of(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> list[list[Sequence[ScoredSample]]]:
-    """The groups of each update. One whose samples all failed has nothing to learn from."""
+    """Returns the groups of each update, without groups whose samples all failed and updates without a group."""
     size = config.batch.prompts_per_update
     updates = [[group for group in groups[i : i + size] if group] for i in range(0, len(groups), size)]
     return [update for update in updates if update]
@@ -31,10 +31,12 @@ def dispatch(
     role: Role = "actor",
     scores: Mapping[str, Scores] | None = None,
 ) -> list[RankBatch]:
-    """One update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss. Those
-    that an objective compares in pairs stand two by two, the better one first, and stay together.
-    scores: what other models say of its tokens, by the name that it has in TokenBatch. What tokens are rewarded with
-    one by one is not given to the sample again. Whether it is a success does not depend on its length."""
+    """Returns one update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss.
+    Samples that an objective compares in pairs stand two by two, the better one first, and stay together.
+
+    scores: other models' scores of tokens, by their name in TokenBatch. Rewards that tokens have one by one are not
+    part of the sample's reward again. Whether a sample is a success does not depend on its length.
+    """
     infos = [item.sample.info for item in samples]
     num_tokens = [_counted_tokens(config, role, info) for info in infos]
     prompts = [info.prompt_id for info in infos]
@@ -57,30 +59,30 @@ def dispatch(
         for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
     ]
     microbatches = schedule([Lengths.of(info) for info in infos], packing, _units(config, role, len(samples)))
-    return [RankBatch.of(sample_refs, own) for own in microbatches]
+    return [RankBatch.of(sample_refs, members) for members in microbatches]
 
 
 def _reward(item: ScoredSample, role: Role, process: bool) -> float:
-    """What the sample is learned from as a whole. process: whether its tokens' rewards are given one by one."""
+    """Returns the reward of the sample as a whole. process: whether its tokens' rewards are dispatched one by one."""
     if role == "implicit_reward":
         return item.outcome
     return item.reward - item.token_reward_totals.total if process else item.reward
 
 
 def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:
-    """Those that a sample has in the loss."""
+    """Returns how many tokens of a sample are in the loss."""
     skipped = role == "actor" and config.algorithm.objective.skip_truncated and info.finish_reason == "length"
     return 0 if skipped else info.num_trained_tokens
 
 
 def _aggregation(config: Config, role: Role) -> Aggregation:
-    """A loss of whole samples, or of pairs of them, is their mean."""
-    of_samples: Aggregation = "sequence_mean_of_token_sums"
+    """Returns the aggregation of a role's loss: a loss of whole samples, or of pairs of them, is their mean."""
+    sample_mean: Aggregation = "sequence_mean_of_token_sums"
     objective = config.algorithm.objective
     return {
-        "actor": of_samples if objective.spec.is_pairwise else objective.aggregation,
+        "actor": sample_mean if objective.spec.is_pairwise else objective.aggregation,
         "critic": config.algorithm.value.aggregation,
-        "implicit_reward": of_samples,
+        "implicit_reward": sample_mean,
     }[role]
 
 

@@ -1,4 +1,4 @@
-"""What a step says of itself as a whole, beside what its parts have measured."""
+"""Metrics of a step as a whole, beside those of its parts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megarl.core.types import SampleInfo
 def step_metrics(
     config: Config, groups: Sequence[Sequence[RemoteSample]], watch: Stopwatch, version: int
 ) -> dict[str, float]:
-    """Of its samples, phases and weights. groups: of all samples, of which the last may be a greedy response, whose
-    length tells nothing of those that are trained on."""
+    """Returns metrics of the step's samples, phases and weights. groups: all samples, by prompt; the last of a group
+    may be a greedy response, which the metrics of lengths leave out because it is not trained on."""
     infos = [sample.info for group in groups for sample in group]
     sampled = [sample.info for group in groups for sample in group[: config.batch.samples_per_prompt]]
     times = watch.metrics()
@@ -29,7 +29,8 @@ def step_metrics(
 
 
 def _version_metrics(infos: Sequence[SampleInfo], trained: int) -> dict[str, float]:
-    """trained: the version that the step's updates start from. Zero where all tokens are its own."""
+    """Returns metrics of the samples' weight versions, which are 0 where the version `trained`, from which the step's
+    updates start, sampled all tokens."""
     return {
         "weights/staleness_max": trained - min(info.version_oldest for info in infos),
         "weights/mixed_share": fmean(info.version_oldest != info.version_newest for info in infos),

@@ -1,4 +1,5 @@
-"""Which forward-only passes a run needs, and why the others are left out: where the result is provably the same."""
+"""The forward-only passes that a run needs. Others are left out, with the reason, where the result is provably the
+same."""
 
 from __future__ import annotations
 

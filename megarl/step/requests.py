@@ -1,4 +1,4 @@
-"""What a step asks the engines for."""
+"""The sampling requests of a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from megarl.rollout.engine import SamplingRequest
 
 
 def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int = 0) -> list[list[SamplingRequest]]:
-    """samples_per_prompt requests for each prompt, and one for a greedy response where the estimator asks for it. Seeds
-    follow from run.seed and the sample's place in the run. first: how many prompts the step has had before."""
+    """Returns samples_per_prompt requests for each prompt, and one for a greedy response where the estimator asks for
+    it. Seeds follow from run.seed and the sample's place in the run. first: how many prompts the step has had
+    before."""
     groups = [
         [
             SamplingRequest(f"{number}.{i}.{k}", prompt, _sampling_seed(config.run.seed, number, i, k))

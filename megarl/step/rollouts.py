@@ -1,4 +1,4 @@
-"""The samples that a step learns from: sampled and scored, in further rounds where too many prompts tell nothing."""
+"""The collection of a step's rollouts: sampled and scored, in further rounds where too few prompts are informative."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ from megarl.step.scoring import Metrics, ScoredSample, is_informative, select
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """sampled: all samples of the step, by prompt. chosen: those that it learns from. process_rewards: where those of
-    single tokens are, if there are any."""
+    """The rollouts of a step.
+
+    sampled           all samples, by prompt
+    chosen            the samples that the step learns from, by prompt
+    process_rewards   references to the rewards of single tokens, if there are any
+    """
 
     sampled: Sequence[Sequence[RemoteSample]]
     chosen: Sequence[Sequence[ScoredSample]]
@@ -39,7 +43,7 @@ def collect_rollouts(
     meanwhile: Callable[[], None],
 ) -> Rollouts:
     """Samples prompts_per_step prompts, and further ones in place of those whose samples all have one outcome, until
-    there are enough that tell something or batch.sampling_rounds have passed: DAPO's dynamic sampling
+    enough of them are informative or batch.sampling_rounds have passed: DAPO's dynamic sampling
     (https://arxiv.org/abs/2503.14476, eq. 11). The metrics are of all that was sampled."""
     wanted = config.batch.prompts_per_step
     sampled: list[list[RemoteSample]] = []
@@ -64,12 +68,12 @@ def collect_rollouts(
 
 
 def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:
-    """As many as give the missing ones if of them as large a share tells something as of those seen."""
+    """Returns how many prompts give the missing ones, if as large a share of them is informative as of those seen."""
     return min(most, ceil(missing * max(seen, 1) / max(num_informative, 1)))
 
 
 def choose(groups: Sequence[Sequence[ScoredSample]], wanted: int) -> list[Sequence[ScoredSample]]:
-    """The first groups that tell something, and, where they are too few, the first of the others, at last of those
-    without a sample that could be scored. In their order."""
+    """Returns the first informative groups and, where they are too few, the first of the others, those without a scored
+    sample last. Groups keep their order."""
     by_worth = sorted(range(len(groups)), key=lambda i: (not is_informative(groups[i]), not groups[i]))
     return [groups[i] for i in sorted(by_worth[:wanted])]

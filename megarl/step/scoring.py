@@ -1,4 +1,4 @@
-"""Which samples of a step are learned from: those that the rewards could judge."""
+"""The scored samples of a step: those that the rewards could judge, from which it learns."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Metrics = dict[str, Metric]
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A sample that the rewards have judged, and what its reward is compared with, once that is known.
+    """A sample that the rewards have judged, with its baseline once that is known.
 
-    outcome         what they say of it
-    length_reward   what comes to that for its length
-    token_reward_totals       the part of the outcome that its tokens have one by one
-    greedy          the reward of the greedy response to its prompt, where the estimator asks for one
+    outcome               the value that the rewards give it
+    length_reward         the reward for its length, which is added to the outcome
+    token_reward_totals   the part of the outcome that its tokens have one by one
+    greedy                the reward of the greedy response to its prompt, where the estimator asks for one
     """
 
     sample: RemoteSample
@@ -39,15 +39,15 @@ class ScoredSample:
 
 
 def is_informative(group: Sequence[ScoredSample]) -> bool:
-    """Whether its outcomes differ: else no sample is better than another, but for its length."""
+    """Returns whether the group's outcomes differ: else no sample is better than another, but for its length."""
     return len({item.outcome for item in group}) > 1
 
 
 def select(
     config: Config, groups: Sequence[Sequence[RemoteSample]], scores: Sequence[Score]
 ) -> tuple[list[list[ScoredSample]], Metrics]:
-    """Joins samples with their scores, by group, of which the last may be a greedy response: not learned from itself.
-    A sample whose reward failed is left out, and counted, and so are those whose greedy response has none; above
+    """Joins samples with their scores, by group; the last of a group may be a greedy response, which is not trained on.
+    A sample whose reward failed is left out, and counted, and so are those whose greedy response has no reward; above
     rewards.failure_limit the run stops."""
     failures = [score.failure for score in scores if score.failure is not None]
     if len(failures) > config.rewards.failure_limit * len(scores):
@@ -60,11 +60,12 @@ def select(
     if not config.samples_greedily:
         scored = [_scored(config, group) for group in judged]
         return scored, _reward_metrics(scored, scores)
-    of_greedy = [_reward(config, *group[-1]) for group in judged]
+    greedy_rewards = [_reward(config, *group[-1]) for group in judged]
     scored = [
-        [] if own is None else _scored(config, group[:-1], own) for group, own in zip(judged, of_greedy, strict=True)
+        [] if reward is None else _scored(config, group[:-1], reward)
+        for group, reward in zip(judged, greedy_rewards, strict=True)
     ]
-    greedy = [own for own in of_greedy if own is not None]
+    greedy = [reward for reward in greedy_rewards if reward is not None]
     sampled = [score for group in judged for _, score in group[:-1]]
     return scored, _reward_metrics(scored, sampled) | {"reward/greedy_mean": Metric(fmean(greedy))}
 

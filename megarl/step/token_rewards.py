@@ -18,12 +18,12 @@ from megarl.step.scoring import Metrics, ScoredSample
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """What tokens are rewarded with one by one.
+    """Rewards that tokens have one by one.
 
-    scores                where the rewards are, by their name in TokenBatch
-    token_reward_totals   what those of the implicit reward model amount to, by sample
-    kl_reward_totals      what those for being close to the reference amount to, by sample
-    metrics               of the implicit reward model's training
+    scores                references to the rewards, by their name in TokenBatch
+    token_reward_totals   sums over the implicit reward model's rewards, by sample
+    kl_reward_totals      sums over the rewards for being close to the reference, by sample
+    metrics               metrics of the implicit reward model's training
     """
 
     scores: dict[str, Scores]
@@ -35,11 +35,11 @@ class TokenRewards:
 def reward_tokens(
     config: Config, workers: Workers, updates: Sequence[Sequence[Sequence[ScoredSample]]], process_rewards: Scores
 ) -> TokenRewards:
-    """Joins the rewards that are there (a reward model's, or those of turns) with those of the implicit reward model,
+    """Joins the rewards that are known (a reward model's, or those of turns) with those of the implicit reward model,
     which learns from the samples after it has scored them, and with the KL to the reference where it is a reward.
 
     updates           the groups of each update
-    process_rewards   where the rewards are that are there; empty if there are none
+    process_rewards   references to the rewards that are known; empty if there are none
     """
     samples = [samples_of(update) for update in updates]
     actor, implicit_reward, tasks = workers.actor, workers.implicit_reward, {}
@@ -61,11 +61,12 @@ def reward_tokens(
 
 
 def _score_and_train(group: TrainerGroup, batches: Sequence[Sequence[RankBatch]]) -> Pending:
-    """((scores, totals), metrics) of a model that learns from the samples that it has scored."""
+    """Submits scoring and training of a model that learns from the samples that it has scored. The result is ((scores,
+    totals), metrics)."""
     return join([group.score_tokens(batches), group.train(batches)])
 
 
 def _score_kl(config: Config, actor: TrainerGroup, batches: Sequence[Sequence[RankBatch]]) -> Pending:
-    """(scores, totals) of the KL, from both passes."""
+    """Submits the passes and the KL that follows from them. The result is (scores, totals) of the KL."""
     made, scored = make_policy_passes(config, actor, batches), actor.score_tokens(batches)
     return made.then(lambda _: scored)

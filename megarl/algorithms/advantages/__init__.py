@@ -1,1 +1,1 @@
-"""Advantage estimators, a file for each: its SPEC and its function. Only trained tokens are actions."""
+"""Advantage estimators, one file for each, with its SPEC and its function. Only trained tokens are actions."""

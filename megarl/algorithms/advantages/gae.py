@@ -22,7 +22,7 @@ def gae(
     critic_lambda: float | None = None,
     length_alpha: float | None = None,
 ) -> TokenAdvantages:
-    """A_t = Σ_l (γλ)^l·δ_{t+l} with δ_t = r_t + γ·V(s_{t+1}) − V(s_t); the critic's target is A_t + V(s_t).
+    """Returns A_t = Σ_l (γλ)^l·δ_{t+l} with δ_t = r_t + γ·V(s_{t+1}) − V(s_t), and the critic's target A_t + V(s_t).
 
     Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16), with TD(λ) returns. A sample's actions
     are its trained tokens: the state after one of them is that before the next, and after the last one worth 0.
@@ -49,13 +49,13 @@ def gae(
 
 
 def length_adaptive_lambda(mask: torch.Tensor, row_sample: torch.Tensor, alpha: float) -> torch.Tensor:
-    """λ_i = 1 − 1/(α·l_i), l_i the trained tokens of sample i, so that Σ_t λ^t ≈ α·l_i; 0 where that is negative.
+    """Returns λ_i = 1 − 1/(α·l_i), l_i the trained tokens of sample i, so that Σ_t λ^t ≈ α·l_i; 0 where it is negative.
 
     VAPO (https://arxiv.org/abs/2504.05118, section 4.2).
 
     mask         bool [N]
     row_sample   int64 [N]
-    returns      float64 [N]: close to 1, float32 would lose what is left to it
+    returns      float64 [N]: λ is close to 1, and float32 would lose the digits of 1 − λ
     """
     require_one_shape(mask=mask, row_sample=row_sample)
     trained = mask.double()

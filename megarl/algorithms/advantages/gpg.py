@@ -15,15 +15,16 @@ def gpg(group: Sequence[Member]) -> list[Baseline]:
 
 
 def amplification(groups: Sequence[Sequence[Member]]) -> float:
-    """α = samples / samples in groups of unequal rewards: GPG's correction for groups without a gradient
-    (https://arxiv.org/abs/2504.02546, section 3.3). 1 where there is none else. Rewards without the KL, which never
-    leaves two of them equal."""
+    """Returns α = samples / samples in groups of unequal rewards: GPG's correction for groups without a gradient
+    (https://arxiv.org/abs/2504.02546, section 3.3). It is 1 where all rewards of every group are equal. The rewards
+    must be without the KL, which never leaves two of them equal."""
     unequal = sum(len(group) for group in groups if _differ(group))
     return sum(map(len, groups)) / unequal if unequal else 1.0
 
 
 def _differ(group: Sequence[Member]) -> bool:
-    """Whether rewards of samples differ, or those of single tokens: n·Σx² = (Σx)², to rounding, where all are equal."""
+    """Returns whether rewards of samples differ, or those of single tokens: n·Σx² = (Σx)², to rounding, where all are
+    equal."""
     totals = sum((member.token_reward_totals for member in group), NO_TOTALS)
     tokens_differ = totals.count * totals.squares > totals.total**2 * (1 + 1e-12)
     return len({member.reward for member in group}) > 1 or tokens_differ

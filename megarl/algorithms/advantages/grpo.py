@@ -13,7 +13,7 @@ from megarl.core.types import Baseline, TokenTotals
 def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:
     """b = mean(r), c = std(r) + std_epsilon: GRPO (https://arxiv.org/abs/2402.03300, section 4.1.2).
 
-    std   "sample" divides the squared deviations by n − 1, "population" by n; "none": c = 1, as Dr.GRPO
+    std   "sample" divides the squared deviations by n − 1, "population" by n; "none": c = 1, as in Dr.GRPO
           (https://arxiv.org/abs/2503.20783)
     """
     rewards = [member.reward for member in group]
@@ -22,7 +22,7 @@ def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline
 
 
 def process_supervision(group: Sequence[TokenTotals], std: str, std_epsilon: float) -> list[tuple[float, float]]:
-    """The mean over all rewards of the group's tokens, with their deviation as scale: GRPO with process supervision
+    """Returns for each sample (mean, deviation) of all rewards of the group's tokens: GRPO with process supervision
     (https://arxiv.org/abs/2402.03300, section 4.1.3)."""
     centers = mean_of_tokens(group)
     if std == "none":

@@ -1,4 +1,4 @@
-"""What a sample is worth if the best of k samples counts: exact expectations over all sets of k of a group."""
+"""The worth of a sample where the best of k samples counts: exact expectations over all sets of k of a group."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megarl.core.types import Baseline
 
 
 def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str, std_epsilon: float) -> list[Baseline]:
-    """The advantage of each sample, written as a baseline of its reward: `against_all` in units of the deviation over
-    the sets of k, or `against_without`.
+    """Returns the advantage of each sample, written as a baseline of its reward: `against_all` in units of the
+    deviation over the sets of k, or `against_without`.
 
-    k     where rewards failed, at most the samples left, less one under pass_at_k_baseline="all": of all samples there
-          is one set, whose best is the same for each of them
+    k     is lowered where rewards failed: to the samples left, less one under pass_at_k_baseline="all", because all
+          samples make one set, whose best is the same for each of them
     std   "none" leaves out the division. All sets of k are known, so that there is no other deviation than that of the
           population
     """
@@ -29,8 +29,8 @@ def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str
 
 
 def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
-    """Probabilities with which each of the rewards is the best of k that are drawn without replacement; of equal ones
-    the later in the list counts as the better. C(j, k−1) / C(n, k) for the one with j below it."""
+    """Returns for each reward the probability that it is the best of k that are drawn without replacement: C(j, k−1) /
+    C(n, k) for the one with j below it. Of equal ones the later in the list counts as the better."""
     _check(rewards, k)
     sets = math.comb(len(rewards), k)
     ranks = _ranks(rewards)
@@ -38,31 +38,31 @@ def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
 
 
 def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:
-    """E[max of k | i among them] − E[max of k] of each sample i, and the standard deviation of the max of k.
+    """Returns E[max of k | i among them] − E[max of k] of each sample i, and the standard deviation of the max of k.
 
-    With the deviation as scale: the analytical advantage of pass@k training (arXiv 2508.10751, eq. 14 and 15), here for
-    any rewards, not of 0 and 1 only.
+    Divided by the deviation it is the analytical advantage of pass@k training (arXiv 2508.10751, eq. 14 and 15), here
+    for any rewards, not of 0 and 1 only.
     """
     chances = best_of_k(rewards, k)
     best = max(rewards)
-    rewards = [reward - best for reward in rewards]  # exactly 0 where every set of k has it
+    rewards = [reward - best for reward in rewards]  # the mean is exactly 0 if every set of k has the best
     mean = math.fsum(p * reward for p, reward in zip(chances, rewards, strict=True))
     variance = math.fsum(p * (reward - mean) ** 2 for p, reward in zip(chances, rewards, strict=True))
     n, ranks = len(rewards), _ranks(rewards)
     ordered = sorted(rewards)
     sets = math.comb(n - 1, k - 1)
-    with_own = []
-    for own, rank in zip(rewards, ranks, strict=True):
+    expected_best = []
+    for reward, rank in zip(rewards, ranks, strict=True):
         # i is the best where all others are below it; else the best is some j above i, with i among those below j.
         above = (ordered[j] * math.comb(j - 1, k - 2) for j in range(rank + 1, n) if k >= 2)
-        with_own.append((own * math.comb(rank, k - 1) + math.fsum(above)) / sets)
-    return [value - mean for value in with_own], math.sqrt(variance)
+        expected_best.append((reward * math.comb(rank, k - 1) + math.fsum(above)) / sets)
+    return [value - mean for value in expected_best], math.sqrt(variance)
 
 
 def against_without(rewards: Sequence[float], k: int) -> list[float]:
-    """(1 / C(n, k)) · Σ over sets S of k with i among them of (max S − max S without i): leave-one-out policy
-    optimisation of max@k (arXiv 2505.15201, section 4); with k = n the best one minus the second, 0 for the others
-    (arXiv 2503.19595)."""
+    """Returns for each i (1 / C(n, k)) · Σ over sets S of k with i among them of (max S − max S without i):
+    leave-one-out policy optimisation of max@k (arXiv 2505.15201, section 4). With k = n it is the best one minus the
+    second, and 0 for the others (arXiv 2503.19595)."""
     _check(rewards, k)
     ordered, sets = sorted(rewards), math.comb(len(rewards), k)
     # Only the best of a set has a share: its lead on the best of the k − 1 others, all below it.
@@ -75,7 +75,7 @@ def against_without(rewards: Sequence[float], k: int) -> list[float]:
 
 
 def _ranks(rewards: Sequence[float]) -> list[int]:
-    """How many are below each; of equal ones the later in the list is above."""
+    """Returns how many are below each; of equal ones the later in the list is above."""
     order = sorted(range(len(rewards)), key=lambda i: rewards[i])
     ranks = [0] * len(rewards)
     for rank, i in enumerate(order):

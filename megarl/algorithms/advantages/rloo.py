@@ -15,8 +15,8 @@ def rloo(group: Sequence[Member]) -> list[Baseline]:
 
 
 def prime(group: Sequence[TokenTotals]) -> list[tuple[float, float]]:
-    """The mean over the other samples of the mean of their tokens' rewards: PRIME (https://arxiv.org/abs/2502.01456,
-    eq. 5)."""
+    """Returns for each sample the mean over the others of the mean of their tokens' rewards: PRIME
+    (https://arxiv.org/abs/2502.01456, eq. 5)."""
     means = [totals.total / max(totals.count, 1) for totals in group]
     return [(others, 1.0) for others in means_of_others(means)]
 

@@ -1,4 +1,4 @@
-"""A clipped weight of the log-prob's gradient."""
+"""CISPO: a clipped weight of the log-prob's gradient."""
 
 from __future__ import annotations
 

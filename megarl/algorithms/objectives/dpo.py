@@ -1,4 +1,4 @@
-"""Preferences from log-ratios to the reference."""
+"""DPO: preferences from log-ratios to the reference."""
 
 from __future__ import annotations
 

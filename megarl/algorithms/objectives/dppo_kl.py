@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST = 1e-8
-"""Least probability of the other tokens together, whose logarithm the binary divergence takes."""
+"""The least probability of the other tokens together, of which the binary divergence takes the logarithm."""
 
 
 def dppo_kl(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, divergence_limit: float) -> PolicyLoss:
-    """As dppo_tv, with the divergence KL(π_old ‖ π) between this token and all others together:
+    """ℓ = −M·ρ·A as in dppo_tv, with the divergence KL(π_old ‖ π) between this token and all others together:
     p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), p of π_old and q of π.
 
     DPPO-Binary-KL (https://arxiv.org/abs/2602.04879).

@@ -1,4 +1,4 @@
-"""Preferences from log-ratios to the reference, whose margin has an optimum."""
+"""IPO: preferences from log-ratios to the reference, with a finite optimal margin."""
 
 from __future__ import annotations
 

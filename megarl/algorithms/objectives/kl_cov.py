@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 def kl_cov(
     log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, selected: torch.Tensor, penalty: float
 ) -> PolicyLoss:
-    """ℓ = −ρ·A, + penalty·|log ρ| for the selected tokens: those of highest covariance.
+    """ℓ = −ρ·A, + penalty·|log ρ| for the selected tokens, those of the highest covariance.
 
     KL-Cov (https://arxiv.org/abs/2505.22617, eq. 14 and 15), with its authors' estimate of the divergence.
+
     selected: bool [N].
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage, selected=selected)
@@ -28,7 +29,8 @@ def kl_cov(
 
 
 def highest_covariance(covariance: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-    """What the selected tokens are highest in: the covariance itself. covariance, draw: float32 [N]."""
+    """Returns the order of which the highest tokens are selected: the covariance itself. covariance, draw: float32
+    [N]."""
     require_one_shape(covariance=covariance, draw=draw)
     return covariance
 

@@ -1,4 +1,4 @@
-"""A reward model of Bradley and Terry's."""
+"""The objective of a reward model of Bradley and Terry's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A smooth gate instead of a clip."""
+"""SAPO: a smooth gate of the ratio instead of a clip."""
 
 from __future__ import annotations
 

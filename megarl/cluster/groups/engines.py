@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
 
 SHOWN = 3
-"""So many of the parameters that cannot be written in place are named."""
+"""The number of parameters that a message names of those that cannot be written in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteSample:
-    """A sample as the driver knows it: its numbers, and a reference to where its tokens are."""
+    """A sample as the driver knows it: its numbers, and a reference to its tokens."""
 
     info: SampleInfo
     ref: ray.ObjectRef
 
     @classmethod
     def put(cls, sample: Sample) -> RemoteSample:
-        """Into Ray's object store, for as long as somebody refers to it."""
+        """Puts the sample into Ray's object store, for as long as somebody refers to it."""
         return cls(SampleInfo.of(sample), ray.put(sample))
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class EngineActor(VllmActor):
-    """One engine. Because a method is async, Ray runs all of them in one event loop: others are done while `generate`
-    waits for its samples."""
+    """One engine. Because a method is async, Ray runs all of them in one event loop: others run while `generate` waits
+    for its samples."""
 
     def _load(self) -> VllmEngine:
         from megarl.rollout.vllm.engine import VllmEngine
@@ -66,8 +66,8 @@ class EngineActor(VllmActor):
             return super().call(function, *arguments)
 
     async def generate(self, requests: Sequence[SamplingRequest]) -> list[Answer | Sample]:
-        """Returns first what is to be known of the samples, then the samples: return values of their own, which, unlike
-        objects that this process puts, stay when it dies."""
+        """Returns the samples' infos first, then the samples: each is a return value of the call, which, unlike objects
+        that this process puts into the store, outlives the process."""
         begin = time.time()
         with self._whole():
             samples = await self._worker.generate(requests)
@@ -76,7 +76,7 @@ class EngineActor(VllmActor):
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """With the first of its ranks that dies, the engine is lost, and so is this process."""
+        """Ends this process when one of the engine's ranks has died, because the engine is lost with it."""
         try:
             yield
         except Exception:
@@ -89,7 +89,7 @@ class EngineActor(VllmActor):
 class EngineGroup(VllmGroup["VllmEngine"]):
     """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache.
 
-    Where there are several, one that is lost is left out from then on, and the others do its work.
+    One of several that is lost is left out from then on, and the others do its work.
     """
 
     actor_class, title = EngineActor, "EngineActor"
@@ -109,11 +109,11 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         self._holders = {p.name: p.hold(holders[p.index * tp : (p.index + 1) * tp]) for p in processes}
         self._whole_model = huggingface_holder(read_config(model_folder), config.model.dtype)
         self.by_loader = False
-        """Whether they take weights by vLLM's own loader, which does not keep them as they came."""
+        """Whether they take weights by vLLM's own loader, which does not keep them as they arrive."""
 
     def start(self) -> Pending[None]:
-        """Starts the engines, finds out whether their parameters are those of the model's family, which a plan can
-        write, and has them sleep."""
+        """Starts the engines, checks whether their parameters are those of the model's family, which a plan can write,
+        and makes them sleep."""
         started = super().start().then(lambda _: self._parameters_of_first())
         return started.then(self._check_parameters).then(lambda _: self.sleep())
 
@@ -121,7 +121,8 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return self._submit_to_first("parameters of the engine", "parameters", lambda engine: engine.parameters())
 
     def _check_parameters(self, workers: Sequence[Mapping[str, tuple[tuple[int, ...], str]]]) -> None:
-        """workers: of the first engine, each with its parameters' shapes and dtypes."""
+        """Takes whole tensors if parameters differ from the model's family. workers: shapes and dtypes of the
+        parameters of each worker of the first engine."""
         mismatched_params = [
             f"{holder.name}: {line}"
             for holder, parameters in zip(self._holders[self.names[0]], workers, strict=True)
@@ -131,18 +132,18 @@ class EngineGroup(VllmGroup["VllmEngine"]):
             self._take_whole_tensors(mismatched_params)
 
     def sleep(self) -> Pending[None]:
-        """Gives devices' memory back, if the engines are to, until the next refit: see Engine.sleep."""
+        """Gives the devices' memory back until the next refit, if rollout.sleep asks for it: see Engine.sleep."""
         calls = self._calls("sleep", lambda engine: engine.sleep()) if self._sleeps else {}
         asleep = self._submit_expendable("engines: giving memory back", "sleep", calls)
         return asleep.then(lambda answers: self.drop(answers.lost, "rollout"))
 
     def _submit_expendable(self, phase: str, task: str, calls: Mapping[str, ray.ObjectRef]) -> Pending[Answers]:
-        """Submits calls of engines of which some may be lost."""
+        """Submits calls of engines, some of which may be lost."""
         pending = self._session.submit(calls, phase, expendable=self.expendable)
         return pending.then(lambda answers: replace(answers, values=self._session.trace.add(task, answers)))
 
     def _take_whole_tensors(self, mismatched_params: Sequence[str]) -> None:
-        """Every worker then gets the whole model, as the checkpoint has it."""
+        """Makes every worker take the whole model, in the tensors of the checkpoint."""
         print(
             "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because "
             f"{len(mismatched_params)} parameters are not those of the model's family: "
@@ -158,28 +159,28 @@ class EngineGroup(VllmGroup["VllmEngine"]):
 
     @property
     def names(self) -> list[str]:
-        """Of the processes that are not lost."""
+        """The names of the processes that are not lost."""
         return list(self._actors)
 
     @property
     def holders(self) -> list[Holder]:
-        """Of all their workers."""
+        """The holders of the weights in all workers of these processes."""
         return [holder for name in self._actors for holder in self._holders[name]]
 
     @property
     def expendable(self) -> list[str]:
-        """Those without which the run goes on."""
+        """The processes without which the run goes on."""
         return self.names if len(self._actors) > 1 else []
 
     def generate(self, groups: Sequence[Sequence[SamplingRequest]]) -> Pending[list[list[RemoteSample]]]:
-        """groups: the requests of each prompt. The result is their samples, in the same shape and order. What an engine
-        had to do that is lost meanwhile is asked of the others."""
+        """Samples the requests of each prompt. The result has their samples, in the same shape and order. Requests to
+        an engine that is lost meanwhile go to the others."""
         return self._generate(groups, {})
 
     def _generate(
         self, groups: Sequence[Sequence[SamplingRequest]], done: Mapping[int, list[RemoteSample]]
     ) -> Pending[list[list[RemoteSample]]]:
-        """done: the samples that are there, by the group's place in groups."""
+        """Samples the groups that are not done. done: the samples of the others, by the group's place in groups."""
         left = [i for i in range(len(groups)) if i not in done]
         dealt = {name: part for k, name in enumerate(self._actors) if (part := left[k :: len(self._actors)])}
         asked = {name: self._ask(name, [groups[i] for i in part]) for name, part in dealt.items()}
@@ -196,12 +197,13 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return self._submit_expendable("rollout", "generate", calls).then(collect)
 
     def _ask(self, name: str, groups: Sequence[Sequence[SamplingRequest]]) -> list[ray.ObjectRef]:
-        """References to what EngineActor.generate returns."""
+        """Returns references to the return values of EngineActor.generate."""
         requests = [request for group in groups for request in group]
         return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests)
 
     def connect(self, plan: CompactPlan, channel: Channel) -> Pending[bool]:
-        """From now on a refit is this plan. The result is whether all engines know; those that do not are lost."""
+        """Makes this plan the plan of the following refits. The result is whether all engines have it; those that do
+        not are lost."""
         arguments = (ray.put(plan), ray.put(channel), ray.put(self._holders), self.by_loader)
         calls = {name: self._call(actor, "connect", _connect, name, *arguments) for name, actor in self._actors.items()}
 
@@ -212,11 +214,11 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return self._submit_expendable("connecting for the refit", "connect", calls).then(drop_lost)
 
     def start_refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
-        """Every engine takes the weights, see Engine.refit. Returns the calls: they end with those that send."""
+        """Starts the refit in every engine, see Engine.refit. Returns the calls, which end with those that send."""
         return self._calls("refit", lambda engine, expected: engine.refit(version, expected), ray.put(expected))
 
     def drop(self, lost: Collection[str], phase: str) -> None:
-        """Goes on without these. Raises RunFailure where none is left."""
+        """Leaves out the lost engines from now on. Raises RunFailure if none is left."""
         lost = [name for name in lost if name in self._actors]  # a refit during a rollout may have noticed first
         for name in lost:
             del self._actors[name]
@@ -231,7 +233,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
             self._watch()
 
     def _watch(self) -> None:
-        """The last one: its loss ends every wait; that of another is noticed when it is asked for something."""
+        """Watches the last engine, whose loss ends every wait; the loss of another is noticed at its next call."""
         if len(self._actors) == 1:
             self._session.watch(self._actors)
 
@@ -244,5 +246,5 @@ def _connect(
     holders: Mapping[str, Sequence[Holder]],
     by_loader: bool,
 ) -> None:
-    """holders: of each engine."""
+    """Connects an engine. holders: the holders of each engine, by its name."""
     engine.connect(plan, channel, holders[name], by_loader)

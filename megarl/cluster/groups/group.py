@@ -18,14 +18,14 @@ from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
 
 W = TypeVar("W")
-"""The class of the workers: what a process of the role holds."""
+"""The class of the workers, of which each process of the role holds one."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call gave, and when it ran: seconds since the epoch, by the clock of the process."""
+    """The value that a call returned, and when it ran: seconds since the epoch, by the clock of the process."""
 
     value: Any
     begin: float
@@ -33,7 +33,7 @@ class Answer:
 
 
 class ProcessActor:
-    """One process of the run, as a Ray actor. It makes its worker when it starts, and then runs on it what it is sent.
+    """One process of the run, as a Ray actor. It makes its worker when it starts, and then runs functions on it.
 
     Torch, Megatron and vLLM are imported here, in the actor's own process, never in the driver's.
     """
@@ -52,30 +52,33 @@ class ProcessActor:
 
 
 class Group(Generic[W]):
-    """The processes of a role. Whatever is asked of them is submitted, and its result waited for by the caller."""
+    """The processes of a role. Their methods submit calls, whose results the caller waits for."""
 
     def __init__(self, session: Session, title: str, actors: Mapping[str, ActorHandle]):
-        """title: of the processes, in the machine's list of them. actors: by the names of the processes."""
+        """title: the name of the processes in the machine's list of them. actors: the actors by the processes'
+        names."""
         self._session, self._title, self._actors = session, title, dict(actors)
 
     def _submit(self, phase: str, task: str, function: Callable[..., T], *arguments: Any) -> Pending[list[T]]:
-        """Runs function(worker, *arguments) in every process. The result is what they return, in their order.
+        """Runs function(worker, *arguments) in every process. The result has their return values, in their order.
 
-        phase   what the driver waits for, for its messages
-        task    what the process does, for its title and for the trace
+        phase   the wait of the driver, for its messages
+        task    the work of the process, for its title and for the trace
         """
         return self._read(phase, task, self._calls(task, function, *arguments))
 
     def _submit_each(
         self, phase: str, task: str, function: Callable[..., T], arguments: Iterable[Sequence[Any]]
     ) -> Pending[list[T]]:
-        """As _submit, each process with arguments of its own."""
+        """Runs function(worker, *arguments) as _submit does, in each process with its own arguments."""
         pairs = zip(self._actors.items(), arguments, strict=True)
-        calls = {name: self._call(actor, task, function, *own) for (name, actor), own in pairs}
+        calls = {
+            name: self._call(actor, task, function, *process_arguments) for (name, actor), process_arguments in pairs
+        }
         return self._read(phase, task, calls)
 
     def _submit_to_first(self, phase: str, task: str, function: Callable[..., T], *arguments: Any) -> Pending[T]:
-        """As _submit, in the first process only."""
+        """Runs function(worker, *arguments) as _submit does, in the first process only."""
         name, actor = next(iter(self._actors.items()))
         calls = {name: self._call(actor, task, function, *arguments)}
         return self._read(phase, task, calls).then(lambda answers: answers[0])

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a rank says of itself: its data-parallel rank, what it holds of the model, how it packs, its kernels."""
+    """The facts that a rank reports: its data-parallel rank, its holder of the model, its packing, its kernels."""
 
     data_parallel_rank: int
     holder: Holder
@@ -46,14 +46,14 @@ class RankActor(ProcessActor):
         self._batches = FetchedBatches()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
-        """Runs function(worker, *arguments), where a RankBatch among these is the LocalBatch that it refers to."""
+        """Runs function(worker, *arguments), with the LocalBatch in place of a RankBatch that refers to it."""
         return super().call(function, *map(self._fetched, arguments))
 
     def _fetched(self, argument: Any) -> Any:
         return self._batches.fetch(argument) if isinstance(argument, RankBatch) else argument
 
     def open_store(self) -> Answer:
-        """Rank 0 opens the rendezvous of the process group. Answers with its host and port."""
+        """Opens, on rank 0, the rendezvous of the process group. Answers with its host and port."""
         from megarl.megatron import parallel
 
         begin = time.time()
@@ -96,7 +96,7 @@ class RankGroup(Group[W]):
     actor_class: ClassVar[Any]
     """A class derived from RankActor, as a Ray actor."""
     title: ClassVar[str]
-    """Its name."""
+    """The name of that class."""
 
     def __init__(
         self, session: Session, config: Config, role: MegatronRole, model_folder: Path, processes: Sequence[Process]
@@ -113,10 +113,10 @@ class RankGroup(Group[W]):
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
         self.store_address = ("", 0)
-        """Host and port of the ranks' TCPStore, which rank 0 has."""
+        """Host and port of the ranks' TCPStore, which is on rank 0."""
 
     def start(self) -> Pending[None]:
-        """Rank 0 opens the rendezvous, then all build the model."""
+        """Opens the rendezvous on rank 0, then builds the model on all ranks."""
         name, first = next(iter(self._actors.items()))
         opened = self._read(
             f"{self._role} rendezvous", "open_store", {name: first.open_store.remote()}, self._start_timeout_s
@@ -135,7 +135,7 @@ class RankGroup(Group[W]):
         self.packing, self.kernels = started[0].packing, started[0].kernels
 
     def close(self) -> Pending[list[None]]:
-        """Leaves the process group together, so that no rank sees the others vanish."""
+        """Makes all ranks leave the process group together, so that no rank sees the others vanish."""
         return self._submit(f"{self._role} end", "close", lambda worker: worker.close())
 
     def _submit_batches(
@@ -145,5 +145,5 @@ class RankGroup(Group[W]):
         function: Callable[[W, LocalBatch], T],
         batches: Sequence[RankBatch],
     ) -> Pending[list[T]]:
-        """Runs function(worker, batch) in every rank, with what the batch of its data-parallel rank refers to."""
+        """Runs function(worker, batch) in every rank, with the LocalBatch of its data-parallel rank's batch."""
         return self._submit_each(phase, task, function, [(batches[rank],) for rank in self._data_parallel_ranks])

@@ -40,14 +40,16 @@ class RewardEngineGroup(VllmGroup["VllmClassifier"]):
         super().__init__(session, config, model_folder, processes, config.reward_model.layout.tp)
 
     def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
-        """The score of each response token, float32 [R]; of a sequence classifier that of the sample, [1]."""
+        """Scores each response token, float32 [R], or with a sequence classifier the sample, [1]."""
         prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.info.prompt_id for sample in samples))}
         scratch = self._session.scratch
 
         def score(engine: VllmClassifier, samples: Sequence[RemoteSample]) -> Scores:
             scores = engine.scores(ray.get([sample.ref for sample in samples])) if samples else []
             segments.note(scratch)
-            return put_scores({sample.info.id: own for sample, own in zip(samples, scores, strict=True)})
+            return put_scores(
+                {sample.info.id: sample_scores for sample, sample_scores in zip(samples, scores, strict=True)}
+            )
 
         shares = [
             [sample for sample in samples if prompts[sample.info.prompt_id] % len(self._actors) == i]

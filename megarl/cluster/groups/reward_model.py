@@ -34,7 +34,7 @@ class RewardModelGroup(RankGroup["RewardModelWorker"]):
     actor_class, title = RewardModelActor, "RewardModelActor"
 
     def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
-        """The score of each response token, float32 [R]; of a sequence classifier that of the sample, [1]."""
+        """Scores each response token, float32 [R], or with a sequence classifier the sample, [1]."""
         microbatches = schedule([Lengths.of(sample.info) for sample in samples], self.packing)
         sample_refs = [SampleRef.unscored(sample.info.id, sample.ref) for sample in samples]
         batches = [RankBatch.of(sample_refs, members) for members in microbatches]

@@ -1,4 +1,4 @@
-"""Rewards in a process of their own: it reads the samples' text, so that the driver need not."""
+"""Rewards in a process of their own, which reads the samples' text so that the driver need not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RewardWorker:
     def __init__(self, config: Config, models: ModelFolders):
         self._models = models
         self._readings: dict[str, Reading | Unreadable] = {}
-        """Of this step's samples, where the reward model does not read the sampled ids."""
+        """The readings of this step's samples, where the reward model does not read the sampled ids."""
         rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
         self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards.judge, rewards_tokens)
@@ -59,7 +59,7 @@ class RewardWorker:
             self._model_score = classifier_reward(config, folder, self._reader)
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
-        """The samples in the reward model's own tokens; those that it cannot read are missing."""
+        """Returns the samples in the reward model's own tokens, without those that it cannot read."""
         self._readings = {sample.id: self._read(sample) for sample in ray.get(list(refs))}
         read = [reading.sample for reading in self._readings.values() if isinstance(reading, Reading)]
         return [RemoteSample.put(sample) for sample in read]
@@ -73,17 +73,23 @@ class RewardWorker:
     def score(
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
     ) -> tuple[list[Score], Scores]:
-        """Scores the samples and appends them, decoded, to a JSONL file for people to read. model_scores: where the
-        reward model's are, if there is one. Returns, too, where rewards of single tokens are, if it or a function gives
-        them."""
+        """Scores the samples and appends them, decoded, to a JSONL file for people to read. Returns their scores, and
+        references to the rewards of single tokens, if the reward model or a function gives them. model_scores:
+        references to the reward model's scores, if there is one."""
         samples: list[Sample] = ray.get(list(refs))
-        of_model = self._model_rewards(samples, model_scores)
+        model_rewards = self._model_rewards(samples, model_scores)
         verdicts = self._scorer.verdicts(samples)
-        judged = [self._scorer.score(sample, of_model.get(sample.id), verdicts.get(sample.id)) for sample in samples]
+        judged = [
+            self._scorer.score(sample, model_rewards.get(sample.id), verdicts.get(sample.id)) for sample in samples
+        ]
         with rollouts.open("a", encoding="utf-8") as file:
             for sample, (score, _) in zip(samples, judged, strict=True):
                 file.write(json.dumps(_row(step, sample, score), ensure_ascii=False) + "\n")
-        by_token = {sample.id: own for sample, (_, own) in zip(samples, judged, strict=True) if own is not None}
+        by_token = {
+            sample.id: token_rewards
+            for sample, (_, token_rewards) in zip(samples, judged, strict=True)
+            if token_rewards is not None
+        }
         return [score for score, _ in judged], _put(by_token)
 
     def _model_rewards(self, samples: Sequence[Sample], model_scores: Scores) -> dict[str, ModelReward]:
@@ -101,13 +107,13 @@ class RewardWorker:
 
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
-    """Of the reward model in this folder."""
+    """Returns the reward of the classifier in this folder."""
     rewards_tokens = config.algorithm.advantage.credits_to_go
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
 
 
 def _put(by_token: Mapping[str, list[float]]) -> Scores:
-    """Sample id -> float32 [R]."""
+    """Puts rewards of single tokens, by sample id, into Ray's object store: float32 [R] each."""
     if not by_token:
         return {}
     import torch
@@ -116,7 +122,7 @@ def _put(by_token: Mapping[str, list[float]]) -> Scores:
 
 
 def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
-    """None where the reward model reads the sampled ids."""
+    """Returns the reader of the samples' text, None where the reward model reads the sampled ids."""
     settings = config.reward_model
     if settings.reads == "ids":
         return None
@@ -147,7 +153,7 @@ def _row(step: int, sample: Sample, score: Score) -> dict:
 
 
 class RewardGroup(Group[RewardWorker]):
-    """The process that scores samples, with the reward model that scores them first, if there is one."""
+    """The process that scores samples, and the reward model that scores them first, if there is one."""
 
     def __init__(
         self,
@@ -167,8 +173,8 @@ class RewardGroup(Group[RewardWorker]):
         return self._read("reward start", "start", calls)
 
     def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
-        """Scores the samples by the reward model, then by the functions. The result has, too, where rewards of single
-        tokens are, if one of them gives such: float32 [R]."""
+        """Scores the samples by the reward model, then by the functions. The result has their scores, and references to
+        the rewards of single tokens, float32 [R], if one of them gives such."""
         refs, path = [sample.ref for sample in samples], rollouts.resolve()
 
         def score(model_scores: Scores) -> Pending[tuple[list[Score], Scores]]:
@@ -181,7 +187,7 @@ class RewardGroup(Group[RewardWorker]):
     def _model_scores(
         self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]
     ) -> Pending[Scores]:
-        """The reward model's scores of the samples that it can read."""
+        """Submits scoring of the samples that the reward model can read."""
         if self._reads_ids:
             return model.scores(samples)
         read = self._submit_to_first(

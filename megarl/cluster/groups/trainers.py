@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class TrainerActor(RankActor):
-    """One rank of a model that the run trains: its worker is a TrainerWorker."""
+    """One rank of a model that the run trains. Its worker is a TrainerWorker."""
 
     def end_step(self) -> Answer:
-        """Lets go of the step's batches, whose samples do not come back: first, so that the end of the step gives back
-        what they have on the device."""
+        """Lets go of the step's batches, whose samples do not come back, then ends the worker's step, which gives back
+        the batches' memory on the device."""
         self._batches.clear()
         return self.call(lambda worker: worker.end_step())
 
 
 class TrainerGroup(RankGroup["TrainerWorker"]):
-    """All ranks of a model that the run trains. updates: of each, its batches by data-parallel rank."""
+    """All ranks of a model that the run trains. The argument `updates` of its methods has the batches of each update,
+    by data-parallel rank."""
 
     actor_class, title = TrainerActor, "TrainerActor"
 
@@ -54,7 +55,8 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         self.offloads = bool(config.placed(role).offload)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
-        """Raises ValueError that names a damaged file, before any rank reads more than its checksum."""
+        """Loads the checkpoint on all ranks. Raises ValueError that names a damaged file, before any rank reads more
+        than the files' checksums."""
         role = self._role
         checked = self._submit(
             f"{role}: checksums of the checkpoint",
@@ -70,11 +72,12 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         )
 
     def publish(self) -> Pending[dict[str, Published]]:
-        """By holder name: where each live parameter lies in shared memory."""
+        """Publishes the weights. The result has the place of each live parameter in shared memory, by holder name."""
         return self._submit("publishing weights", "publish", lambda worker: worker.publish()).then(self._by_holder)
 
     def publish_on_gpu(self, plan: Plan) -> Pending[dict[str, dict[str, Published]]]:
-        """By holder name and name of the holder that reads: where the parameters are that the plan copies to it."""
+        """Publishes the weights on the devices. The result has, by holder name and name of the reading holder, the
+        places of the parameters that the plan copies to it."""
         readers, scratch = readers_of(plan), self._session.scratch
 
         def publish(worker: TrainerWorker, names: Mapping[str, set[str]]) -> dict[str, Published]:
@@ -89,7 +92,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         return {holder.name: part for holder, part in zip(self.holders, parts, strict=True)}
 
     def connect(self, plan: CompactPlan, rendezvous: Rendezvous) -> Pending[list[None]]:
-        """From now on `start_sending` is each rank's part of this plan."""
+        """Makes this plan the one of which `start_sending` sends each rank's part."""
         return self._submit(
             "connecting for the refit",
             "connect",
@@ -99,11 +102,11 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         )
 
     def start_sending(self) -> dict[str, ray.ObjectRef]:
-        """The ranks send their parts of a refit. Returns the calls, to be waited for with those that receive."""
+        """Starts each rank's part of a refit. Returns the calls, to be waited for with those that receive."""
         return self._calls("send", lambda worker: worker.send())
 
     def checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> Pending[dict[Region, Checksum]]:
-        """What whoever has these regions should have. plan: the export's."""
+        """Computes the checksums that holders of these regions should have. plan: the plan of an export."""
         parts = self._submit(
             "checksums of the weights",
             "checksums",
@@ -114,7 +117,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         return parts.then(_add_checksums)
 
     def keep_log_probs(self, policy: Policy, updates: Sequence[Sequence[RankBatch]]) -> Pending[Any]:
-        """A forward-only pass, whose log-probs stay with the ranks for the updates of the same samples."""
+        """Submits a forward-only pass, whose log-probs stay with the ranks for the updates of the same samples."""
         passes = [
             self._submit_batches(
                 f"{policy} log-probs",
@@ -127,14 +130,15 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         return join(passes)
 
     def score_tokens(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[tuple[Scores, dict[str, TokenTotals]]]:
-        """Where what the model says of the samples' tokens is, and what that of the trained ones amounts to."""
+        """Scores the samples' tokens. The result has references to the scores and, by sample, totals of the trained
+        tokens' scores."""
         phase = f"{self._role}: scores"
         scored = [self._submit_batches(phase, "score_tokens", _score_tokens, batches) for batches in updates]
         return join(scored).then(lambda parts: _join_scores([part for ranks in parts for part in ranks]))
 
     def train(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[dict[str, Metric]]:
-        """One optimizer step for each update, and the end of the step. The result is the metrics over all ranks and
-        updates."""
+        """Submits one optimizer step for each update, and the end of the step. The result has the metrics over all
+        ranks and updates."""
         trained = [
             self._submit_batches(
                 f"{self._role} update",
@@ -149,7 +153,8 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         return metrics.then(lambda merged: ended.then(lambda _: merged))
 
     def end_step(self) -> Pending[list[None]]:
-        """Forgets what passes have kept of the step's samples, and has its parameters complete for who reads them."""
+        """Forgets the scores that passes have kept of the step's samples, and completes the parameters for those who
+        read them."""
         calls = {name: actor.end_step.remote() for name, actor in self._actors.items()}
         return self._read("end of step", "end_step", calls)
 
@@ -164,18 +169,20 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         return self._submit("renewal of the reference", "renew_reference", lambda worker: worker.renew_reference())
 
     def offload(self) -> Pending[dict[str, Metric]]:
-        """Makes room on the devices, until `onload`. The result is by how much, over all ranks."""
+        """Makes room on the devices, until `onload`. The result has the bytes that this frees over all ranks, as
+        metrics."""
         return self._submit(f"{self._role}: to host memory", "offload", lambda worker: worker.offload()).then(merge)
 
     def onload(self) -> Pending[list[None]]:
         return self._submit(f"{self._role}: back from host memory", "onload", lambda worker: worker.onload())
 
     def export(self, plan: Plan, transport: SharedMemory, out: Path) -> Pending[None]:
-        """The first rank writes the whole model, a few tensors at a time."""
+        """Makes the first rank write the whole model, a few tensors at a time."""
         return self._submit_to_first("export", "export", lambda worker: worker.export(plan, transport, out))
 
     def save_checkpoint(self, checkpoint: Path) -> Pending[list[None]]:
-        """Is done when all ranks have copied what they will write, into a folder of the role in this one."""
+        """Starts a checkpoint in a folder of the role in this one. It is done when all ranks have copied what they will
+        write."""
         role = self._role
         (checkpoint / role).mkdir()
         return self._submit(
@@ -185,14 +192,14 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         )
 
     def checkpoint_written(self) -> Pending[bool]:
-        """Whether all ranks have written their files, or failed to."""
+        """Asks whether all ranks have written their files, or failed to."""
         written = self._submit(
             f"{self._role}: state of the checkpoint", "checkpoint_written", lambda worker: worker.checkpoint_written()
         )
         return written.then(all)
 
     def finish_checkpoint(self, checkpoint: Path) -> Pending[list[FileRecord]]:
-        """The files of all ranks, once they are on the disk."""
+        """Waits for the files of all ranks, and returns their records once they are on the disk."""
         records = self._submit(
             f"{self._role}: writing the checkpoint",
             "finish_checkpoint",
@@ -202,10 +209,13 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
 
 
 def _score_tokens(worker: TrainerWorker, batch: LocalBatch) -> tuple[Scores, dict[str, TokenTotals]]:
-    """By sample: where its scores can be fetched by reference, and what those of its trained tokens amount to."""
+    """Returns references to the scores, and totals of the trained tokens' scores, by sample."""
     scores = worker.score_tokens(batch)
     masks = {item.sample.id: item.sample.response_mask for item in batch.samples}
-    totals = {name: TokenTotals.of(list(compress(own.tolist(), masks[name]))) for name, own in scores.items()}
+    totals = {
+        name: TokenTotals.of(list(compress(sample_scores.tolist(), masks[name])))
+        for name, sample_scores in scores.items()
+    }
     return put_scores(scores), totals
 
 
@@ -227,7 +237,7 @@ def _add_checksums(parts: Sequence[Mapping[Region, Checksum]]) -> dict[Region, C
 
 
 def readers_of(plan: Plan) -> dict[str, dict[str, set[str]]]:
-    """Source -> destination that it gives something to -> which of the source's parameters."""
+    """Returns source -> destination that it gives something to -> which of the source's parameters."""
     readers: dict[str, dict[str, set[str]]] = {source: {} for source in plan.sources}
     for destination in plan.destinations:
         for copy in plan.into(destination).copies:

@@ -1,4 +1,4 @@
-"""Engines on vLLM: one Ray actor for each."""
+"""Engines on vLLM, one Ray actor for each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VllmActor(ProcessActor):
 
     def __init__(self, config: Config, model_folder: Path, process: Process, tp: int, logs: Path, scratch: Path):
         super().__init__(process, logs)
-        # The sockets between vLLM's processes would else stay behind.
+        # Elsewhere the sockets between vLLM's processes would stay behind.
         os.environ.update(environment(tp, process.threads, process.index), VLLM_RPC_BASE_PATH=str(scratch))
         segments.name_semaphores(scratch)
         self._config, self._model_folder, self._scratch = config, model_folder, scratch
@@ -46,10 +46,10 @@ class VllmGroup(Group[W]):
     actor_class: ClassVar[Any]
     """A class derived from VllmActor, as a Ray actor."""
     title: ClassVar[str]
-    """Its name."""
+    """The name of that class."""
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process], tp: int):
-        """tp: ranks of an engine."""
+        """tp: the number of an engine's ranks."""
         self._start_timeout_s = config.cluster.start_timeout_s
         actors = {
             process.name: self.actor_class.remote(config, model_folder, process, tp, session.logs, session.scratch)
@@ -63,5 +63,5 @@ class VllmGroup(Group[W]):
         return self._read(f"{next(iter(calls)).rpartition('-')[0]} start", "start", calls, self._start_timeout_s)
 
     def _watch(self) -> None:
-        """From now on the loss of an engine ends the run."""
+        """Makes the loss of an engine end the run, from now on."""
         self._session.watch(self._actors)

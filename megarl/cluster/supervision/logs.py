@@ -1,4 +1,4 @@
-"""Each process of a run writes to a log file of its own."""
+"""The log files of a run, one for each process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.core import stacks
 
 
 def log_to(path: Path) -> None:
-    """Standard output and error of this process, its libraries' included, go to the file from now on."""
+    """Sends standard output and error of this process, its libraries' included, to the file from now on."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -10,7 +10,8 @@ INTERVAL_S = 2.0
 
 
 class MemorySampler:
-    """Reads the memory of this process and its descendants from a thread, every INTERVAL_S seconds, until its end."""
+    """A thread that reads the memory of this process and its descendants every INTERVAL_S seconds, until it is
+    closed."""
 
     def __init__(self) -> None:
         self._peak = (0.0, 0.0)
@@ -18,7 +19,7 @@ class MemorySampler:
         threading.Thread(target=self._sample, name="memory", daemon=True).start()
 
     def peak_gb(self) -> tuple[float, float]:
-        """Highest sum so far, in 10⁹ bytes: (RSS, PSS)."""
+        """Returns the highest sums so far, in 10⁹ bytes: (RSS, PSS)."""
         return self._peak
 
     def __enter__(self) -> MemorySampler:

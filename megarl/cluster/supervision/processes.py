@@ -18,23 +18,24 @@ _PR_SET_PDEATHSIG = 1
 
 
 def adopt_orphans() -> None:
-    """Grandchildren whose parent dies become our children, so that `end_descendants` finds them."""
+    """Makes grandchildren whose parent dies our children, so that `end_descendants` finds them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def interrupt_with_parent() -> None:
-    """The kernel sends this process SIGINT when its parent ends, however that happens."""
+    """Makes the kernel send this process SIGINT when its parent ends, however that happens."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
     """Ends every process that this one started, directly or not; returns when they are gone.
 
-    SIGTERM comes first: some release shared memory then. After grace_s seconds follows SIGKILL. Python's resource
-    trackers remove what killed processes leave, once these are gone, and end then; they have tracker_s seconds for it.
+    SIGTERM comes first, upon which some processes release shared memory. After grace_s seconds follows SIGKILL.
+    Python's resource trackers remove what killed processes leave, once these are gone, and end then; they have
+    tracker_s seconds for it.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        # Asked again for the second signal: a process may have started another in between.
+        # Listed again for the second signal: a process may have started another in between.
         others = [process for process in _descendants() if not _tracks_resources(process)]
         for process in others:
             _signal(process, number)
@@ -65,8 +66,8 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 
 def ask_for_stacks(files: Iterable[Path], patience_s: float = 5.0) -> list[Path]:
-    """Has every process that this one started, and whose standard error is one of these files, write its stacks there.
-    Returns the files that have them."""
+    """Makes every process that this one started, and whose standard error is one of these files, write its stacks
+    there. Returns the files that have them."""
     asked = {}
     for process in psutil.Process().children(recursive=True):
         file = _standard_error(process.pid)
@@ -87,12 +88,12 @@ def ask_for_stacks(files: Iterable[Path], patience_s: float = 5.0) -> list[Path]
 def _standard_error(pid: int) -> Path | None:
     try:
         return Path(os.readlink(f"/proc/{pid}/fd/2"))
-    except OSError:  # it has ended, or none
+    except OSError:  # the process has ended, or has no standard error
         return None
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Any other process would be ended by the signal."""
+    """Returns whether the process handles the signal, which would end any other process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -102,13 +103,13 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def memory_gb() -> tuple[float, float]:
-    """Resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
+    """Returns the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
 
     RSS counts a shared page once per process; PSS splits it between them, so that its sum is what the machine bears.
     """
     rss = pss = 0
-    own = psutil.Process()
-    for process in [own, *own.children(recursive=True)]:
+    this_process = psutil.Process()
+    for process in [this_process, *this_process.children(recursive=True)]:
         try:
             fields = _smaps_rollup(process.pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -119,7 +120,7 @@ def memory_gb() -> tuple[float, float]:
 
 
 def _smaps_rollup(pid: int) -> dict[str, int]:
-    """Bytes per field; all 0 for a process that has ended but was not yet waited for."""
+    """Returns bytes per field; all are 0 for a process that has ended but was not yet waited for."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     fields = {"Rss": 0, "Pss": 0}
     for line in lines[1:]:

@@ -14,9 +14,9 @@ NOTE = "segments"
 
 
 def name_semaphores(scratch: Path) -> None:
-    """Semaphores that this process and its descendants make from now on are named after the scratch folder: no moment
-    is left in which one exists and nobody has written it down."""
-    # Where Python itself keeps the prefix, for all processes that multiprocessing starts from this one.
+    """Names semaphores that this process and its descendants make from now on after the scratch folder, so that at no
+    moment one exists that nobody has written down."""
+    # Python keeps the prefix there, for all processes that multiprocessing starts from this one.
     multiprocessing.current_process()._config["semprefix"] = f"/{scratch.name}"
 
 
@@ -26,15 +26,15 @@ def note(scratch: Path) -> None:
 
 
 def noted(scratch: Path) -> set[str]:
-    """What was written down in the scratch folder, and what is named after it."""
+    """Returns the names that were written down in the scratch folder, and those that begin with its name."""
     written = {name for file in scratch.glob(f"{NOTE}.*") for name in file.read_text().splitlines()}
     return written | {file.name for file in SHARED_MEMORY.glob(f"sem.{scratch.name}-*")}
 
 
 def mapped() -> set[str]:
-    """Names of the segments that this process and its descendants map."""
-    own = psutil.Process()
-    return {name for process in [own, *own.children(recursive=True)] for name in _mapped(process.pid)}
+    """Returns the names of the segments that this process and its descendants map."""
+    this_process = psutil.Process()
+    return {name for process in [this_process, *this_process.children(recursive=True)] for name in _mapped(process.pid)}
 
 
 def remove(names: Set[str]) -> None:
@@ -48,5 +48,5 @@ def _mapped(pid: int) -> set[str]:
     except (FileNotFoundError, ProcessLookupError):
         return set()
     paths = {line[line.index("/") :] for line in lines if "/" in line}
-    # One that was unlinked is shown with " (deleted)" at the end, and has no file.
+    # A segment that was unlinked is shown with " (deleted)" at the end, and has no file.
     return {Path(path).name for path in paths if Path(path).parent == SHARED_MEMORY and Path(path).exists()}

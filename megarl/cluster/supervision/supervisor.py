@@ -1,4 +1,5 @@
-"""A run is two processes that watch each other: a parent that only waits, and a child that drives.
+"""The supervisor of a run, which is two processes that watch each other: a parent that only waits, and a child that
+drives.
 
 Whichever is killed, the other ends the processes of the run. Ray alone would leave some of them for a minute or more.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 from megarl.cluster.supervision import processes, segments
 
 DEADLINE_S = 15
-"""How long the child may take to end after an interrupt, before it is killed: a call of it may hang."""
+"""The seconds that the child may take to end after an interrupt, before it is killed: one of its calls may hang."""
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def supervised() -> Iterator[Path]:
     Yields a scratch folder. However the body ends, no process that it started is left, nor the folder. SIGINT, and
     SIGTERM to the parent, end it with a KeyboardInterrupt and then exit status 130.
     """
-    # Not in $TMPDIR, which may be long: paths of the sockets in it are limited to 107 bytes.
+    # The folder is not in $TMPDIR, which may be long: paths of the sockets in it are limited to 107 bytes.
     scratch = Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
     sys.stdout.flush()
     child = os.fork()
@@ -41,7 +42,7 @@ def supervised() -> Iterator[Path]:
     except KeyboardInterrupt:
         _end(scratch)
         _say("interrupted; the run ends")
-        # Without the interpreter's shutdown: Ray crashes there if the interrupt met it while it was starting.
+        # The interpreter's shutdown is skipped: Ray crashes there if the interrupt met it while it was starting.
         os._exit(130)
     finally:
         _end(scratch)
@@ -70,7 +71,7 @@ def _guard(child: int, scratch: Path) -> int:
 
 
 def _interrupt(*_) -> None:
-    # Once: a second one, as from an impatient Ctrl-C, would interrupt the clean-up.
+    # Only the first counts: a second one, as from an impatient Ctrl-C, would interrupt the clean-up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Ends the run when Ray's own processes die, which the driver would else notice late or never."""
+"""The watchdog, which ends the run when Ray's own processes die: the driver would notice that late or never."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FATAL = ("raylet", "gcs_server")
 
 
 class Watchdog:
-    """Watches the raylet and the GCS from a thread. Their loss cannot be survived, and leaves calls of the driver
+    """A thread that watches the raylet and the GCS. Their loss cannot be survived, and leaves calls of the driver
     hanging in Ray's core; so the thread says what happened and exits, and the parent process ends the others."""
 
     def __init__(self) -> None:
         self.phase = "Ray start"
-        """What the driver is waiting for, to be named with the loss."""
+        """The wait of the driver, to be named with the loss."""
         self._stopped = False
         self._lock = threading.Lock()
         children = psutil.Process().children(recursive=True)
@@ -28,7 +28,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def check(self) -> None:
-        """Does not return if a process is lost. Called too where an error may be a consequence of that."""
+        """Ends this process if one of Ray's is lost. It is called, too, where an error may be a consequence of that."""
         with self._lock:
             for name, process in self._watched.items():
                 if not self._stopped and not _runs(process):
@@ -36,7 +36,7 @@ class Watchdog:
                     os._exit(1)
 
     def stop(self) -> None:
-        """From now on they may end."""
+        """Lets Ray's processes end from now on."""
         with self._lock:
             self._stopped = True
 

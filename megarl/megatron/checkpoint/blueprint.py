@@ -31,7 +31,8 @@ from megarl.resharding.piece import Holder, Rectangle
 
 @dataclass(frozen=True, slots=True)
 class RankBlueprint:
-    """What a rank holds, and what of it the rank writes into a checkpoint: extents, and keys of empty objects."""
+    """The weights that a rank holds, and what it writes of them into a checkpoint: extents, and keys of empty
+    objects."""
 
     holder: Holder
     extents: tuple[Extent, ...]
@@ -41,10 +42,10 @@ class RankBlueprint:
 def blueprint(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, format: Mapping[str, Any], dtype: str | None = None
 ) -> RankBlueprint:
-    """Of the model with our own layers, which has the same keys as that of Transformer Engine's.
+    """Returns the blueprint of the model with our own layers, whose keys are the same as with Transformer Engine's.
 
-    dtype: of the holder's weights (None: that of config.json)
-    format: what Megatron's `sharded_state_dict` takes as metadata.
+    dtype: the dtype of the holder's weights (None: that of config.json)
+    format: the metadata for Megatron's `sharded_state_dict`
     Raises ValueError where the model does not divide by the layout.
     """
     holder = megatron_holder(hf_config, layout, rank, dtype)
@@ -95,7 +96,7 @@ def _extent(tensor: ShardedTensor, names: Mapping[int, str]) -> Extent:
 
 
 def _rectangle(view: torch.Tensor, whole: torch.Tensor) -> Rectangle:
-    """Which part of a contiguous tensor a view of it is."""
+    """Returns the rectangle of a contiguous tensor that a view of it covers."""
     assert whole.is_contiguous() and view.stride() == whole.stride(), "not a rectangle of the parameter"
     rectangle, left = [], view.storage_offset()
     for stride, size in zip(view.stride(), view.shape, strict=True):

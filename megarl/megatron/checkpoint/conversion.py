@@ -1,4 +1,4 @@
-"""Between Hugging Face folders and checkpoints in Megatron's format, in one process, a tensor at a time."""
+"""Conversion between Hugging Face folders and checkpoints in Megatron's format, in one process, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ from megarl.resharding.transports.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """dtype: convert to it (None: every tensor keeps its own). verify: compare the files of a run's checkpoint with the
-    SHA-256 that it notes, and read back what was written here."""
+    """Options of a conversion.
+
+    dtype    the dtype of all tensors (None: every tensor keeps its own)
+    verify   whether the files of a run's checkpoint are compared with their SHA-256, and written files are read back
+    """
 
     dtype: str | None = None
     verify: bool = True
@@ -58,7 +61,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """Tensors that are cut as the parameters are, with a prefix before these' keys. dtypes: by the parameters' keys."""
+    """Tensors that are cut as the parameters are, with a prefix before their keys. dtypes: by the parameters' keys."""
 
     prefix: str
     transport: Transport
@@ -67,9 +70,10 @@ class Companion:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A source: who holds them, how they are read, and what else a Hugging Face folder has (in the folder `files`).
+    """A source of weights: its holder, its transport, and the folder `files` with the other files of a Hugging Face
+    folder.
 
-    check: of its files, which takes as long as reading them; raises ValueError
+    check: checks the source's files, which takes as long as reading them; raises ValueError
     """
 
     hf_config: Mapping[str, Any]
@@ -89,7 +93,8 @@ def layout_of_files(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
 ) -> Layout:
-    """With as few data-parallel ranks as the experts need. Raises ValueError for one that does not go together."""
+    """Returns a layout with as few data-parallel ranks as the experts need. Raises ValueError for sizes that do not go
+    together."""
     experts = ep * (tp if etp is None else etp)
     layout = Layout(
         tp=tp,
@@ -108,9 +113,10 @@ def layout_of_files(
 
 
 def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Options = Options()) -> int:
-    """Returns the bytes of tensors written. folder: as megarl.data.model_folder.resolve takes it. layout: of the ranks
-    that the checkpoint is written for.
+    """Writes a checkpoint from a Hugging Face folder. Returns the bytes of tensors written.
 
+    folder   a path for megarl.data.model_folder.resolve
+    layout   the layout of the ranks that the checkpoint is written for
     Raises ValueError, with nothing left behind, for a folder that does not fit its config.json.
     """
     with _open_folder(resolve(str(folder), key="--hf")) as weights:
@@ -124,7 +130,8 @@ def megatron_to_huggingface(
     shard_bytes: int = SHARD_BYTES,
     options: Options = Options(),
 ) -> int:
-    """Returns the bytes of tensors written. For the arguments see open_checkpoint and write_folder."""
+    """Writes a Hugging Face folder from a checkpoint. Returns the bytes of tensors written. See open_checkpoint and
+    write_folder for the arguments."""
     with open_checkpoint(checkpoint, huggingface) as source:
         hf_config = without_value_head(source.hf_config)
         destination = huggingface_holder(hf_config, options.dtype)
@@ -144,8 +151,9 @@ def megatron_to_huggingface(
 def reshape(
     checkpoint: Path, out: Path, layout: Layout, huggingface: Path | None = None, options: Options = Options()
 ) -> int:
-    """Returns the bytes of tensors written. The optimizer's state comes along, if there is one, and so do other weights
-    that are saved beside the model's; the random states of ranks do not, which another layout has not."""
+    """Writes a checkpoint for another layout. Returns the bytes of tensors written. The optimizer's state comes along,
+    if there is one, and so do other weights that are saved beside the model's. The random states of ranks do not,
+    because they mean nothing under another layout."""
     with open_checkpoint(checkpoint, huggingface) as source:
         companions = [Companion(p, source.transport(p), source.dtypes(p)) for p in source.companions]
         checked = partial(source.check_files, options.progress) if options.verify else None
@@ -165,7 +173,8 @@ def _open_folder(folder: Path) -> Iterator[Weights]:
 
 
 def _without_use(name: str, hf_config: Mapping[str, Any]) -> bool:
-    """What a checkpoint may have beside the model: a copy of the tied head, constants, and layers that are left out."""
+    """Returns whether a checkpoint may have this tensor beside the model: a copy of the tied head, a constant, or part
+    of a layer that is left out."""
     model = ModelShape.of(hf_config)
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
     layer = name.removeprefix("model.layers.").split(".")[0]
@@ -180,7 +189,7 @@ def _proven(source: Holder, destination: Holder) -> Plan:
 
 
 def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes, options: Options) -> int:
-    """common: the content of the file of what is not sharded."""
+    """Writes a checkpoint. common: the content of the file with the state that is not sharded."""
     ranks = [blueprint(weights.hf_config, layout, rank, FORMAT, options.dtype) for rank in range(layout.world_size)]
     dtypes = _dtypes_by_key(ranks, None if options.dtype else _dtypes(weights.holder))
     destination = checkpoint_holder("checkpoint", [(rank.holder, rank.extents) for rank in ranks], dtypes)
@@ -217,14 +226,15 @@ def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes
 
 
 def _common() -> bytes:
-    """Of a checkpoint that has weights only: how its tensors are named, for Megatron's `load_content_metadata`."""
+    """Returns the common file of a checkpoint that has weights only: its format, for Megatron's
+    `load_content_metadata`."""
     stream = io.BytesIO()
     torch.save({"content_metadata": FORMAT}, stream)
     return stream.getvalue()
 
 
 def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> list[Entry]:
-    """What a rank writes. dtypes: prefix -> key -> dtype of those that there are."""
+    """Returns the entries that a rank writes. dtypes: prefix -> key -> dtype of the tensors that exist."""
     return [
         Entry(extent, prefix, found[extent.key])
         for prefix, found in dtypes.items()
@@ -234,12 +244,13 @@ def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> li
 
 
 def _dtypes(holder: Holder) -> dict[str, str]:
-    """Of canonical tensors, as their holder has them."""
+    """Returns the dtypes of canonical tensors in their holder, by name."""
     return {piece.canonical: holder.dtypes[piece.local] for piece in holder.pieces if piece.canonical is not None}
 
 
 def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | None) -> dict[str, str]:
-    """Of a checkpoint's tensors. kept: those that canonical tensors have and keep (None: as the ranks' holders say)."""
+    """Returns the dtypes of a checkpoint's tensors, by key. kept: dtypes that canonical tensors keep (None: the dtypes
+    of the ranks' holders are taken)."""
     found: dict[str, str] = {}
     for rank in ranks:
         dtypes = rank.holder.dtypes if kept is None else _kept(rank.holder, kept)
@@ -248,7 +259,7 @@ def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | Non
 
 
 def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Parameter -> the dtype of the tensors that it is made of. A parameter may be nothing but padding."""
+    """Returns parameter -> the dtype of the tensors that it is made of; none for a parameter that is only padding."""
     found: dict[str, str] = {}
     for piece in holder.pieces:
         if piece.canonical is not None:

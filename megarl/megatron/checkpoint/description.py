@@ -1,4 +1,4 @@
-"""What a checkpoint in Megatron's format holds, for a person or as JSON."""
+"""The description of a checkpoint in Megatron's format, for a person or as JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from megarl.resharding.transports.torch_dist import TorchDistFolder
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint holds. tensors: key -> shape, dtype, and the number of parts that it is stored in; files: name
-    -> bytes; model: the model_type, None where the checkpoint does not say it."""
+    """The content of a checkpoint.
+
+    model     the model_type, None where the checkpoint does not say it
+    files     name -> bytes
+    tensors   key -> shape, dtype, and the number of parts that the tensor is stored in
+    """
 
     checkpoint: str
     model: str | None
@@ -27,7 +31,7 @@ class Description:
     tensors: dict[str, tuple[tuple[int, ...], str, int]]
 
     def text(self) -> str:
-        """For a person: a line for each kind of thing, and one for each tensor."""
+        """Returns the description for a person: a line for each kind of content, and one for each tensor."""
         dtypes = Counter(dtype for _, dtype, _ in self.tensors.values())
         lines = [
             f"{self.checkpoint}: {self.model or 'a model that it does not name'}",
@@ -40,7 +44,7 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Raises ValueError for a folder that is no whole checkpoint."""
+    """Describes the checkpoint at `path`. Raises ValueError for a folder that is no whole checkpoint."""
     path = model_path(path)
     description = path / DESCRIPTION / "config.json"
     model = json.loads(description.read_text(encoding="utf-8"))["model_type"] if description.is_file() else None

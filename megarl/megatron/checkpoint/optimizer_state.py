@@ -1,7 +1,7 @@
 """AdamW's state in the shapes of the model's parameters, so that a checkpoint of it loads under any layout.
 
 Megatron keeps it in flat buckets, each split evenly over the data-parallel ranks. Its own conversion copies everything
-several times, and cuts out at the wrong place what lies behind a bucket with padding at its end.
+several times, and reads parameters after a bucket with padding at its end from the wrong place.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Shard = ShardedTensor | ShardedTensorFactory
 def sharded(
     optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], is_loading: bool
 ) -> dict[int, dict[str, Shard]]:
-    """Together on all ranks; by the number of the parameter on this rank. models: how the parameters are sharded.
+    """Returns the sharded state, by the number of the parameter on this rank. All ranks call this together. models: the
+    parameters' shards.
 
-    To be saved, the state is copied to the host memory of one rank of each data-parallel group, and the others have
-    none. To be loaded into, every rank has all of it.
+    For saving, the state is copied to the host memory of one rank of each data-parallel group, and the others have
+    none. For loading, every rank has tensors for all of it.
     """
     return {
         number: {
@@ -45,7 +46,7 @@ def sharded(
 
 @torch.no_grad()
 def restore(optimizer: MegatronOptimizer, states: Mapping[int, Mapping[str, torch.Tensor]], num_updates: int) -> None:
-    """Takes this rank's part of what was loaded. num_updates: how many updates the state has seen."""
+    """Takes this rank's part of the loaded states. num_updates: the number of updates that the state has seen."""
     numbers = count()
     for bucket in _buckets(optimizer):
         for parameter in bucket.places:
@@ -54,7 +55,7 @@ def restore(optimizer: MegatronOptimizer, states: Mapping[int, Mapping[str, torc
                 ours = bucket.own[parameter]["param"]
                 tensors = {key: states[number][key].flatten()[ours.start : ours.end] for key in KEYS}
                 if kernels.adam() == kernels.TORCH_ADAM:
-                    tensors["step"] = torch.tensor(float(num_updates))  # Megatron asks for all that the state has
+                    tensors["step"] = torch.tensor(float(num_updates))  # Megatron asks for every entry of the state
                 bucket.part._set_main_param_and_optimizer_states(parameter, tensors)
     for part in _parts(optimizer):
         _set_count(part, num_updates)
@@ -62,8 +63,12 @@ def restore(optimizer: MegatronOptimizer, states: Mapping[int, Mapping[str, torc
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A bucket of a part of the optimizer: its elements, padding included; the places of the parameters among them; and
-    Megatron's description of the parts of parameters that this rank has."""
+    """A bucket of a part of the optimizer.
+
+    num_elements   its elements, padding included
+    places         the places of the parameters among them
+    own            Megatron's description of the parts of parameters that this rank has
+    """
 
     part: DistributedOptimizer
     num_elements: int
@@ -71,40 +76,42 @@ class Bucket:
     own: Mapping[Parameter, Mapping[str, Any]]
 
     def gather(self, key: str) -> torch.Tensor | None:
-        """All elements of one kind of state, float32 on the host, on the first rank of the data-parallel group."""
+        """Gathers all elements of one kind of state on the first rank of the data-parallel group: float32 on the host,
+        None on the other ranks."""
         group = self.part.data_parallel_group_gloo
-        own = torch.empty(self.num_elements // group.size())
+        shard = torch.empty(self.num_elements // group.size())
         for parameter, ranges in self.own.items():
             state = self.part._get_main_param_and_optimizer_states(parameter)[key]
-            own[ranges["gbuf_local"].start : ranges["gbuf_local"].end].copy_(state)
+            shard[ranges["gbuf_local"].start : ranges["gbuf_local"].end].copy_(state)
         if group.size() == 1:
-            return own
+            return shard
         whole = torch.empty(self.num_elements) if group.rank() == 0 else None
         parts = None if whole is None else list(whole.chunk(group.size()))
-        dist.gather(own, parts, group=group, group_dst=0)
+        dist.gather(shard, parts, group=group, group_dst=0)
         return whole
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """A model with experts has a second one for them under some layouts. One without parameters may hold nothing."""
+    """Returns the parts of the optimizer that hold parameters. A model with experts has a second one for them under
+    some layouts; a part without parameters is left out."""
     return [part for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 
 def _buckets(optimizer: MegatronOptimizer) -> Iterator[Bucket]:
-    """In the same order every time."""
+    """Yields all buckets, in the same order every time."""
     for part in _parts(optimizer):
-        if not part.optimizer.state:  # what the first update would make
+        if not part.optimizer.state:  # the first update would make it
             part.init_state_fn(part.optimizer, part.config)
             _set_count(part, 0)
-        for buffer, by_dtype in zip(part.buffers, part.gbuf_ranges, strict=True):
-            [ranges] = by_dtype.values()
-            for bucket, own in zip(buffer.buckets, ranges, strict=True):
+        for buffer, ranges_by_dtype in zip(part.buffers, part.gbuf_ranges, strict=True):
+            [ranges] = ranges_by_dtype.values()
+            for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
                 places = {
                     parameter: slice(start - bucket.offset, end - bucket.offset)
                     for parameter, (start, end, bucket_id) in buffer.param_index_map.items()
                     if bucket_id == bucket.bucket_id
                 }
-                yield Bucket(part, bucket.grad_data.numel(), places, own["param_map"])
+                yield Bucket(part, bucket.grad_data.numel(), places, bucket_ranges["param_map"])
 
 
 def _whole_tensors(
@@ -118,7 +125,7 @@ def _whole_tensors(
 
 
 def sharded_like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
-    """The tensor, sharded as the model's parameter is, and named as it with the prefix."""
+    """Returns the tensor sharded as the model's parameter is, under the parameter's key with the prefix."""
     changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
     if isinstance(model, ShardedTensor):  # a factory, which splits a tensor into several, has no dtype of its own
         changes["dtype"] = tensor.dtype
@@ -126,7 +133,8 @@ def sharded_like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
 
 
 def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
-    """torch's AdamW counts updates by parameter, the fused kernels of Transformer Engine and Apex by group."""
+    """Sets the count of updates: torch's AdamW has it by parameter, the fused kernels of Transformer Engine and Apex by
+    group."""
     if kernels.adam() == kernels.TORCH_ADAM:
         for state in part.optimizer.state.values():
             state["step"] = torch.tensor(float(num_updates))

@@ -40,11 +40,11 @@ from megarl.megatron.checkpoint.optimizer_state import Shard, sharded_like
 from megarl.megatron.model.build import named_tensors
 from megarl.megatron.weight_snapshots import WeightSnapshots
 
-# Each layer under its own name: as slices of one tensor, frozen layers would be holes in the optimizer's state.
+# Each layer has its own name: as slices of one tensor, frozen layers would be holes in the optimizer's state.
 FORMAT = {"non_homogeneous_layers": True}
-SETS = "weight_snapshots"
+SNAPSHOTS = "weight_snapshots"
 RANDOM = "random"
-"""Key of the ranks' random states, which mean something under the same layout only."""
+"""The key of the ranks' random states, which mean something under the same layout only."""
 
 
 class Saving:
@@ -59,14 +59,14 @@ class Saving:
 
     @property
     def written(self) -> bool:
-        """Whether the thread is done, or has failed."""
+        """Whether the thread has written the files, or failed to."""
         return self._written.done()
 
     def finish(self, checkpoint: Path) -> list[FileRecord]:
-        """Together on all ranks. Waits for the thread, raises its error, and returns the files of this rank, which are
-        on the disk then. checkpoint: the folder that their paths are relative to."""
+        """Waits for the thread, raises its error, and returns the files of this rank, which are on the disk then. All
+        ranks call this together. checkpoint: the folder that the files' paths are relative to."""
         try:
-            own = self._written.result()
+            records = self._written.result()
         except torch_checkpoint.CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
             # torch's own words for a full disk do not tell that it is one.
@@ -75,11 +75,11 @@ class Saving:
         for finalize in self._finalize:
             finalize()
         self._thread.shutdown()
-        # glibc would keep what the copies took, and more with every save.
+        # glibc would keep the memory of the copies, and more with every save.
         ctypes.CDLL(None).malloc_trim(0)
-        # Small ones, some of which `finalize` has just written.
+        # Rank 0 adds the small shared files, some of which `finalize` has just written.
         shared = set() if dist.get_rank() else set(self._folder.iterdir()) - set(self._folder.glob("__*"))
-        records = own + [seal(file, self._folder) for file in sorted(shared)]
+        records = records + [seal(file, self._folder) for file in sorted(shared)]
         return [replace(record, path=str((self._folder / record.path).relative_to(checkpoint))) for record in records]
 
 
@@ -96,18 +96,24 @@ def save(
     counters: Mapping[str, float],
     folder: Path,
 ) -> Saving:
-    """Together on all ranks, into an empty folder. Returns when everything is in host memory.
+    """Starts saving into an empty folder, on all ranks together. Returns when everything is in host memory.
 
-    counters: what else `load` is to return, the same on all ranks; num_updates among them.
+    counters: further values that `load` returns, the same on all ranks; num_updates among them.
     """
     models = _sharded_models(chunks)
-    # Copies by itself. It looks parameters up by identity, so those of the model are copied after it.
+    # This copies by itself. It looks parameters up by identity, so those of the model are copied after it.
     moments = optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=False)
-    sets = _sharded_sets(weight_snapshots, chunks, models)
-    for shard in _shards([models, sets]):
+    snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
+    for shard in _shards([models, snapshots]):
         if is_main_replica(shard.replica_id):
             shard.data = shard.data.detach().to("cpu", copy=True)
-    state = {**models, SETS: sets, "optimizer": moments, "counters": dict(counters), RANDOM: _sharded_random()}
+    state = {
+        **models,
+        SNAPSHOTS: snapshots,
+        "optimizer": moments,
+        "counters": dict(counters),
+        RANDOM: _sharded_random(),
+    }
     strategy = ThreadStrategy("torch_dist", 1)
     return Saving(folder, dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True))
 
@@ -119,14 +125,14 @@ def load(
     folder: Path,
     same_layout: bool,
 ) -> dict[str, float]:
-    """Together on all ranks, in place, whatever the layout it was saved from. Returns the counters.
+    """Loads a checkpoint of any layout in place, on all ranks together. Returns the counters.
 
-    same_layout: it was saved from this layout, so that each rank takes its random states too.
+    same_layout: whether it was saved from this layout, so that each rank takes its random states too.
     """
     models = _sharded_models(chunks)
     state = {
         **models,
-        SETS: _sharded_sets(weight_snapshots, chunks, models),
+        SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models),
         "optimizer": optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=True),
     }
     if same_layout:
@@ -137,7 +143,7 @@ def load(
         raise ValueError(f"{folder}: it is the checkpoint of another model: {sorted(differing)[0]} is in one only")
     for index, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{index}"])
-    weight_snapshots.restore(loaded.get(SETS, {}))
+    weight_snapshots.restore(loaded.get(SNAPSHOTS, {}))
     # A rank whose parameters are all frozen has no optimizer state.
     optimizer_state.restore(optimizer, loaded.get("optimizer", {}), loaded["counters"]["num_updates"])
     if same_layout:
@@ -146,11 +152,11 @@ def load(
 
 
 class ThreadStrategy(TorchDistSaveShardedStrategy):
-    """Writes from a thread. Megatron's own strategy forks, which a process with threads of torch and Ray may not, and
-    keeps a manager process for each rank."""
+    """A strategy that writes from a thread. Megatron's own forks, which a process with threads of torch and Ray may
+    not, and keeps a manager process for each rank."""
 
     def async_save(self, sharded_state_dict, checkpoint_dir, *_) -> AsyncRequest:
-        """The tensors are in host memory, and nobody changes them."""
+        """Returns a request that writes the tensors, which are in host memory and which nobody changes."""
         keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         state = mcore_to_pyt_state_dict(keyed)
 
@@ -166,17 +172,18 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 
 def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """By chunk; layers are numbered through the whole model, so that other chunks of another layout find them."""
+    """Returns the sharded state by chunk. Layers are numbered through the whole model, so that the chunks of another
+    layout find them."""
     return {f"model{i}": unwrap_model(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 
-def _sharded_sets(
+def _sharded_snapshots(
     weight_snapshots: WeightSnapshots, chunks: Sequence[DistributedDataParallel], models: Mapping[str, Any]
 ) -> dict[str, dict[str, Shard]]:
-    """The weight sets that change, sharded as the model's weights are."""
+    """Returns the snapshots that change, sharded as the model's weights are."""
     live, shards = named_tensors(chunks), _by_parameter(models)
     return {
-        name: {key: sharded_like(shards[live[key]], f"{SETS}.{name}", weight) for key, weight in weights.items()}
+        name: {key: sharded_like(shards[live[key]], f"{SNAPSHOTS}.{name}", weight) for key, weight in weights.items()}
         for name, weights in weight_snapshots.state().items()
     }
 

@@ -27,7 +27,7 @@ from megarl.resharding.selection import ONE_PROCESS
 from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, StoredTensor, TorchDistFolder
 
 DESCRIPTION = "huggingface"
-"""The folder in a checkpoint that has its model's config.json and tokenizer."""
+"""The folder in a checkpoint with its model's config.json and tokenizer."""
 
 COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 
@@ -36,8 +36,9 @@ COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 class CheckpointSource:
     """Weights in a checkpoint.
 
-    files       a folder with what a Hugging Face folder has beside weights
-    companions  what stands before the parameters' keys of tensors that are cut as these are: optimizer.state.exp_avg.
+    files       a folder with the files that a Hugging Face folder has beside weights
+    companions  prefixes before the parameters' keys of tensors that are cut as the parameters are:
+                optimizer.state.exp_avg.
                 and the like, a reference that is saved
     sealed      the checkpoint of a run that it is a part of, which knows the SHA-256 of its files
     """
@@ -52,12 +53,13 @@ class CheckpointSource:
     sealed: Checkpoint | None
 
     def transport(self, companion: str = "") -> StoredExtents:
-        """For the parameters themselves, or for a companion of theirs."""
+        """Returns a transport for the parameters themselves, or for a companion of theirs."""
         return StoredExtents(self.folder, self.extents, companion)
 
     @property
     def common(self) -> bytes:
-        """What is not sharded, as in a file of its own. Newer versions of Megatron have it among the objects."""
+        """The content of the file with the state that is not sharded. Newer versions of Megatron have it among the
+        objects."""
         if COMMON_OBJECT not in self.folder.objects:
             return (self.path / COMMON).read_bytes()
         [state] = torch.load(io.BytesIO(self.folder.read_object(COMMON_OBJECT)), weights_only=True)
@@ -66,7 +68,8 @@ class CheckpointSource:
         return stream.getvalue()
 
     def check_files(self, progress: Progress) -> None:
-        """Raises ValueError, naming it, for a file of a run that is not what the run wrote."""
+        """Checks the files of a run's checkpoint. Raises ValueError that names a file which is not what the run
+        wrote."""
         if self.sealed is not None:
             records = _records(self.sealed, self.path)
             for record in records:
@@ -74,22 +77,24 @@ class CheckpointSource:
                 progress("checked", record.num_bytes, sum(record.num_bytes for record in records))
 
     def dtypes(self, companion: str) -> dict[str, str]:
-        """By the keys of the parameters that have it: the optimizer's state is of those that are trained."""
+        """Returns the dtypes of a companion by the keys of the parameters that have it: only trained ones have an
+        optimizer's state."""
         tensors = self.folder.tensors.items()
         return {key.removeprefix(companion): tensor.dtype for key, tensor in tensors if key.startswith(companion)}
 
 
 @contextmanager
 def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[CheckpointSource]:
-    """path: of a converted checkpoint, or in a run `checkpoints/step_…` (its actor) or one of the folders in it.
+    """Opens a checkpoint as a source of weights. Raises ValueError where it is no whole checkpoint of this model.
 
-    huggingface: a folder with the config.json and the tokenizer of its model (None: those that the checkpoint has, or
-    those of the run). Raises ValueError where it is no whole checkpoint of this model.
+    path          a converted checkpoint, or in a run `checkpoints/step_…` (its actor) or one of the folders in it
+    huggingface   a folder with the config.json and the tokenizer of its model (None: those that the checkpoint has, or
+                  those of the run)
     """
     path = model_path(path)
     sealed = Checkpoint.open(path.parent) if _is_of_a_run(path) else None
     if sealed is not None:
-        # What is unpickled next.
+        # The metadata is unpickled next.
         sealed.verify(record for record in _records(sealed, path) if Path(record.path).name == METADATA)
     with TorchDistFolder(path) as folder:
         files, hf_config = _described(path, huggingface, sealed)
@@ -106,37 +111,38 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
 
 
 def model_path(path: Path) -> Path:
-    """The checkpoint of one model: of a run's, the actor."""
+    """Returns the checkpoint of one model: the actor's in a run's checkpoint."""
     return path / "actor" if is_checkpoint(path) else path
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether it is one of the models in a run's checkpoint, rather than a folder that somebody has put there."""
+    """Returns whether the path is one of the models in a run's checkpoint, rather than a folder that somebody put
+    there."""
     return path.name in get_args(Role) and is_checkpoint(path.parent)
 
 
 def _records(sealed: Checkpoint, path: Path) -> list[FileRecord]:
-    """Of the files in the folder of one of its models."""
+    """Returns the records of the files in the folder of one of its models."""
     return [record for record in sealed.files if Path(record.path).parts[0] == path.name]
 
 
 def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) -> tuple[Path, dict[str, Any]]:
-    """The folder of the model's description, and its config.json."""
-    own = path / DESCRIPTION
-    if huggingface is not None or own.is_dir():
-        files = resolve(str(huggingface or own), key="--hf")
+    """Returns the folder of the model's description, and its config.json."""
+    description = path / DESCRIPTION
+    if huggingface is not None or description.is_dir():
+        files = resolve(str(huggingface or description), key="--hf")
         return files, read_config(files)
     if sealed is None:
         raise ValueError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
     config = Config.model_validate(sealed.state["config"])
     role = path.name
-    given = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
-    files = resolve(given, key="--hf")
+    model_source = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
+    files = resolve(model_source, key="--hf")
     return files, trained_hf_config(config, role, read_config(files))
 
 
 def _format(folder: TorchDistFolder) -> dict[str, Any]:
-    """How Megatron was told to save: by default all layers are slices of one tensor."""
+    """Returns the format in which Megatron saved: by default all layers are slices of one tensor."""
     return FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
 
 
@@ -154,7 +160,7 @@ def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]
 
 
 def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
-    """What stands before a parameter's key in this one, if it ends with one."""
+    """Returns the prefix before a parameter's key in this key, None if it does not end with one."""
     parts = key.split(".")
     cuts = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
     return next((".".join(parts[:cut]) + "." for cut in cuts), None)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in Megatron's format, of all ranks of a layout in turn, a tensor at a time."""
+"""The writer of a checkpoint in Megatron's format, for all ranks of a layout in turn, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Entry:
 
     @property
     def place(self) -> tuple[str, Rectangle]:
-        """The checkpoint's tensor, and which part of it this is."""
+        """The key of the checkpoint's tensor, and the rectangle of the entry in it."""
         return self.prefix + self.extent.key, self.extent.place
 
     @property
@@ -50,9 +50,10 @@ def write_extents(
     tensor: Callable[[Entry], torch.Tensor],
     folder: Path,
 ) -> None:
-    """Into an empty folder; each rank's entries and empty objects (by key) become a file, as if the rank had saved.
+    """Writes into an empty folder a file of each rank's entries and empty objects (by key), as if the rank had saved.
 
-    tensor: gives an entry's elements when it is about to be written; they may be lost when it is asked for the next.
+    tensor: gives an entry's elements when it is about to be written; they may be overwritten by those of the next
+    entry.
     """
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
@@ -67,7 +68,7 @@ def write_extents(
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Asks for a tensor when it is about to be written."""
+    """A planner that asks for a tensor when it is about to be written."""
 
     def __init__(self, entries: Mapping[MetadataIndex, Entry], tensor: Callable[[Entry], torch.Tensor]):
         super().__init__(flatten_state_dict=False)
@@ -92,7 +93,7 @@ def _description(entry: Entry) -> TensorWriteData:
 
 
 def _empty_object() -> io.BytesIO:
-    """As Megatron writes the state of a layer that has none beside its parameters."""
+    """Returns the object that Megatron writes for a layer without state beside its parameters."""
     stream = io.BytesIO()
     torch.save([None], stream)
     return stream

@@ -1,4 +1,4 @@
-"""From a Hugging Face config to the fields of Megatron's TransformerConfig that describe the model itself."""
+"""The fields of Megatron's TransformerConfig that describe the model itself, from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FORM = (
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
     *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )
-"""Fields that say which function of its weights a model is, and which not every model sets: with another one, engine
+"""Fields that say which function of its weights a model is, and which not every model sets: with other values, engine
 and exported model would compute something else."""
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for what the config asks for and is not done here."""
+    """Returns the fields for a config. Raises ValueError for features that are not supported."""
     shape, model = ModelShape.of(hf_config), completed(hf_config)
     return dict(
         **_experts(shape, model),
@@ -42,7 +42,7 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         qk_layernorm=shape.qk_norm or shape.latent is not None,  # of latents, too
         gated_linear_unit=True,
         activation_func=F.silu,
-        # On every linear layer; the layer specification takes them away again where the model has none.
+        # This adds biases to every linear layer; the layer specification drops them where the model has none.
         add_bias_linear=shape.attention_out_bias or shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
         attention_dropout=0.0,
@@ -51,7 +51,8 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
-    """No auxiliary loss unless asked for: it is not linear in microbatches, and the objective does not know of it."""
+    """Returns the fields of a mixture of experts. They have no auxiliary loss, unless megatron_overrides asks for it:
+    it is not linear in microbatches, and no part of the objective."""
     if shape.experts is None:
         return {}
     return dict(
@@ -66,8 +67,8 @@ def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_router(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Sigmoid scores, to which a bias is added for the choice only; first some groups of experts are chosen, then
-    experts of these (arXiv 2412.19437)."""
+    """Returns the fields of DeepSeek's router: sigmoid scores, to which a bias is added for the choice only; first some
+    groups of experts are chosen, then experts of these (arXiv 2412.19437)."""
     limited = model["n_group"] > model["topk_group"]
     return dict(
         moe_router_score_function="sigmoid",

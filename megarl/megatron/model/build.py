@@ -1,4 +1,4 @@
-"""From a Hugging Face config to a GPTModel, wrapped for data parallelism."""
+"""The construction of a GPTModel, wrapped for data parallelism, from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ MODEL_DEFAULTS = (
     *("calculate_per_token_loss", "defer_embedding_wgrad_compute", "fp16", "fp4", "fp4_param", "fp8_param"),
     *("init_model_with_meta_device", "microbatch_group_size_per_vp_stage", "moe_single_grouped_weight"),
     *("mtp_num_layers", "overlap_moe_expert_parallel_comm", "use_mup"),
-    # The gradient's norm would miss parameters that nothing marks as shared out; stages would wait for each other.
+    # With the first, the gradient's norm would miss parameters that nothing marks as shared out; with the second,
+    # stages would wait for each other.
     *("perform_initialization", "overlap_p2p_comm_warmup_flush"),
 )
 DDP_DEFAULTS = ("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp")
@@ -53,7 +54,8 @@ def build_model(
     context_length: int,
     frozen: Collection[str] = (),
 ) -> list[DistributedDataParallel]:
-    """This rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline stage.
+    """Builds this rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline
+    stage.
 
     frozen: parameters that are not trained, by the names of `named_parameters`. DDP must not know them as trained: it
     waits for a gradient of each parameter that it has.
@@ -69,7 +71,7 @@ def build_model(
         # Recomputed layers are only differentiated if their input is, which that of a frozen embedding is not.
         chunks[0].embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
     ddp_config = data_parallel_config(settings)
-    # What later chunks communicate overlaps with the computation of other chunks anyway.
+    # The communication of later chunks overlaps with the computation of other chunks anyway.
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(chunks)
@@ -82,17 +84,17 @@ def build_model(
 
 
 def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Every parameter of this rank, under the name that its holder gives it."""
+    """Returns every parameter of this rank, under the name that its holder gives it."""
     return parameters_of([chunk.module for chunk in chunks])
 
 
 def named_tensors(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """The parameters, and what a checkpoint has beside them: the biases of routers, which no gradient trains."""
+    """Returns the parameters and the other tensors of a checkpoint: the biases of routers, which no gradient trains."""
     return tensors_of([chunk.module for chunk in chunks])
 
 
 def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """The same, without their gradients."""
+    """Returns the same tensors, detached from their gradients."""
     return {name: tensor.data for name, tensor in named_tensors(chunks).items()}
 
 
@@ -109,9 +111,10 @@ def tensors_of(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 def build_chunk(
     config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int, fused: bool | None = None
 ) -> GPTModel:
-    """This rank's layers of a virtual stage (0 where a pipeline stage has only one), with Megatron's output layer.
+    """Builds this rank's layers of a virtual stage (0 where a pipeline stage has only one), with Megatron's output
+    layer.
 
-    fused: Transformer Engine's layers (None: if it is there).
+    fused: whether the layers are Transformer Engine's (None: if it is installed).
     """
     if config.gradient_accumulation_fusion:
         kernels.fuse_weight_gradients()
@@ -136,12 +139,14 @@ def build_chunk(
 
 
 def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
-    """Megatron's schedules take one function per chunk, or where there is a single chunk the function itself."""
+    """Returns the functions as Megatron's schedules take them: one per chunk, or for a single chunk the function
+    itself."""
     return functions if len(functions) > 1 else functions[0]
 
 
 def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
-    """Architecture from the Hugging Face config, parallelism from the layout, the rest from megatron_overrides."""
+    """Makes the TransformerConfig: architecture from the Hugging Face config, parallelism from the layout, the rest
+    from megatron_overrides."""
     section = settings.section
     latent = ModelShape.of(hf_config).latent is not None
     config_class = MLATransformerConfig if latent else TransformerConfig
@@ -162,7 +167,7 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
 
 
 def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
-    """Gradients are accumulated and reduced in float32, also those of bfloat16 parameters."""
+    """Makes DDP's config. Gradients are accumulated and reduced in float32, also those of bfloat16 parameters."""
     section, overlap = settings.section, settings.overlap_communication
     overlapped = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     fixed = dict(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -192,23 +197,26 @@ def parallelism(layout: Layout) -> dict[str, Any]:
 
 
 def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
-    """full: each layer by itself, of which its input is kept. selective: the MLPs, which keep most; attention keeps
-    little, as no kernel stores its scores. megatron_overrides may choose other units."""
+    """Returns the fields that choose what is recomputed. full: each layer by itself, whose input alone is kept.
+
+    selective: the MLPs, which keep most; attention keeps little, as no kernel stores its scores. megatron_overrides may
+    choose other units."""
     if settings.recompute == "full":
         return dict(recompute_method="uniform", recompute_num_layers=1)
     return dict(recompute_modules=["mlp"] if shape.experts is None else ["mlp", "moe"])
 
 
 def _kernels(latent: bool) -> dict[str, Any]:
-    """Most fused kernels come with Transformer Engine. Weights are loaded right after, so initialising them is free."""
+    """Returns the fields that choose kernels. Most fused ones come with Transformer Engine. Weights are loaded right
+    after, so they are initialised with zeros."""
     fused = uses_transformer_engine()
     return dict(
         gradient_accumulation_fusion=kernels.fuses_weight_gradients(),
         bias_activation_fusion=fused,
-        use_te_activation_func=not fused,  # of this kind: see replace_activations
+        use_te_activation_func=not fused,  # ours, which has the same interface: see replace_activations
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
-        apply_rope_fusion=fused and not latent,  # that for latent attention knows YaRN only
+        apply_rope_fusion=fused and not latent,  # the fused one for latent attention knows YaRN only
         moe_grouped_gemm=fused,
         moe_permute_fusion=fused,
         use_cpu_initialization=not device.on_cuda(),

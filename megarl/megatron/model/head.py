@@ -1,5 +1,5 @@
-"""The output layer of the last stage: for the wanted rows of a pack, log-prob and entropy of their tokens in place of
-logits, or the scores of a classifier."""
+"""The output layer of the last stage, which gives for the requested rows of a pack log-prob and entropy of their tokens
+in place of logits, or the scores of a classifier."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ from megarl.resharding.families.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class HeadRequest:
-    """What the next forward pass wants: rows of the pack (int64 [N]), the token to score at each (int64 [N]), and those
-    that it is compared with (int64 [N, K], as in TokenBatch; None: the whole vocabulary)."""
+    """The request of a forward pass to the head.
+
+    rows            int64 [N], rows of the pack
+    targets         int64 [N], the token to score at each row
+    candidate_ids   int64 [N, K], the tokens that it is normalised over, as in TokenBatch; None: the whole vocabulary
+    """
 
     rows: torch.Tensor
     targets: torch.Tensor
@@ -35,8 +39,8 @@ class HeadRequest:
 
 
 class LogProbHead(ColumnParallelLinear):
-    """A language model's. GPTModel only transposes what it returns, so [N, 1, 2] reaches the loss
-    as [1, N, 2]: log-prob and entropy, float32.
+    """The head of a language model. GPTModel only transposes its output, so [N, 1, 2] reaches the loss as [1, N, 2]:
+    log-prob and entropy, float32.
 
     The request is set right before each call of the model and taken out in it, so that none is ever used twice.
     """
@@ -45,7 +49,7 @@ class LogProbHead(ColumnParallelLinear):
     vocab_size: int
     request: HeadRequest | None = None
     value_head: ValueHead | None
-    """Adds a third column: the value."""
+    """The head that adds a third column, the value."""
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         request, self.request = self.request, None
@@ -70,7 +74,8 @@ class LogProbHead(ColumnParallelLinear):
 
 
 class ScoreLayer(torch.nn.Module):
-    """A classifier's head: scores of the wanted rows, float32 [N, 1, labels]; the value, where it is a critic's.
+    """A classifier's head, which gives scores of the requested rows, float32 [N, 1, labels]: values, if it is a
+    critic's.
 
     It is too small to be shared out: every tensor-parallel rank has all of it, and computes the same scores.
     """
@@ -96,10 +101,10 @@ class ScoreLayer(torch.nn.Module):
 
 
 class Float32Linear(torch.nn.Linear):
-    """A linear layer that computes in float32, whatever its parameters are in.
+    """A linear layer that computes in float32, whatever the dtype of its parameters.
 
-    It is called, and its parameters are not read from outside: what overlapped communication still fetches of a
-    module's parameters, DDP waits for when the module is called.
+    It must be called, and its parameters not read from outside: DDP waits for parameters that overlapped communication
+    still fetches when their module is called.
     """
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -107,7 +112,8 @@ class Float32Linear(torch.nn.Linear):
 
 
 class ValueHead(torch.nn.Module):
-    """Values of the rows, float32 [N, 1], by an MLP on a language model's hidden states; whole on every rank, too."""
+    """An MLP on a language model's hidden states that gives values of rows, float32 [N, 1]; whole on every rank,
+    too."""
 
     def __init__(self, config: TransformerConfig, tp_group):
         super().__init__()
@@ -117,7 +123,8 @@ class ValueHead(torch.nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """The same on every rank. Values start at 0; were fc1 zero as well, it would stay so."""
+        """Initialises the weights alike on every rank. Values start at 0; if fc1 were zero as well, it would stay
+        so."""
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(self.fc1.weight.shape, generator=generator) / self.fc1.in_features**0.5
         self.fc1.weight.copy_(weight)
@@ -130,10 +137,10 @@ class ValueHead(torch.nn.Module):
 
 
 def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel: bool, tp_group) -> torch.Tensor:
-    """Rows of the pack, float32 [N, hidden], for a head that every tensor-parallel rank has and computes whole.
+    """Returns rows of the pack, float32 [N, hidden], for a head that every tensor-parallel rank has and computes whole.
 
-    Each rank then has the whole gradient of the head's weight, and of the hidden states: under sequence parallelism its
-    own part of these goes back, and nothing is summed over the ranks.
+    Each rank then has the whole gradient of the head's weight, and of the hidden states: under sequence parallelism the
+    rank's part of these goes back, and nothing is summed over the ranks.
     """
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)

@@ -1,4 +1,4 @@
-"""What this rank's part of the model reads of one microbatch, prepared once for all of its layers and chunks."""
+"""The input of this rank's part of the model from one microbatch, prepared once for all of its layers and chunks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from megarl.ops.packed_attention import documents_of
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """tokens, positions   int64 [1, T/cp]: of this context-parallel rank
-    attention           which tokens attend to each other
+    """The input of the model from one microbatch.
+
+    tokens, positions   int64 [1, T/cp], those of this context-parallel rank
+    attention           the description of which tokens attend to each other
     head                the rows to score among this rank's tokens
-    rows                the batch with the fields of these rows only, N' of its N: what the loss reads
+    rows                the batch with the fields of these rows only, N' of its N, which the loss reads
     row_numbers         int64 [N']: their numbers in the batch
     num_rows            N
     """
@@ -48,15 +50,16 @@ class ModelInput:
         )
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """[N', …] of every context-parallel rank's rows -> [N, …] in the order of the batch, on all of them."""
+        """Joins values of every context-parallel rank's rows, [N', …], to [N, …] in the order of the batch, on all
+        ranks."""
         everybody = values.new_zeros(self.num_rows, *values.shape[1:])
         everybody[self.row_numbers] = values
         return sum_over_ranks(everybody)
 
 
 def _attention(batch: TokenBatch, shares: ContextShares) -> PackedSeqParams:
-    """Transformer Engine attends within boundaries; our own attention has what `documents` says, and to the
-    rotary embedding, which has the positions, the pack is one sequence."""
+    """Returns which tokens attend to each other. Transformer Engine attends within boundaries; our own attention reads
+    `documents`, and to the rotary embedding, which has the positions, the pack is one sequence."""
     if uses_transformer_engine():
         longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
         return PackedSeqParams("thd", batch.boundaries, batch.boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -1,4 +1,4 @@
-"""Which of the installed kernels the trainer takes."""
+"""The choice of the trainer among the installed kernels."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ TORCH_ADAM = "torch's fused AdamW"
 
 
 def adam() -> str:
-    """Megatron takes Transformer Engine's, else NVIDIA Apex's, else torch's."""
+    """Returns the AdamW that Megatron takes: Transformer Engine's, else NVIDIA Apex's, else torch's."""
     origin = megatron_optimizer.Adam.__module__.partition(".")[0]
     return {"transformer_engine": "Transformer Engine's FusedAdam", "apex": "Apex's FusedAdam"}.get(origin, TORCH_ADAM)
 
 
 def fuses_weight_gradients() -> bool:
-    """Whether the matrix product that gives a weight's gradient adds it to main_grad itself: Transformer Engine's
-    layers do, Megatron's own with Apex's kernel, and on CPU with torch's product."""
+    """Returns whether the matrix product that gives a weight's gradient adds it to main_grad itself: Transformer
+    Engine's layers do, Megatron's own with Apex's kernel, and on CPU with torch's product."""
     apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return not device.on_cuda() or apex or uses_transformer_engine()
 
 
 def fuse_weight_gradients() -> None:
-    """Megatron's output layer insists on Apex's kernel then. The head that stands in for it has no use for that."""
+    """Lets Megatron fuse weight gradients without Apex's kernel, on which its output layer insists. Our head, which
+    replaces that layer, does not use the kernel."""
     layers._grad_accum_fusion_available = True
     if not device.on_cuda():
         layers.fused_weight_gradient_mlp_cuda = TorchWeightGradient
 
 
 class TorchWeightGradient:
-    """What Megatron calls of Apex's module fused_weight_gradient_mlp_cuda."""
+    """The functions of Apex's module fused_weight_gradient_mlp_cuda that Megatron calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -45,7 +46,7 @@ class TorchWeightGradient:
 
 
 def describe() -> str:
-    """In one line, for the log and for the run's announcement."""
-    by = "Transformer Engine" if uses_transformer_engine() else "torch"
+    """Returns the kernels in one line, for the log and for the run's summary."""
+    maker = "Transformer Engine" if uses_transformer_engine() else "torch"
     gradients = "fused into the products" if fuses_weight_gradients() else "added by torch"
-    return f"layers of {by}, {adam()}, weight gradients {gradients}"
+    return f"layers of {maker}, {adam()}, weight gradients {gradients}"

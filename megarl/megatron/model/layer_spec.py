@@ -37,16 +37,20 @@ from megarl.resharding.families.shape import ModelShape
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """Megatron's description of a pack; the index tensors of our attention, made once for all layers; and for the
-    rotary embedding the positions (int64 [T]), in the order in which Megatron shares out the pack over context-parallel
-    ranks."""
+    """Megatron's description of a pack, with what our layers read beside it.
+
+    documents   the index tensors of our attention, made once for all layers
+    positions   int64 [T], for the rotary embedding, in the order in which Megatron shares out the pack over
+                context-parallel ranks
+    """
 
     documents: Documents | None = None
     positions: torch.Tensor | None = None
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm; marks its weight, whose gradient Megatron then sums over the sequence-parallel ranks."""
+    """An RMSNorm of torch with a mark on its weight, by which Megatron sums its gradient over sequence-parallel
+    ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -54,8 +58,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A linear layer that every tensor-parallel rank has whole, as Transformer Engine's, for latent attention: cut, as
-    in megatron-core's own specification, it would drop part of the gradient of the keys' rotary channels."""
+    """A linear layer that every tensor-parallel rank has whole, like Transformer Engine's, for latent attention. Cut,
+    as in megatron-core's own specification, it would drop part of the gradient of the keys' rotary channels."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method, bias: bool, **_):
         super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
@@ -67,8 +71,8 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 if importlib.util.find_spec("transformer_engine") is None:
-    # Names that megatron-core only has with Transformer Engine, and reads without: the router's gradient takes this for
-    # a kernel, and latent attention takes it to be installed and this to be a replicated layer.
+    # megatron-core defines these names only with Transformer Engine, but reads them without it: the router's gradient
+    # the first, for a kernel, and latent attention the others, for whether it is installed and for a replicated layer.
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
     multi_latent_attention.Linear = ReplicatedLinear
@@ -93,12 +97,13 @@ class DocumentAttention(torch.nn.Module):
             key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
         out = packed_attention(query, key, value, packed_seq_params.documents, self.scale, dropout)
-        return out.reshape(num_tokens, -1)  # as Transformer Engine's
+        return out.reshape(num_tokens, -1)  # the shape of Transformer Engine's output
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """Its norms and projections are those of the specification. From 0.19 on, megatron-core's own wants norms of both
-    queries and latents of keys and values, or none: queries without a latent have no norm, but keys and values have."""
+    """Latent attention with the norms and projections of the specification. From 0.19 on, megatron-core's own wants
+    norms of both queries and latents of keys and values, or none; but queries without a latent have no norm, while keys
+    and values have one."""
 
     def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
@@ -106,16 +111,17 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
 
 def uses_transformer_engine() -> bool:
-    """Its attention takes documents as they follow each other in the pack; ours also those that share a prompt."""
+    """Returns whether the layers are Transformer Engine's. Its attention takes documents that follow each other in the
+    pack; ours also documents that share a prompt."""
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def block_spec(
     config: TransformerConfig, shape: ModelShape, virtual: int | None, fused: bool
 ) -> TransformerBlockSubmodules:
-    """The decoder's layers on this pipeline stage, and on this virtual stage of it if there are any.
+    """Returns the decoder's layers on this pipeline stage, and on this virtual stage of it if there are any.
 
-    fused: Transformer Engine's.
+    fused: whether they are Transformer Engine's.
     """
     first = get_transformer_layer_offset(config, vp_stage=virtual)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
@@ -141,14 +147,14 @@ def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
 
 
 def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
-    """Parameter of our layers -> its name in Transformer Engine's: that which checkpoints have, so that either loads
+    """Returns parameter of our layers -> its name in Transformer Engine's, which checkpoints have, so that either loads
     those of the other."""
     parts = [part for part in parts_of_layer(shape, has_experts) if part.transformer_engine and not part.per_expert]
     return {ours: fused for part in parts for ours, fused in zip(part.megatron, part.transformer_engine, strict=True)}
 
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
-    """Where TransformerConfig, which gives them to all linear layers or to none, asks for more than the model has."""
+    """Drops the biases that the model does not have: TransformerConfig gives them to all linear layers or to none."""
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
@@ -159,12 +165,12 @@ def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
 
 
 def _submodules(spec: ModuleSpec | partial) -> object:
-    """A specification's; since megatron-core 0.17 that of an MLP is a call that builds it."""
+    """Returns the submodules of a specification; since megatron-core 0.17 an MLP's is a call that builds it."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def without_bias(linear: type) -> type:
-    """The same layer, which never has a bias."""
+    """Returns a class of the same layer, which never has a bias."""
 
     class WithoutBias(linear):
         def __init__(self, *args, bias: bool, **kwargs):
@@ -186,8 +192,8 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> Non
 
 
 def replace_activations(model: torch.nn.Module) -> None:
-    """Gives the MLPs, experts among them, our activation, which takes gate and up at once as Transformer Engine's do.
-    Under TransformerConfig.use_te_activation_func they call it so."""
+    """Gives the MLPs, experts among them, our activation, which takes gate and up at once like Transformer Engine's.
+    MLPs call it this way under TransformerConfig.use_te_activation_func."""
     for module in model.modules():
         if isinstance(module, MLP):
             module.activation_func = swiglu

@@ -11,14 +11,15 @@ from megarl.core import device
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-"""Recipe -> format. hybrid: e4m3 forward, e5m2 for gradients, whose range one scale for a whole tensor needs."""
+"""The format of each recipe. hybrid: e4m3 forward, and e5m2 for gradients, whose range one scale per tensor needs."""
 
 CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Recipe -> the first CUDA compute capability whose tensor cores have it: Ada, Hopper, Blackwell."""
+"""The first CUDA compute capability whose tensor cores have each recipe: Ada, Hopper, Blackwell."""
 
 
 def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
-    """The fields of TransformerConfig. Raises ValueError where this machine has no such fp8."""
+    """Returns the fields of TransformerConfig for number formats. Raises ValueError where this machine has no such
+    fp8."""
     fields: dict[str, Any] = dict(
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -47,7 +48,7 @@ def check_fp8(key: str, recipe: str) -> None:
 
 
 def token_multiple(fp8: str | None) -> int:
-    """What the tokens of a pack on one tensor-parallel rank must divide by: the block of an fp8 matrix product."""
+    """Returns the divisor of the tokens of a pack on one tensor-parallel rank: the block of an fp8 matrix product."""
     if fp8 is None:
         return 1
     return 32 if fp8 == "mxfp8" else 16

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, as a model's config.json asks for them."""
+"""The rotary position embeddings that a model's config.json asks for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from megarl.resharding.families.shape import ModelShape
 
 
 class PositionRotary(RotaryEmbedding):
-    """Rotary angles of the positions that a pack's tokens have in their documents, which its order does not tell.
+    """An embedding that gives rotary angles of tokens' positions in their documents, which a pack's order does not
+    tell.
 
     The positions are those of PackedDocuments, set right before each call of the module that reads the angles: a layer
     that is computed again in the backward pass needs those of its own microbatch.
@@ -30,7 +31,8 @@ class PositionRotary(RotaryEmbedding):
 
 
 class PositionYarn(YarnRotaryEmbedding):
-    """The same, with YaRN's scaling (arXiv 2309.00071), whose factor for the cosines and sines comes beside them."""
+    """A PositionRotary with YaRN's scaling (arXiv 2309.00071), whose factor for the cosines and sines comes with
+    them."""
 
     positions: torch.Tensor
 
@@ -63,7 +65,8 @@ def _set_positions(reader: torch.nn.Module, _: tuple, keywords: dict[str, Any]) 
 
 
 def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:
-    """Radians per position of each pair of channels, float32 [dim / 2]. rope: rope_parameters of config.huggingface."""
+    """Returns radians per position of each pair of channels, float32 [dim / 2]. rope: config.huggingface's
+    rope_parameters."""
     base = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     match rope["rope_type"]:
         case "default":
@@ -76,9 +79,9 @@ def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:
 
 
 def _llama3(base: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
-    """Long waves are stretched by the factor, short ones are not, those between in proportion to how often they turn
-    within the original context (Llama 3.1)."""
-    # In the order of operations of transformers and vLLM, so that rounding is theirs too.
+    """Stretches long waves by the factor, short ones not, and those between in proportion to how often they turn within
+    the original context (Llama 3.1)."""
+    # The order of operations is that of transformers and vLLM, so that rounding is theirs too.
     turns = rope["original_max_position_embeddings"] / (2 * math.pi / base)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)

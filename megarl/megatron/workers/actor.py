@@ -24,7 +24,7 @@ from megarl.megatron.token_selection import with_selection
 from megarl.megatron.workers.trainer import TrainerWorker
 
 Policy = Literal["old", "reference"]
-"""Whose log-probs a forward-only pass computes: the policy's at the start of the step, or the reference's."""
+"""The policy whose log-probs a forward-only pass computes: that of the start of the step, or the reference."""
 
 
 class ActorWorker(TrainerWorker):
@@ -38,7 +38,7 @@ class ActorWorker(TrainerWorker):
         super().__init__(config, hf_config, model_folder, rank, store, threads)
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
-        """It changes between steps if algorithm.kl.adaptive_target is given."""
+        """The KL coefficient, which changes between steps if algorithm.kl.adaptive_target is given."""
         if config.has_reference:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
 
@@ -52,8 +52,8 @@ class ActorWorker(TrainerWorker):
         return partial(imitation_loss, algorithm.objective)
 
     def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> None:
-        """Forward-only pass; the log-probs stay here, for the update of the same samples, and so do the values that
-        come with the policy's."""
+        """Makes a forward-only pass. The log-probs stay here for the update of the same samples, and so do the values
+        that come with the policy's."""
         weights = self._weight_snapshots.swapped_in("reference") if policy == "reference" else nullcontext()
         with weights:
             scored = self._forward(batch)
@@ -62,8 +62,8 @@ class ActorWorker(TrainerWorker):
             self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """After both passes of these samples: sample id -> reward of each response token for being close to the
-        reference, float32 [R] on the host. One rank of each data-parallel replica returns them."""
+        """Returns sample id -> reward of each response token for being close to the reference, float32 [R] on the host,
+        after both passes of these samples. One rank of each data-parallel replica returns them."""
         if not parallel.returns_results():
             return {}
         settings, old, reference = self._config.algorithm.kl, self._kept["old"], self._kept["reference"]
@@ -86,7 +86,7 @@ class ActorWorker(TrainerWorker):
         return with_selection(algorithm, batches, batch.members)
 
     def adapt_kl(self, divergence: float, num_samples: int) -> None:
-        """After a step with this mean divergence from the reference."""
+        """Adapts the KL coefficient after a step with this mean divergence from the reference."""
         kl = self._config.algorithm.kl
         self.kl_coefficient = adapted(
             self.kl_coefficient, divergence, kl.adaptive_target, num_samples, kl.adaptive_horizon
@@ -100,7 +100,7 @@ class ActorWorker(TrainerWorker):
         self.kl_coefficient = counters["kl_coefficient"]
 
     def renew_reference(self) -> None:
-        """After a step: the reference takes algorithm.kl.renew_share of the policy."""
+        """Makes the reference take algorithm.kl.renew_share of the policy, after a step."""
         self._weight_snapshots.renew("reference")
 
     def _load_weights(self) -> None:

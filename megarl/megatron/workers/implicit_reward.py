@@ -33,7 +33,7 @@ class ImplicitRewardWorker(TrainerWorker):
         return partial(implicit_reward_loss, self._config.implicit_reward)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Two forward-only passes: sample id -> what each response token adds to the reward, float32 [R] on the host.
+        """Returns sample id -> reward of each response token, float32 [R] on the host, by two forward-only passes.
 
         The reference's log-probs stay here, for the update of the same samples. One rank of each data-parallel replica
         returns the rewards.
@@ -54,5 +54,5 @@ class ImplicitRewardWorker(TrainerWorker):
         return {name: columns[:, 0] for name, columns in self._forward(batch).items()}
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
-        """It learns from the samples' rewards, not from advantages."""
+        """Returns microbatches without advantages, because it learns from the samples' rewards."""
         return self._scored(batch, self._kept)

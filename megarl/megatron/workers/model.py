@@ -29,13 +29,14 @@ from megarl.resharding.transports.safetensors import SafetensorsFolder
 
 
 class ModelWorker:
-    """Samples come as a `LocalBatch`; tensors made from them stay here. Each role derives a class of its own."""
+    """One rank of a model, from which each role derives a class. It takes samples as a `LocalBatch`; tensors made from
+    them stay here."""
 
     role: MegatronRole
     reads: Reads = "states"
-    """Which row of the pack its head reads for a response token."""
+    """The row of the pack that its head reads for a response token."""
     truncates: bool = True
-    """Whether the distribution of a token is that over the tokens which the engine kept when it sampled."""
+    """Whether the distribution of a token is over the candidates that the engine kept when it sampled."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class ModelWorker:
         store: Store,
         threads: int,
     ):
-        """hf_config: of the role's model, which may differ from that of the folder by its head."""
+        """hf_config: the config of the role's model, which may differ from the folder's by its head."""
         self._config, self._settings, self._hf_config = config, config.placed(self.role), hf_config
         self._folder, self._rank = model_folder, rank
         settings = self._settings
@@ -67,7 +68,7 @@ class ModelWorker:
 
     @property
     def temperature(self) -> float:
-        """What a language model's logits are divided by: of an actor, the temperature that is sampled at."""
+        """The divisor of a language model's logits: for an actor, the sampling temperature."""
         return self._config.rollout.temperature
 
     @property
@@ -95,11 +96,12 @@ class ModelWorker:
         parallel.destroy()
 
     def _frozen(self) -> Collection[str]:
-        """Names of this rank's parameters that are not trained."""
+        """Returns the names of this rank's parameters that are not trained."""
         return self.holder.shapes
 
     def _load_weights(self) -> None:
-        """From the folder. A score or value head that the folder's model does not have starts at zero."""
+        """Loads the weights from the folder. A score or value head that the folder's model does not have starts at
+        zero."""
         with SafetensorsFolder(self._folder) as transport:
             source = transport.described(huggingface_holder(read_config(self._folder)))
             missing = {WEIGHT, BIAS, *value_head_shapes(self._hf_config)}.difference(source.shapes)
@@ -107,8 +109,8 @@ class ModelWorker:
             execute(plan.into(self.holder.name), self.parameters(), transport)
 
     def _forward(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Forward-only pass: sample id -> what the head gives for its response tokens, float32 [R, columns]; empty
-        before the last stage."""
+        """Returns sample id -> the head's output for its response tokens, float32 [R, columns], by a forward-only pass;
+        empty before the last stage."""
         scored = step.score(self.chunks, self._collate(batch))
         results = {}
         for members, columns in zip(batch.members, scored, strict=False):

@@ -20,7 +20,7 @@ class PreferenceWorker(TrainerWorker):
     reads = "tokens"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        """model_folder: of a classifier with one label, or of a language model, whose score head then starts at 0."""
+        """model_folder: a classifier with one label, or a language model, whose score head then starts at 0."""
         super().__init__(config, as_classifier(read_config(model_folder)), model_folder, rank, store, threads)
 
     @property

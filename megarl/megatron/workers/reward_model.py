@@ -31,8 +31,8 @@ class RewardModelWorker(ModelWorker):
             print(f"reward_model: {freed / 1e9:.3f} GB freed on the device while it does not score", flush=True)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Forward-only pass: sample id -> score of each response token, float32 [R] on the host; of a sequence
-        classifier that of the last one, [1]. One rank of each data-parallel replica returns them."""
+        """Returns sample id -> score of each response token, float32 [R] on the host, or with a sequence classifier of
+        the last one, [1], by a forward-only pass. One rank of each data-parallel replica returns them."""
         with self._present():
             scores = {name: columns[:, 0] for name, columns in self._forward(batch).items()}
         if not parallel.returns_results():
@@ -42,7 +42,7 @@ class RewardModelWorker(ModelWorker):
 
     @contextmanager
     def _present(self) -> Iterator[None]:
-        """What the key `offload` names is on the device inside."""
+        """Has on the device, while it is inside, what the key `offload` names."""
         for part in set(self._settings.offload):
             self._offload.move_in(part)
         yield
@@ -51,5 +51,5 @@ class RewardModelWorker(ModelWorker):
             device.release_cache()  # an engine may wake up next
 
     def _move_out(self) -> int:
-        """Returns the bytes that this frees on the device."""
+        """Moves what the key `offload` names to host memory. Returns the bytes that this frees on the device."""
         return sum(self._offload.move_out(part) for part in set(self._settings.offload))

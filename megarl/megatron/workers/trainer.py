@@ -41,11 +41,12 @@ from megarl.resharding.verification import Checksum, Region, own_checksums
 
 
 class TrainerWorker(ModelWorker, ABC):
-    """A role says which model it is, what it computes of samples in a forward-only pass, and what it is trained on."""
+    """One rank of a trained model. Each role says which model it is, its scores in a forward-only pass, and its
+    loss."""
 
     role: Role
     metrics: str
-    """The first part of its metrics' names."""
+    """The first part of the names of its metrics."""
 
     def __init__(
         self,
@@ -56,24 +57,24 @@ class TrainerWorker(ModelWorker, ABC):
         store: Store,
         threads: int,
     ):
-        """hf_config: of the role's model, which may differ from that of the folder by its head."""
+        """hf_config: the config of the role's model, which may differ from the folder's by its head."""
         super().__init__(config, hf_config, model_folder, rank, store, threads)
         settings = self._settings
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
-        """What passes gave for the samples of this step: name as in TokenBatch -> sample id -> float32 [R]."""
+        """Scores from passes over the samples of this step: name as in TokenBatch -> sample id -> float32 [R]."""
         undecayed = self._chosen("optimizer.no_weight_decay", settings.optimizer.no_weight_decay)
-        trained = named_parameters(self.chunks)  # other than a router's bias, which no pattern keeps from decay
+        trained = named_parameters(self.chunks)  # without routers' biases, which no pattern needs to keep from decay
         without_decay = [trained[name] for name in undecayed if name in trained]
         self.optimizer = build_optimizer(settings, self.chunks, self.dtype, without_decay)
         self._offload = Offload(self.chunks, self.optimizer)
         self._weight_snapshots = WeightSnapshots(named_weights(self.chunks))
         self.num_updates = 0
-        """Optimizer steps done; the learning rate follows from it."""
+        """The number of optimizer steps done, from which the learning rate follows."""
 
     @property
     @abstractmethod
     def objective(self) -> Loss:
-        """What the next update is trained on."""
+        """The loss of the next update."""
 
     def publish(self) -> Published:
         """Moves the live parameters into shared memory, where others on this machine read them from now on; on GPU, a
@@ -84,27 +85,27 @@ class TrainerWorker(ModelWorker, ABC):
     def publish_on_gpu(self, readers: Mapping[str, Collection[str]]) -> dict[str, Published]:
         """Lets others on this machine read the live parameters where they are. readers: name -> the parameters that it
         will read."""
-        own = self.parameters()
+        parameters = self.parameters()
         return {
-            reader: cuda_memory.publish({name: own[name].detach() for name in names})
+            reader: cuda_memory.publish({name: parameters[name].detach() for name in names})
             for reader, names in readers.items()
         }
 
     def connect(self, plan: Plan, rendezvous: Rendezvous) -> None:
-        """From now on `send` is this rank's part of this plan, which others at the rendezvous receive."""
+        """Makes this plan the one of which `send` sends this rank's part to others at the rendezvous."""
         self._transport = rendezvous.open(self.holder.name, self.parameters(), plan)
 
     def send(self) -> Sent:
-        """This rank's part of a refit."""
+        """Sends this rank's part of a refit."""
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        """This rank's part of what engines should have. plan: the export's."""
+        """Returns this rank's part of the checksums that engines should have. plan: the plan of an export."""
         return own_checksums(wanted, plan, self.holder.name, self.parameters())
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
-        """One optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Returns metrics on the ranks that
-        report for their replica, nothing on the others."""
+        """Does one optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Returns metrics on the ranks
+        that report for their replica, nothing on the others."""
         batches = self._training_batches(batch)
         optimizer = self._settings.optimizer
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
@@ -114,11 +115,11 @@ class TrainerWorker(ModelWorker, ABC):
         self.num_updates += 1
         if not parallel.reports_metrics():
             return {}
-        own = {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
-        return merge(map(read, sums)) | own
+        metrics = {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
+        return merge(map(read, sums)) | metrics
 
     def offload(self) -> dict[str, Metric]:
-        """Moves what the section's key `offload` names to host memory, until `onload`."""
+        """Moves what the section's key `offload` names to host memory, until `onload`. Returns the bytes as metrics."""
         section, parts = self._settings.section, sorted(set(self._settings.offload))
         num_bytes = {part: self._offload.move_out(part) for part in parts}
         return {
@@ -131,8 +132,8 @@ class TrainerWorker(ModelWorker, ABC):
             self._offload.move_in(part)
 
     def end_step(self) -> None:
-        """Its samples do not come back, and whoever reads the parameters now, also from another process, finds them
-        complete."""
+        """Forgets the scores of the step's samples, which do not come back, and completes the parameters for those who
+        read them now, also from another process."""
         step.gather_parameters(self.chunks)
         device.synchronize()
         self._kept.clear()
@@ -144,13 +145,13 @@ class TrainerWorker(ModelWorker, ABC):
         write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
 
     def check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
-        """This rank's share of the role's files. Raises ValueError that names a damaged one."""
+        """Verifies this rank's share of the role's files. Raises ValueError that names a damaged one."""
         files = [record for record in checkpoint.files if record.path.startswith(f"{role}/")]
         checkpoint.verify(files[self._rank :: self._settings.layout.world_size])
 
     def load_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
-        """Weights, optimizer, counts, random states and the weight sets that change, in place. A reference that does
-        not is the model that the run started from, as its folder has it.
+        """Loads weights, optimizer, counts, random states and the weight snapshots that change, in place. A reference
+        that does not change is the model that the run started from, in its folder.
 
         Random states belong to a place in a layout. Under another one they follow from run.seed and the number of
         updates. Training draws nothing from them: there is no dropout, and routers have no noise unless
@@ -174,11 +175,11 @@ class TrainerWorker(ModelWorker, ABC):
         return self._saving.written
 
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
-        """This rank's files, once they are on the disk."""
+        """Waits for this rank's files, and returns their records once they are on the disk."""
         return self._saving.finish(checkpoint)
 
     def _counters(self) -> dict[str, float]:
-        """What else a run needs to go on, the same on all ranks."""
+        """Returns the counters that a run needs to go on, the same on all ranks."""
         return {"num_updates": self.num_updates}
 
     def _restore_counters(self, counters: Mapping[str, float]) -> None:
@@ -188,18 +189,19 @@ class TrainerWorker(ModelWorker, ABC):
         return self._chosen("frozen", self._settings.frozen)
 
     def _chosen(self, key: str, patterns: Sequence[str]) -> list[str]:
-        """This rank's parameters that the patterns (of a key of its section) choose among the model's tensors."""
+        """Returns this rank's parameters that the patterns (of a key of its section) choose among the model's
+        tensors."""
         key = f"{self._settings.section}.{key}"
         selected = select_tensors(key, patterns, huggingface_holder(self._hf_config).shapes)
         return whole_parameters(key, selected, self.holder)
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
-        """What the update trains on: the samples, what passes and other models gave for them, and their advantages."""
+        """Returns the microbatches of an update: the samples, scores from passes and other models, and advantages."""
         names = batch.samples[0].scores if batch.samples else ()
         handed = {name: {item.sample.id: item.scores[name] for item in batch.samples} for name in names}
         batches = self._scored(batch, self._kept | handed)
         algorithm = self._config.algorithm
-        # Only the last stage reads them, and a critic's values are on no other.
+        # Only the last stage reads advantages, and a critic's values are on no other.
         estimated = algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
         return with_advantages(algorithm, batches) if estimated else batches
 
@@ -208,6 +210,6 @@ class TrainerWorker(ModelWorker, ABC):
         return [with_scores(token_batch, members, scores) for token_batch, members in pairs]
 
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
-        """For the update of the same samples, on the last stage, which alone has scores and reads them."""
+        """Keeps scores for the update of the same samples, on the last stage, which alone has and reads them."""
         if parallel.is_last_stage(None):
             self._kept.setdefault(name, {}).update(scores)
