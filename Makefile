@@ -16,7 +16,7 @@ SLOWEST := --durations=10
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        everything but the two below and what needs a GPU: about 24 minutes on 2 cores"
+	@echo "make test        everything but the ones below and what needs a GPU"
 	@echo "make test-runs   its whole runs: the half of it that starts Ray and engines"
 	@echo "make test-ranks  its other half: ranks in one process tree, and the unit tests"
 	@echo "make test-fast   the unit tests, under 3 minutes"
