@@ -62,7 +62,7 @@ def scored(store, rank: int, config: Config, folder: Path) -> list[str]:
     worker, done = RewardModelWorker(config, folder, rank, store, threads=1), []
     samples = [sample for group in random_groups(0) for sample, _ in group]
     [microbatches] = schedule([Lengths.of(SampleInfo.of(sample)) for sample in samples], worker.packing)
-    batch = local_batch(RankBatch.of([SampleRef.unscored(sample) for sample in samples], microbatches))
+    batch = local_batch(RankBatch.of([SampleRef.unscored(sample.id, sample) for sample in samples], microbatches))
     compute = step.score
     step.score = lambda *args: done.append("scored") or compute(*args)
     device.release_cache = lambda: done.append("released")

@@ -10,6 +10,7 @@ import torch
 
 from megarl.config.schema import Config
 from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import step
 from megarl.megatron.model.build import named_parameters
@@ -100,7 +101,7 @@ def samples() -> list[TrainingSample]:
 def measure(store, rank: int, config: Config, folder: Path) -> dict[str, int]:
     """Bytes of all that one microbatch saves in its forward pass and is no parameter, and of the rank's state."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    batches = worker._training_batches(samples(), [tuple(range(NUM_DOCUMENTS))])
+    batches = worker._training_batches(LocalBatch(samples(), [tuple(range(NUM_DOCUMENTS))]))
     parameters = {p.untyped_storage().data_ptr() for p in named_parameters(worker.chunks).values()}
     saved: dict[int, torch.Tensor] = {}
 

@@ -56,7 +56,9 @@ def reward_model(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
 def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
     worker = RewardModelWorker(config, folder, rank, store, threads=1)
     microbatches = schedule([Lengths.of(SampleInfo.of(sample)) for sample in SAMPLES], worker.packing)
-    rank_batches = [RankBatch.of([SampleRef.unscored(sample) for sample in SAMPLES], own) for own in microbatches]
+    rank_batches = [
+        RankBatch.of([SampleRef.unscored(sample.id, sample) for sample in SAMPLES], own) for own in microbatches
+    ]
     scores = worker.score_tokens(local_batch(rank_batches[worker.data_parallel_rank]))
     away = [not parameter.untyped_storage().nbytes() for parameter in worker.parameters().values()]
     assert all(away) if config.reward_model.offload else not any(away)
