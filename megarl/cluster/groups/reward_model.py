@@ -15,7 +15,8 @@ from megarl.cluster.rank_batch import RankBatch, SampleRef, Scores, join_scores,
 from megarl.data.packing import Lengths, schedule
 
 if TYPE_CHECKING:
-    pass
+    from megarl.data.local_batch import LocalBatch
+    from megarl.megatron.workers.reward_model import RewardModelWorker
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -38,10 +39,9 @@ class RewardModelGroup(RankGroup["RewardModelWorker"]):
         microbatches = schedule([Lengths.of(sample.info) for sample in samples], self.packing)
         sample_refs = [SampleRef.unscored(sample.info.id, sample.ref) for sample in samples]
         batches = [RankBatch.of(sample_refs, members) for members in microbatches]
-        scores = self._submit_batches(
-            "reward model: scores",
-            "score_tokens",
-            lambda worker, batch: put_scores(worker.score_tokens(batch)),
-            batches,
-        )
+        scores = self._submit_batches("reward model: scores", "score_tokens", _score_tokens, batches)
         return scores.then(join_scores)
+
+
+def _score_tokens(worker: RewardModelWorker, batch: LocalBatch) -> Scores:
+    return put_scores(worker.score_tokens(batch))
