@@ -19,10 +19,10 @@ help:
 	@echo "make test        everything but the ones below and what needs a GPU"
 	@echo "make test-runs   its whole runs: the half of it that starts Ray and engines"
 	@echo "make test-ranks  its other half: ranks in one process tree, and the unit tests"
-	@echo "make test-fast   the unit tests, under 3 minutes"
-	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective: about 16 minutes"
-	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs: about 15 minutes"
-	@echo "make test-newest  ranks under the newest megatron-core that is supported: about 10 minutes"
+	@echo "make test-fast   the unit tests, for the inner loop"
+	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective"
+	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs"
+	@echo "make test-newest  ranks under the newest megatron-core that is supported"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)
@@ -48,7 +48,7 @@ test-fast: $(DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" $(SLOWEST)
 
 test-learn: $(DONE)
-	$(RUN) -m pytest tests/e2e -m learn $(SLOWEST)
+	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) | sed --unbuffered 's/^/learn | /'
 
 test-exhaustive: $(DONE)
 	@$(MAKE) --no-print-directory --jobs=2 exhaustive-runs exhaustive-ranks
