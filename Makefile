@@ -9,6 +9,8 @@ DONE := $(VENV)/.installed
 NEWEST_DONE := $(VENV)/newest/.installed
 RUN := $(VENV)/bin/python
 SLOWEST := --durations=10
+# What computes yields to whole runs beside it, which have deadlines.
+BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs exhaustive-ranks \
 	test-newest lint clean
@@ -42,7 +44,7 @@ test-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 test-ranks: $(DONE)
-	@$(RUN) -m pytest --ignore=tests/e2e -m "not learn and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e -m "not learn and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 test-fast: $(DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" $(SLOWEST)
@@ -57,7 +59,7 @@ exhaustive-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 exhaustive-ranks: $(DONE)
-	@$(RUN) -m pytest --ignore=tests/e2e -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 # Its wheels are for newer Pythons, but what is used of it runs on this one, too.
 $(NEWEST_DONE): $(DONE) $(NEWEST)
@@ -69,8 +71,8 @@ $(NEWEST_DONE): $(DONE) $(NEWEST)
 test-newest: $(NEWEST_DONE)
 	@PYTHONPATH=$(VENV)/newest $(RUN) -W ignore -c 'import megatron.core as m; print("megatron-core", m.__version__); \
 		assert "megatron-core==" + m.__version__.split("+")[0] in open("$(NEWEST)").read()'
-	PYTHONPATH=$(VENV)/newest $(RUN) -m pytest tests/distributed tests/unit/megatron tests/unit/resharding/test_megatron_names.py \
-		-m newest $(SLOWEST)
+	PYTHONPATH=$(VENV)/newest $(BEHIND) $(RUN) -m pytest tests/distributed tests/unit/megatron \
+		tests/unit/resharding/test_megatron_names.py -m newest $(SLOWEST)
 
 lint: $(DONE)
 	$(VENV)/bin/ruff check
