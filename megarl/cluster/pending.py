@@ -66,7 +66,7 @@ class Pending(Generic[T]):
         Raises ValueError for one that a worker raised, and RunFailure, with process and phase, for anything else.
         """
         if not self.advance():
-            self._session.wait(self, meanwhile)
+            self.current._session.wait(self, meanwhile)
         return self._value
 
     def advance(self) -> bool:

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from megarl.cluster import pending as pending_module
 from megarl.cluster import session as module
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.pending import Answers
+from megarl.cluster.pending import Answers, join
 from megarl.cluster.session import Session
 from megarl.config.load import load
 from megarl.planning.object_store import object_store_mib
@@ -221,6 +221,13 @@ def test_what_follows_a_future_is_part_of_it(session: Session, ray: FakeRay) -> 
     other = session.submit({"engine-0": Call(20)}, "rollout")
     assert session.first([other, pending]) is pending
     assert (pending.result(), ray.now) == (8, 7)
+
+
+def test_what_waits_for_nothing_may_be_followed_by_calls(session: Session, ray: FakeRay) -> None:
+    """As a step without a pair to train on: it has no updates, and an end all the same."""
+    ended = session.submit({"trainer-0": Call(3, "ended")}, "end of step")
+    assert join([]).then(lambda metrics: ended.then(lambda _: metrics)).result() == []
+    assert ray.now == 3
 
 
 def test_the_failure_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
