@@ -56,7 +56,7 @@ class Pending(Generic[T]):
         """Returns this Pending, whose result is function(result) from now on. If that is a Pending, its result is
         taken."""
         self._steps.append(function)
-        return self  # type: ignore[return-value]
+        return self
 
     def result(self, meanwhile: Callable[[], object] | None = None) -> T:
         """Waits for the calls, and returns their result.
