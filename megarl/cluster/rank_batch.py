@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,13 +17,30 @@ if TYPE_CHECKING:
 
     from megarl.data.local_batch import LocalBatch
 
-Scores = dict[str, ray.ObjectRef]
+
+@dataclass(frozen=True, slots=True)
+class ScoreRef:
+    """A sample's part, from begin to end, of an object that holds the scores of many. An object of its own would take a
+    millisecond for each sample."""
+
+    scores: ray.ObjectRef
+    begin: int
+    end: int
+
+
+Scores = dict[str, ScoreRef]
 """References to a model's scores of response tokens: sample id -> float32 [R]."""
 
 
 def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
-    """Puts scores into Ray's object store, for as long as somebody refers to them."""
-    return {sample: ray.put(sample_scores) for sample, sample_scores in scores.items()}
+    """Puts scores into Ray's object store, for as long as somebody refers to one of them."""
+    import torch
+
+    if not scores:
+        return {}
+    ref = ray.put(torch.cat(list(scores.values())))
+    ends = list(accumulate(map(len, scores.values())))
+    return {sample: ScoreRef(ref, begin, end) for sample, begin, end in zip(scores, [0, *ends[:-1]], ends, strict=True)}
 
 
 def join_scores(parts: Sequence[Scores]) -> Scores:
@@ -40,7 +58,7 @@ class SampleRef:
     reward: float
     baseline: Baseline
     weight: float
-    scores: Mapping[str, ray.ObjectRef] = field(default_factory=dict)
+    scores: Mapping[str, ScoreRef] = field(default_factory=dict)
     imitation_weight: float = 0.0
 
     @classmethod
@@ -84,11 +102,13 @@ class RankBatch:
     def training_samples(self, samples: Sequence[Sample] | None = None) -> list[TrainingSample]:
         """Fetches all objects that the batch refers to in one call. samples: None where they are still to be
         fetched."""
-        scores = [ref for item in self.samples for ref in item.scores.values()]
-        fetched = iter(_get([*(item.sample for item in self.samples if samples is None), *scores]))
-        samples = [next(fetched) for _ in self.samples] if samples is None else samples
+        wanted = [part.scores for item in self.samples for part in item.scores.values()]
+        fetched = _get([*(item.sample for item in self.samples if samples is None), *wanted])
+        samples = [fetched[item.sample] for item in self.samples] if samples is None else samples
         return [
-            item.training_sample(sample, {name: next(fetched) for name in item.scores})
+            item.training_sample(
+                sample, {name: fetched[part.scores][part.begin : part.end] for name, part in item.scores.items()}
+            )
             for item, sample in zip(self.samples, samples, strict=True)
         ]
 
@@ -118,5 +138,6 @@ class FetchedBatches:
         self._fetched.clear()
 
 
-def _get(refs: Sequence[ray.ObjectRef]) -> list[Any]:
-    return ray.get([*refs]) if refs else []
+def _get(refs: Iterable[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
+    different = list(dict.fromkeys(refs))
+    return dict(zip(different, ray.get(different), strict=True)) if different else {}

@@ -28,7 +28,7 @@ from megarl.run.loop import Loop
 from tests.paths import ROOT
 
 DONE = "done\n"
-DEADLINE_S = 240
+DEADLINE_S = 480
 """Of one run."""
 
 END_S = 30

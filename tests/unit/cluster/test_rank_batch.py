@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.cluster import rank_batch
-from megarl.cluster.rank_batch import FetchedBatches, RankBatch, SampleRef
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch, SampleRef, ScoreRef, put_scores
 from megarl.core.types import Baseline, Prompt, Sample, VersionRun
 from megarl.data import local_batch
 from megarl.data.collate import collate
@@ -21,14 +21,21 @@ SAMPLES = {
     )
     for i in range(1, 5)
 }
-VALUES = {f"values {i}": torch.full((i,), float(i)) for i in range(1, 5)}
+VALUES = {f"{i}": torch.full((i,), float(i)) for i in range(1, 5)}
+BLOCKS = {"values": torch.cat([*VALUES.values()])}
+PARTS = {
+    "1": ScoreRef("values", 0, 1),
+    "2": ScoreRef("values", 1, 3),
+    "3": ScoreRef("values", 3, 6),
+    "4": ScoreRef("values", 6, 10),
+}
 BATCH = RankBatch(tuple(SampleRef.unscored(ref, ref) for ref in SAMPLES), ((0, 3), (1, 2)))
 
 
 def scored(batch: RankBatch) -> RankBatch:
     """The same samples, of which more is known."""
     samples = [
-        replace(item, reward=float(i), baseline=Baseline(0.5), weight=0.1 * i, scores={"values": f"values {i}"})
+        replace(item, reward=float(i), baseline=Baseline(0.5), weight=0.1 * i, scores={"values": PARTS[f"{i}"]})
         for i, item in enumerate(batch.samples, start=1)
     ]
     return replace(batch, samples=tuple(samples))
@@ -41,7 +48,7 @@ def store(monkeypatch) -> list[list[str]]:
 
     def get(refs: Sequence[str]):
         calls.append([*refs])
-        return [(SAMPLES | VALUES)[ref] for ref in refs]
+        return [(SAMPLES | BLOCKS)[ref] for ref in refs]
 
     monkeypatch.setattr(rank_batch.ray, "get", get)
     return calls
@@ -61,9 +68,18 @@ def token_batches(batch: local_batch.LocalBatch):
     return batch.token_batches(packing(), "states", True, torch.device("cpu"))
 
 
+def test_scores_of_a_pass_are_one_object(monkeypatch):
+    put: list[torch.Tensor] = []
+    monkeypatch.setattr(rank_batch.ray, "put", lambda scores: put.append(scores) or "values")
+    assert put_scores(VALUES) == PARTS
+    [scores] = put
+    assert torch.equal(scores, BLOCKS["values"])
+    assert put_scores({}) == {} and len(put) == 1
+
+
 def test_all_of_a_batch_is_asked_for_together(store):
     fetched = scored(BATCH).fetch()
-    assert store == [[*SAMPLES, *VALUES]]
+    assert store == [[*SAMPLES, *BLOCKS]]
     assert [item.sample.id for item in fetched.samples] == ["1", "2", "3", "4"]
     assert [item.scores["values"].tolist() for item in fetched.samples] == [own.tolist() for own in VALUES.values()]
     assert [[item.sample.id for item in members] for members in fetched.members] == [["1", "4"], ["2", "3"]]
@@ -84,7 +100,7 @@ def test_what_comes_later_is_added_to_what_is_collated(store, collated):
     token_batches(batches.fetch(BATCH))
     later = batches.fetch(scored(BATCH))
     ours = token_batches(later)
-    assert store == [[*SAMPLES], [*VALUES]] and collated == [2, 2]
+    assert store == [[*SAMPLES], [*BLOCKS]] and collated == [2, 2]
     for own, members in zip(ours, later.members, strict=True):
         anew = collate(members, packing())
         for name in ("tokens", "weight", "imitation_weight", "reward", "baseline", "scale", "token_baseline"):
