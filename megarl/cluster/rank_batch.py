@@ -43,6 +43,12 @@ def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
     return {sample: ScoreRef(ref, begin, end) for sample, begin, end in zip(scores, [0, *ends[:-1]], ends, strict=True)}
 
 
+def get_scores(scores: Scores) -> dict[str, torch.Tensor]:
+    """Fetches the scores, by sample id."""
+    fetched = _get(part.scores for part in scores.values())
+    return {sample: fetched[part.scores][part.begin : part.end] for sample, part in scores.items()}
+
+
 def join_scores(parts: Sequence[Scores]) -> Scores:
     """Joins the scores that several processes have put into the object store."""
     return {sample: ref for part in parts for sample, ref in part.items()}

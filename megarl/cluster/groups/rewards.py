@@ -18,7 +18,7 @@ from megarl.cluster.groups.reward_model import RewardModelGroup
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import Scores, put_scores
+from megarl.cluster.rank_batch import Scores, get_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
@@ -95,7 +95,7 @@ class RewardWorker:
     def _model_rewards(self, samples: Sequence[Sample], model_scores: Scores) -> dict[str, ModelReward]:
         if self._models.reward_model is None:
             return {}
-        scores = dict(zip(model_scores, ray.get(list(model_scores.values())), strict=True))
+        scores = get_scores(model_scores)
         return {sample.id: self._model_reward(sample, scores.get(sample.id)) for sample in samples}
 
     def _model_reward(self, sample: Sample, scores: torch.Tensor | None) -> ModelReward:
