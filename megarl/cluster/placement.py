@@ -18,6 +18,9 @@ NAMES: dict[MegatronRole, str] = {
 """The names of a model's processes, by its role."""
 
 ENGINE = "engine"
+MOST_REWARDS = 16
+"""The number of processes for the user's reward functions that a machine with many cores starts by itself."""
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -25,7 +28,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class Process:
     """One process of the run.
 
-    threads   the CPU threads that its operators use
+    threads   the CPU threads that its operators use; of the rewards, the processes that call the user's functions
     gpus      the GPUs that its ranks compute on, in their order: numbers among those that the run may use; none on CPU
     reads     other GPUs, with weights that it may read
     """
@@ -83,8 +86,14 @@ def place(config: Config, cores: int | None = None, on_gpus: bool = False) -> Pl
         reward_models=_ranks(config.reward_model, cores, spans) if config.has_reward_model else (),
         implicit_rewards=_ranks(config.implicit_reward, cores, spans) if config.has_implicit_reward else (),
         engines=() if config.is_offline else _engines(config.rollout, cores, spans),
-        rewards=None if config.is_offline else Process("rewards", 0, 1),
+        rewards=None if config.is_offline else Process("rewards", 0, _reward_processes(config, cores)),
     )
+
+
+def _reward_processes(config: Config, cores: int) -> int:
+    if not config.rewards.functions and config.rewards.judge is None:
+        return 1
+    return config.rewards.processes or min(cores, MOST_REWARDS)
 
 
 def gpu_spans(config: Config) -> dict[str, range]:

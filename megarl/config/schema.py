@@ -337,6 +337,9 @@ class RewardFunction(Section):
 class Rewards(Section):
     functions: list[RewardFunction]
     judge: Annotated[str, Field(min_length=1)] | None
+    judge_order: Literal["both", "seeded"]
+    processes: PositiveInt | None
+    timeout_s: PositiveFloat
     overlong_buffer: PositiveInt | None
     failure_limit: Annotated[float, Field(ge=0, le=1)]
 

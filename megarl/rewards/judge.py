@@ -2,48 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from numbers import Real
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from megarl.core.types import Sample
-
-Judge = Callable[[str, str, str, Any], bool | float]
-"""A function f(prompt, first, second, answer) that returns whether the first response is better, or the probability of
-that, and raises where it cannot tell."""
+from megarl.rewards.result import Result
 
 NAME = "judge"
-"""The name of the judge's part of the reward."""
+"""The name of the judge's part of the reward, and of its function: f(prompt, first, second, answer) returns whether the
+first response is better, or the probability of that, and raises where it cannot tell."""
+
+Order = Literal["both", "seeded"]
+"""The orders in which each two responses are compared, as judges tend to prefer the one that stands first: both, or one
+that is drawn for each pair."""
 
 Verdict = float | str
 """The share of the other responses to its prompt that a response is better than, a tie counting half; or the reason why
 there is none."""
 
 
-def verdicts(judge: Judge, samples: Sequence[Sample]) -> dict[str, Verdict]:
-    """Returns the verdicts by sample id. Each two responses to a prompt are compared once; a comparison that fails is a
-    failure of both."""
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One question to the judge."""
+
+    first: Sample
+    second: Sample
+
+    @property
+    def arguments(self) -> tuple[str, str, str, Any]:
+        return self.first.prompt.text, self.first.text, self.second.text, self.first.prompt.answer
+
+
+def comparisons(samples: Sequence[Sample], order: Order, seed: int) -> list[Comparison]:
+    """Returns the comparisons of each two responses to a prompt. seed: the run's, from which drawn orders follow."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.id, []).append(sample)
+    pairs = [pair for group in groups.values() for pair in combinations(group, 2)]
+    if order == "both":
+        return [Comparison(*members) for pair in pairs for members in (pair, pair[::-1])]
+    return [Comparison(*(pair[::-1] if _is_swapped(pair, seed) else pair)) for pair in pairs]
+
+
+def _is_swapped(pair: tuple[Sample, Sample], seed: int) -> bool:
+    return random.Random(repr((seed, *(sample.id for sample in pair)))).random() < 0.5
+
+
+def verdicts(samples: Sequence[Sample], results: Iterable[tuple[Comparison, Result]]) -> dict[str, Verdict]:
+    """Returns the verdicts by sample id. A comparison that fails is a failure of both of its samples."""
     wins: dict[str, list[float]] = {sample.id: [] for sample in samples}
     failures: dict[str, Verdict] = {}
-    for first, second in (pair for group in groups.values() for pair in combinations(group, 2)):
-        try:
-            share = _share(judge(first.prompt.text, first.text, second.text, first.prompt.answer))
-        except Exception as error:  # the user's code may raise anything
-            reason = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
-            failures |= dict.fromkeys((first.id, second.id), f"{reason} on samples {first.id} and {second.id}")
+    for comparison, result in results:
+        first, second = comparison.first.id, comparison.second.id
+        failure = result.failure
+        if failure is None and not _is_probability(result.value):
+            failure = f"returned {result.returned}, not a bool or a probability,"
+        if failure is not None:
+            failures |= dict.fromkeys((first, second), f"{failure} on samples {first} and {second}")
         else:
-            wins[first.id].append(share)
-            wins[second.id].append(1 - share)
+            wins[first].append(result.value)
+            wins[second].append(1 - result.value)
     alone: Verdict = "has no other response to compare it with"
     return {name: fmean(shares) if shares else alone for name, shares in wins.items()} | failures
 
 
-def _share(result: Any) -> float:
-    if not isinstance(result, Real) or not 0 <= float(result) <= 1:
-        raise ValueError(f"it returned {result!r}, not a bool or a probability")
-    return float(result)
+def _is_probability(value: float | list[float] | None) -> bool:
+    return isinstance(value, float) and 0 <= value <= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,8 +42,11 @@ class Engine(Protocol):
     version: int | None
     """The weight version that the engine holds; None before the first refit and after a failed one."""
 
-    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
-        """Returns samples in the order of the requests. Raises RuntimeError if version is None.
+    async def generate(
+        self, requests: Sequence[SamplingRequest], finished: Callable[[list[Sample]], object]
+    ) -> list[Sample]:
+        """Returns samples in the order of the requests, and calls `finished` with those that have come since the
+        last call. Raises RuntimeError if version is None.
 
         Other calls are done while it waits for its samples. After a refit the samples keep the keys and values of the
         older weights and go on with the new ones; after a failed refit they go on when another has succeeded. Their

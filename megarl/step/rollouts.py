@@ -54,7 +54,7 @@ def collect_rollouts(
         prompts = next_prompts(further_prompts(wanted - num_informative, num_informative, len(sampled), wanted))
         asked = requests(config, number, prompts, first=len(sampled))
         with watch.phase("rollout"), workers.offloaded() as offloaded:
-            groups = workers.engines.generate(asked).result(meanwhile)
+            groups = workers.engines.generate(asked, workers.rewards.listener).result(meanwhile)
         with watch.phase("reward"):
             samples = [sample for group in groups for sample in group]
             round_scores, token_rewards = workers.rewards.score(samples, number, rollouts).result()

@@ -173,6 +173,19 @@ def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("hold")
+def test_a_reward_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path, "rewards.timeout_s=2") as run:
+        assert run.end(seconds=120) == 2
+    [line] = run.errors
+    cause = (
+        r"rewards.functions: \S+/reward.py:\w+ did not return within rewards.timeout_s=2 on sample 1\.\S+ \(\d+ of \d+"
+    )
+    assert re.match(f"megarl: error: {cause} samples failed; rewards.failure_limit=0 allows 0", line)
+    assert "in digit_share" in (run.folder / "logs/attempt_1/rewards-0.log").read_text()
+
+
+@pytest.mark.exhaustive
 def test_loss_of_ray(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:
         run.find("ray::TrainerActor")

@@ -22,7 +22,13 @@ from tools.benchmarks.machine import machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.learn]
 START, LEARNED, NOT_LEARNED = 0.2, 0.9, 0.5
-ALIKE = ("run.export=true", "checkpoint.every_steps=null", "actor.threads=1", "rollout.threads=1")
+ALIKE = (
+    "rewards.processes=1",
+    "run.export=true",
+    "checkpoint.every_steps=null",
+    "actor.threads=1",
+    "rollout.threads=1",
+)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ LAYERS = (
     ("core",),
     ("algorithms",),
     ("config",),
-    ("ops", "planning", "data", "rewards", "resharding"),
+    ("ops", "planning", "data", "rewards", "environments", "resharding"),
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),
     ("step", "run", "report"),
@@ -36,15 +36,15 @@ LAYERS = (
 """The house from the ground up, in folders and files of megarl/. A module may import its own layer and those below; the
 longest path that fits it counts."""
 
-STRANGERS = {("megatron", "rollout"), ("rollout", "megatron")}
-"""Rooms of one layer that do not import each other."""
+STRANGERS = {("megatron", "rollout"), ("rollout", "megatron"), ("rewards", "environments")}
+"""Pairs of rooms of one layer of which the first does not import the second."""
 
 OWNERS = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
 """Library -> the only room that imports it."""
 
 HEAVY = {"torch", "megatron", "vllm", "ray", "transformers"}
 
-LIGHT = ("cli.py", "core", "algorithms", "config", "planning", "resharding", "rewards")
+LIGHT = ("cli.py", "core", "algorithms", "config", "planning", "resharding", "rewards", "environments")
 """What imports nothing heavy at module level, but for these:"""
 
 HEAVY_PARTS = (*TENSOR_RESHARDING, "core/device.py")

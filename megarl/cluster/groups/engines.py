@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.actor import ActorHandle
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.group import Answer
@@ -65,12 +66,19 @@ class EngineActor(VllmActor):
         with self._whole():
             return super().call(function, *arguments)
 
-    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Answer | Sample]:
+    async def generate(
+        self, requests: Sequence[SamplingRequest], listener: ActorHandle | None
+    ) -> list[Answer | Sample]:
         """Returns the samples' infos first, then the samples: each is a return value of the call, which, unlike objects
-        that this process puts into the store, outlives the process."""
+        that this process puts into the store, outlives the process. The listener gets them as they come."""
         begin = time.time()
+
+        def tell(samples: list[Sample]) -> None:
+            if listener is not None:
+                listener.begin.remote(samples)
+
         with self._whole():
-            samples = await self._worker.generate(requests)
+            samples = await self._worker.generate(requests, tell)
         segments.note(self._scratch)  # vLLM makes some only when it generates
         return [Answer([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
 
@@ -172,18 +180,24 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         """The processes without which the run goes on."""
         return self.names if len(self._actors) > 1 else []
 
-    def generate(self, groups: Sequence[Sequence[SamplingRequest]]) -> Pending[list[list[RemoteSample]]]:
+    def generate(
+        self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None = None
+    ) -> Pending[list[list[RemoteSample]]]:
         """Samples the requests of each prompt. The result has their samples, in the same shape and order. Requests to
-        an engine that is lost meanwhile go to the others."""
-        return self._generate(groups, {})
+        an engine that is lost meanwhile go to the others. listener: an actor whose method `begin` gets each sample as
+        soon as there is one, or None."""
+        return self._generate(groups, listener, {})
 
     def _generate(
-        self, groups: Sequence[Sequence[SamplingRequest]], done: Mapping[int, list[RemoteSample]]
+        self,
+        groups: Sequence[Sequence[SamplingRequest]],
+        listener: ActorHandle | None,
+        done: Mapping[int, list[RemoteSample]],
     ) -> Pending[list[list[RemoteSample]]]:
         """Samples the groups that are not done. done: the samples of the others, by the group's place in groups."""
         left = [i for i in range(len(groups)) if i not in done]
         dealt = {name: part for k, name in enumerate(self._actors) if (part := left[k :: len(self._actors)])}
-        asked = {name: self._ask(name, [groups[i] for i in part]) for name, part in dealt.items()}
+        asked = {name: self._ask(name, [groups[i] for i in part], listener) for name, part in dealt.items()}
         calls = {name: refs[0] for name, refs in asked.items()}
 
         def collect(answers: Answers) -> list[list[RemoteSample]] | Pending[list[list[RemoteSample]]]:
@@ -192,14 +206,20 @@ class EngineGroup(VllmGroup["VllmEngine"]):
                 found = map(RemoteSample, infos, asked[name][1:])
                 samples |= {i: [next(found) for _ in groups[i]] for i in dealt[name]}
             self.drop(answers.lost, "rollout")
-            return [samples[i] for i in range(len(groups))] if not answers.lost else self._generate(groups, samples)
+            return (
+                [samples[i] for i in range(len(groups))]
+                if not answers.lost
+                else self._generate(groups, listener, samples)
+            )
 
         return self._submit_expendable("rollout", "generate", calls).then(collect)
 
-    def _ask(self, name: str, groups: Sequence[Sequence[SamplingRequest]]) -> list[ray.ObjectRef]:
+    def _ask(
+        self, name: str, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None
+    ) -> list[ray.ObjectRef]:
         """Returns references to the return values of EngineActor.generate."""
         requests = [request for group in groups for request in group]
-        return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests)
+        return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests, listener)
 
     def connect(self, plan: CompactPlan, channel: Channel) -> Pending[bool]:
         """Makes this plan the plan of the following refits. The result is whether all engines have it; those that do

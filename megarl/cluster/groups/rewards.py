@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.actor import ActorHandle
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.group import Answer, Group, ProcessActor
@@ -25,6 +27,10 @@ from megarl.config.schema import Config
 from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.pool import FunctionPool
+from megarl.environments.protocol import Step, Turn
+from megarl.environments.single_turn import SingleTurn
+from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.scorer import Scorer
@@ -35,28 +41,60 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardActor(ProcessActor):
-    """The process that scores samples. Its worker is a RewardWorker."""
+    """The process that scores samples. Its worker is a RewardWorker. As its methods are async, Ray runs all of them in
+    one event loop: samples come in while others are scored."""
 
-    def start(self, config: Config, models: ModelFolders) -> Answer:
+    async def start(self, config: Config, models: ModelFolders) -> Answer:
         begin = time.time()
-        self._worker = RewardWorker(config, models)
+        self._worker = RewardWorker(config, models, self._process.threads)
         return Answer(None, begin, time.time())
+
+    async def begin(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self._worker.begin(sample)
+
+    async def score(self, *arguments: Any) -> Answer:
+        begin = time.time()
+        value = await self._worker.score(*arguments)
+        return Answer(value, begin, time.time())
 
 
 class RewardWorker:
     """Reads and scores samples, whose text the driver never sees."""
 
-    def __init__(self, config: Config, models: ModelFolders):
-        self._models = models
+    def __init__(self, config: Config, models: ModelFolders, num_processes: int):
+        """num_processes: how many calls of the user's functions run at once."""
+        self._models, self._seed = models, config.run.seed
         self._readings: dict[str, Reading | Unreadable] = {}
         """The readings of this step's samples, where the reward model does not read the sampled ids."""
-        rewards = config.rewards
+        self._begun: dict[str, tuple[Sample, asyncio.Task[Step]]] = {}
+        """Samples whose step is under way, or done."""
+        rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
-        self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards.judge, rewards_tokens)
+        self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens)
+        self._functions = [entry.function for entry in rewards.functions]
+        self._pool = FunctionPool(self._functions, rewards.judge, num_processes, rewards.timeout_s)
         folder = models.reward_model
         if folder is not None:
             self._reader = model_reader(config, folder, models.actor)
             self._model_score = classifier_reward(config, folder, self._reader)
+
+    def begin(self, sample: Sample) -> asyncio.Task[Step]:
+        """Begins to judge a sample. One that is the same as another of its name is judged once."""
+        begun, task = self._begun.get(sample.id, (None, None))
+        if task is None or begun != sample:
+            task = asyncio.create_task(self._judge(sample))
+            self._begun[sample.id] = sample, task
+        return task
+
+    def close(self) -> None:
+        """Ends the processes of the user's functions. Else they end with this one."""
+        self._pool.close()
+
+    async def _judge(self, sample: Sample) -> Step:
+        environment = SingleTurn(self._pool, self._functions)
+        await environment.reset(sample.prompt)
+        return await environment.step(Turn.whole_response(sample))
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
         """Returns the samples in the reward model's own tokens, without those that it cannot read."""
@@ -70,18 +108,22 @@ class RewardWorker:
         except Unreadable as reason:
             return reason
 
-    def score(
+    async def score(
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
     ) -> tuple[list[Score], Scores]:
         """Scores the samples and appends them, decoded, to a JSONL file for people to read. Returns their scores, and
         references to the rewards of single tokens, if the reward model or a function gives them. model_scores:
         references to the reward model's scores, if there is one."""
-        samples: list[Sample] = ray.get(list(refs))
+        samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
-        verdicts = self._scorer.verdicts(samples)
+        steps = [self.begin(sample) for sample in samples]
+        verdicts = await self._verdicts(samples)
         judged = [
-            self._scorer.score(sample, model_rewards.get(sample.id), verdicts.get(sample.id)) for sample in samples
+            self._scorer.score(sample, (await task).rewards, model_rewards.get(sample.id), verdicts.get(sample.id))
+            for sample, task in zip(samples, steps, strict=True)
         ]
+        for sample in samples:
+            del self._begun[sample.id]
         with rollouts.open("a", encoding="utf-8") as file:
             for sample, (score, _) in zip(samples, judged, strict=True):
                 file.write(json.dumps(_row(step, sample, score), ensure_ascii=False) + "\n")
@@ -91,6 +133,14 @@ class RewardWorker:
             if token_rewards is not None
         }
         return [score for score, _ in judged], _put(by_token)
+
+    async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
+        """Returns the judge's verdicts by sample id; empty if there is no judge. samples: all of their prompts."""
+        if self._rewards.judge is None:
+            return {}
+        asked = judge.comparisons(samples, self._rewards.judge_order, self._seed)
+        calls = [asyncio.wrap_future(self._pool.call(judge.NAME, *comparison.arguments)) for comparison in asked]
+        return judge.verdicts(samples, zip(asked, await asyncio.gather(*calls), strict=True))
 
     def _model_rewards(self, samples: Sequence[Sample], model_scores: Scores) -> dict[str, ModelReward]:
         if self._models.reward_model is None:
@@ -168,6 +218,12 @@ class RewardGroup(Group[RewardWorker]):
         self._model, self._config, self._models = model, config, models
         self._reads_ids = config.reward_model.reads == "ids"
 
+    @property
+    def listener(self) -> ActorHandle:
+        """The process that begins to score samples when it is told of them."""
+        [actor] = self._actors.values()
+        return actor
+
     def start(self) -> Pending[list[None]]:
         calls = {name: actor.start.remote(self._config, self._models) for name, actor in self._actors.items()}
         return self._read("reward start", "start", calls)
@@ -178,9 +234,9 @@ class RewardGroup(Group[RewardWorker]):
         refs, path = [sample.ref for sample in samples], rollouts.resolve()
 
         def score(model_scores: Scores) -> Pending[tuple[list[Score], Scores]]:
-            return self._submit_to_first(
-                "rewards", "score", lambda worker, *sent: worker.score(*sent), refs, model_scores, step, path
-            )
+            [(name, actor)] = self._actors.items()
+            call = actor.score.options(name=f"{self._title}.score").remote(refs, model_scores, step, path)
+            return self._read("rewards", "score", {name: call}).then(lambda answers: answers[0])
 
         return score({}) if self._model is None else self._model_scores(self._model, samples).then(score)
 

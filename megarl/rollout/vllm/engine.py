@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -74,18 +74,24 @@ class VllmEngine:
         )
         self._llm = LLM(**arguments)
 
-    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
+    async def generate(
+        self, requests: Sequence[SamplingRequest], finished: Callable[[list[Sample]], object] = lambda _: None
+    ) -> list[Sample]:
         if self.version is None:
             raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
         self._wake("weights", "kv_cache")
         numbered = {str(next(self._numbers)): request for request in requests}
         self._under_way |= {name: _UnderWay(request, self._submit(name, request)) for name, request in numbered.items()}
+        samples: dict[str, Sample] = {}
         try:
-            while any(self._under_way[name].completion is None for name in numbered):
+            while len(samples) < len(numbered):
                 if self.version is not None:
                     self._step()
+                if new := self._completed(numbered.keys() - samples.keys()):
+                    samples |= new
+                    finished([*new.values()])
                 await asyncio.sleep(PAUSE_S if self.version is None else 0)
-            return [_sample(request, self._under_way[name].completion) for name, request in numbered.items()]
+            return [samples[name] for name in numbered]
         finally:
             self._withdraw([name for name in numbered if self._under_way[name].completion is None])
             for name in numbered:
@@ -155,6 +161,11 @@ class VllmEngine:
     def _step(self) -> None:
         for output in self._llm.llm_engine.step():
             self._under_way[output.request_id].completion = output.outputs[0]
+
+    def _completed(self, names: Iterable[str]) -> dict[str, Sample]:
+        """Returns the samples of those of these requests that vLLM has completed."""
+        under_way = [(name, self._under_way[name]) for name in names]
+        return {name: _sample(item.request, item.completion) for name, item in under_way if item.completion is not None}
 
     def _pause(self) -> None:
         """Waits for the steps that vLLM has begun before it has the results of earlier ones, as it does on GPU."""

@@ -27,7 +27,7 @@ def test_every_process_has_a_role_an_index_and_a_name() -> None:
     assert [process.name for process in placement.trainers] == ["trainer-0", "trainer-1", "trainer-2", "trainer-3"]
     assert [process.name for process in placement.engines] == ["engine-0", "engine-1"]
     assert placement.rewards.name == "rewards-0"
-    assert placement.describe() == "4 trainer × 2 threads, 2 engine × 4 threads, 1 rewards × 1 threads"
+    assert placement.describe() == "4 trainer × 2 threads, 2 engine × 4 threads, 1 rewards × 8 threads"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_gpus_are_told_before_anything_starts() -> None:
     described = placed(*EVERYBODY, "cluster.placement=disaggregated", cores=8, on_gpus=True).describe()
     assert described == (
         "4 trainer × 2 threads on GPUs 0-3, 2 critic × 4 threads on GPUs 4-5, 2 reward-model × 2 threads on GPUs 7-10, "
-        "1 implicit-reward × 8 threads on GPU 6, 2 engine × 2 threads on GPUs 11-14, 1 rewards × 1 threads"
+        "1 implicit-reward × 8 threads on GPU 6, 2 engine × 2 threads on GPUs 11-14, 1 rewards × 8 threads"
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from megarl.config.schema import RewardFunction
 from megarl.core.types import Prompt, Sample, Score, TokenTotals, VersionRun
 from megarl.rewards.classifier import ModelReward
+from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 
 NAN = math.nan
@@ -26,63 +27,39 @@ def sample_of(response: str, answer: object = "12") -> Sample:
     )
 
 
-def scorer_of(tmp_path, body: str, weight: float = 1.0) -> tuple[Scorer, str]:
-    file = tmp_path / "reward.py"
-    file.write_text(f"def f(prompt, response, answer):\n    {body}\n")
-    name = f"{file}:f"
-    return Scorer([RewardFunction(function="exact_match"), RewardFunction(function=name, weight=weight)]), name
+EXACT = RewardFunction(function="exact_match")
+RIGHT, WRONG = Result(1.0, "1.0"), Result(0.0, "0.0")
 
 
-def test_the_value_is_the_weighted_sum_of_the_parts(tmp_path):
-    scorer, name = scorer_of(tmp_path, "return len(prompt) + len(response) + len(answer)", weight=-0.5)
-    score, _ = scorer.score(sample_of("12"))
-    assert score == Score(value=1.0 - 0.5 * 14, parts={"exact_match": 1.0, name: 14.0})
-    assert type(score.parts["exact_match"]) is float
+def test_the_value_is_the_weighted_sum_of_the_parts():
+    scorer = Scorer([EXACT, RewardFunction(function="f", weight=-0.5)])
+    score, _ = scorer.score(sample_of("12"), {"exact_match": RIGHT, "f": Result(14.0, "14.0")})
+    assert score == Score(value=1.0 - 0.5 * 14, parts={"exact_match": 1.0, "f": 14.0})
 
 
 def test_wrong_is_zero_and_no_failure():
-    score, _ = Scorer([RewardFunction(function="exact_match")]).score(sample_of("13"))
+    score, _ = Scorer([EXACT]).score(sample_of("13"), {"exact_match": WRONG})
     assert score == Score(value=0.0, parts={"exact_match": 0.0})
 
 
-def test_no_answer_is_a_failure():
-    score, _ = Scorer([RewardFunction(function="exact_match")]).score(sample_of("12", answer=None))
-    assert score.value is None and "exact_match raised ValueError: the prompt has no answer" in score.failure
-
-
-def test_an_exception_is_a_failure_in_one_line_and_the_other_parts_stay(tmp_path):
-    scorer, name = scorer_of(tmp_path, "raise ValueError('first\\n second')")
-    score, _ = scorer.score(sample_of("12"))
-    failure = f"rewards.functions: {name} raised ValueError: first second on sample s7"
+def test_a_function_that_fails_is_a_failure_of_the_sample_and_the_other_parts_stay():
+    results = {"exact_match": RIGHT, "f": Result(None, failure="raised ValueError: first second")}
+    score, _ = Scorer([EXACT, RewardFunction(function="f")]).score(sample_of("12"), results)
+    failure = "rewards.functions: f raised ValueError: first second on sample s7"
     assert score == Score(value=None, parts={"exact_match": 1.0}, failure=failure)
 
 
 @pytest.mark.parametrize(
-    ("expression", "shown"),
-    [
-        ("None", "NoneType"),
-        ("'1'", "str"),
-        ("[1.0]", "a list of 1"),
-        ("1j", "complex"),
-        ("float('nan')", "nan"),
-        ("float('-inf')", "-inf"),
-        ("10 ** 400", "int"),
-        ("__import__('numpy').float32('inf')", "float32"),
-    ],
+    "result",
+    [Result(None, "NoneType"), Result([1.0], "a list of 1"), Result(NAN, "nan"), Result(-math.inf, "-inf")],
+    ids=lambda result: result.returned,
 )
-def test_what_is_no_finite_number_is_a_failure(tmp_path, expression, shown):
-    scorer, name = scorer_of(tmp_path, f"return {expression}")
-    score, _ = scorer.score(sample_of("12"))
+def test_what_is_no_finite_number_is_a_failure(result):
+    score, _ = Scorer([EXACT]).score(sample_of("12"), {"exact_match": result})
     assert score.value is None
-    assert score.failure == (f"rewards.functions: {name} returned {shown}, not a finite number or a bool, on sample s7")
-
-
-@pytest.mark.parametrize(
-    "expression", ["True", "1", "1.0", "__import__('fractions').Fraction(1)", "__import__('numpy').float32(1)"]
-)
-def test_every_kind_of_real_number_counts(tmp_path, expression):
-    scorer, name = scorer_of(tmp_path, f"return {expression}")
-    assert scorer.score(sample_of("12"))[0].parts[name] == 1.0
+    assert score.failure == (
+        f"rewards.functions: exact_match returned {result.returned}, not a finite number or a bool, on sample s7"
+    )
 
 
 def test_a_function_listed_twice_is_refused():
@@ -97,20 +74,20 @@ def test_torch_is_not_needed():
 
 def test_a_models_score_is_a_part_like_others():
     scorer = Scorer([RewardFunction(function="exact_match")], model_weight=0.5)
-    parts = {"reward_model": 3.0, "exact_match": 1.0}
-    assert scorer.score(sample_of("12"), ModelReward(3.0)) == (Score(value=2.5, parts=parts), None)
-    score, token_reward_totals = scorer.score(sample_of("12"), ModelReward(3.0, [1.0, float("nan"), 2.0]))
+    parts, results = {"reward_model": 3.0, "exact_match": 1.0}, {"exact_match": RIGHT}
+    assert scorer.score(sample_of("12"), results, ModelReward(3.0)) == (Score(value=2.5, parts=parts), None)
+    score, token_reward_totals = scorer.score(sample_of("12"), results, ModelReward(3.0, [1.0, float("nan"), 2.0]))
     assert score == Score(value=2.5, parts=parts, token_reward_totals=TokenTotals(2, 1.5, 1.25))
     assert token_reward_totals == pytest.approx([0.5, float("nan"), 1.0], nan_ok=True)
-    assert scorer.score(sample_of("12")) == (Score(value=1.0, parts={"exact_match": 1.0}), None)
-    failed, _ = scorer.score(sample_of("12"), ModelReward(float("nan")))
+    assert scorer.score(sample_of("12"), results) == (Score(value=1.0, parts={"exact_match": 1.0}), None)
+    failed, _ = scorer.score(sample_of("12"), results, ModelReward(float("nan")))
     assert failed.value is None and failed.parts == {"exact_match": 1.0}
     assert "reward_model returned nan, not a finite number" in failed.failure
 
 
 def test_what_a_model_cannot_read_is_a_failure_and_no_zero():
     scorer = Scorer([RewardFunction(function="exact_match")])
-    score, _ = scorer.score(sample_of("12"), ModelReward(None, failure="would read 14 tokens"))
+    score, _ = scorer.score(sample_of("12"), {"exact_match": RIGHT}, ModelReward(None, failure="would read 14 tokens"))
     assert score.value is None and score.parts == {"exact_match": 1.0}
     assert score.failure == "rewards.functions: reward_model would read 14 tokens, on sample s7"
 
@@ -119,12 +96,18 @@ TURNS = (False, True, True, False, True, False, False, True)
 """Three turns, which end at 2, 4 and 7."""
 
 
-def of_turns(tmp_path, expression: str, rewards_tokens: bool = True) -> Scorer:
-    file = tmp_path / "turns.py"
-    file.write_text(f"def f(prompt, response, answer):\n    return {expression}\n")
-    per_turn = RewardFunction(function=f"{file}:f", weight=0.5, per_turn=True)
-    functions = [RewardFunction(function="exact_match"), per_turn]
-    return Scorer(functions, model_weight=2.0, rewards_tokens=rewards_tokens)
+def scored(
+    rewards: list[float] | float | None,
+    mask: tuple[bool, ...] = TURNS,
+    *,
+    rewards_tokens: bool = True,
+    returned: str = "",
+    model: ModelReward | None = None,
+) -> tuple[Score, list[float] | None]:
+    """The score of a response that is right, and whose turns have these rewards."""
+    functions = [EXACT, RewardFunction(function="f", weight=0.5, per_turn=True)]
+    scorer = Scorer(functions, model_weight=2.0, rewards_tokens=rewards_tokens)
+    return scorer.score(sample_of_turns(mask), {"exact_match": RIGHT, "f": Result(rewards, returned)}, model)
 
 
 def sample_of_turns(mask: tuple[bool, ...] = TURNS) -> Sample:
@@ -133,46 +116,43 @@ def sample_of_turns(mask: tuple[bool, ...] = TURNS) -> Sample:
     return replace(sample_of("12"), **given, versions=(VersionRun(0, n),))
 
 
-def test_a_turns_reward_is_that_of_its_last_trained_token(tmp_path):
-    score, token_reward_totals = of_turns(tmp_path, "[1, -3.0, True]").score(sample_of_turns())
-    name = f"{tmp_path}/turns.py:f"
-    parts = {"exact_match": 1.0, name: -1.0}
+def test_a_turns_reward_is_that_of_its_last_trained_token():
+    score, token_reward_totals = scored([1.0, -3.0, 1.0])
+    parts = {"exact_match": 1.0, "f": -1.0}
     assert score == Score(value=0.5, parts=parts, token_reward_totals=TokenTotals(3, -0.5, 0.25 + 2.25 + 0.25))
     assert token_reward_totals == pytest.approx([NAN, NAN, 0.5, NAN, -1.5, NAN, NAN, 0.5], nan_ok=True)
 
 
-def test_rewards_of_turns_and_of_a_models_tokens_add_up(tmp_path):
+def test_rewards_of_turns_and_of_a_models_tokens_add_up():
     of_model = ModelReward(8.0, [NAN, 1.0, 3.0, NAN, NAN, NAN, NAN, 4.0])
-    score, token_reward_totals = of_turns(tmp_path, "[1, -3.0, True]").score(sample_of_turns(), of_model)
+    score, token_reward_totals = scored([1.0, -3.0, 1.0], model=of_model)
     assert token_reward_totals == pytest.approx([NAN, 2.0, 6.5, NAN, -1.5, NAN, NAN, 8.5], nan_ok=True)
     assert score.token_reward_totals == TokenTotals.of([2.0, 6.5, -1.5, 8.5]) and score.value == 1.0 - 0.5 + 16.0
 
 
-def test_without_a_use_for_rewards_of_tokens_turns_are_summed_up(tmp_path):
-    score, token_reward_totals = of_turns(tmp_path, "(1, -3.0, True)", rewards_tokens=False).score(sample_of_turns())
+def test_without_a_use_for_rewards_of_tokens_turns_are_summed_up():
+    score, token_reward_totals = scored([1.0, -3.0, 1.0], rewards_tokens=False)
     assert token_reward_totals is None and score.value == 0.5 and score.token_reward_totals == TokenTotals()
 
 
-def test_a_response_without_a_trained_token_has_no_turn(tmp_path):
-    score, token_reward_totals = of_turns(tmp_path, "[]").score(sample_of_turns((False, False)))
+def test_a_response_without_a_trained_token_has_no_turn():
+    score, token_reward_totals = scored([], (False, False))
     assert score.value == 1.0 and score.token_reward_totals == TokenTotals()
     assert token_reward_totals == pytest.approx([NAN, NAN], nan_ok=True)
 
 
 @pytest.mark.parametrize(
-    ("expression", "shown"),
+    ("rewards", "returned"),
     [
-        ("1.0", "1.0"),
-        ("[1.0, 2.0]", "a list of 2"),
-        ("[1.0, 2.0, None]", "a list of 3"),
-        ("[1.0, None, 2.0, 3.0]", "a list of 4"),
-        ("[1.0, 2.0, float('nan')]", "a list of 3"),
-        ("[1e308, 1e308, 1e308]", "a list of 3"),
+        (1.0, "1.0"),
+        ([1.0, 2.0], "a list of 2"),
+        (None, "a list of 3"),
+        ([1.0, 2.0, NAN], "a list of 3"),
+        ([1e308, 1e308, 1e308], "a list of 3"),
     ],
 )
-def test_every_turn_has_a_finite_reward(tmp_path, expression, shown):
-    score, token_reward_totals = of_turns(tmp_path, expression).score(sample_of_turns())
-    name = f"{tmp_path}/turns.py:f"
+def test_every_turn_has_a_finite_reward(rewards, returned):
+    score, token_rewards = scored(rewards, returned=returned)
     wanted = "3 finite numbers in a list, one a turn"
-    assert score.failure == f"rewards.functions: {name} returned {shown}, not {wanted}, on sample s7"
-    assert score.value is None and token_reward_totals is None
+    assert score.failure == f"rewards.functions: f returned {returned}, not {wanted}, on sample s7"
+    assert score.value is None and token_rewards is None

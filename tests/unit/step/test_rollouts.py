@@ -24,7 +24,8 @@ class Engines:
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
-    def generate(self, groups):
+    def generate(self, groups, listener):
+        assert listener == "the rewards"
         self.asked.append([group[0].prompt.id for group in groups])
         return ready([[RemoteSample(self.info(r), ref=r.sample_id) for r in group] for group in groups])
 
@@ -50,7 +51,9 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         ]
         return ready((scores, {sample.info.id: f"of {sample.info.id}" for sample in samples}))
 
-    workers = SimpleNamespace(engines=engines, rewards=SimpleNamespace(score=score), offloaded=lambda: nullcontext({}))
+    workers = SimpleNamespace(
+        engines=engines, rewards=SimpleNamespace(score=score, listener="the rewards"), offloaded=lambda: nullcontext({})
+    )
     rollouts = collect_rollouts(
         load(BASE, overrides + batch),
         workers,

@@ -48,7 +48,7 @@ class FakeActor:
         self._num_returns = num_returns
         return self
 
-    def remote(self, requests: list[str] | None = None) -> Any:
+    def remote(self, requests: list[str] | None = None, listener: object = None) -> Any:
         """As Ray: so many references, of which that to the first, the infos, is a call that is run when it is waited
         for."""
         if requests is None:

@@ -1,0 +1,155 @@
+"""Functions of the user in processes that can be killed: one that hangs or ends its process costs one call."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from megarl.core import stacks
+from megarl.rewards.result import Result
+
+READ_BYTES = 65536
+STACKS_S = 0.1
+"""The time that a process has to write its stacks, which takes a hundredth of it."""
+
+
+class FunctionPool:
+    """Processes that hold the functions of a run's rewards, each working on one call at a time.
+
+    A call that does not return in time is answered with a failure, and its process is killed with everything that it
+    has started; so is one whose process ends. A new process takes its place at once.
+    """
+
+    def __init__(self, functions: Sequence[str], judge: str | None, num_processes: int, timeout_s: float):
+        """Returns when all processes have found the functions. Raises ValueError for one that is not there.
+
+        functions   names as in rewards.functions
+        judge       the name of the function of rewards.judge, which is called as judge.NAME
+        timeout_s   the wall-clock time of one call
+        """
+        self._arguments = json.dumps({"functions": list(functions), "judge": judge})
+        self._timeout_s = timeout_s
+        self._children = {_Child(self._arguments) for _ in range(num_processes)}
+        self._idle: SimpleQueue[_Child] = SimpleQueue()
+        self._closed = False
+        try:
+            for child in self._children:
+                child.await_start()
+                self._idle.put(child)
+        except ValueError:
+            self._kill_all()
+            raise
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="rewards")
+
+    def call(self, function: str, *arguments: Any) -> Future[Result]:
+        """Calls the function, in the order in which calls come, as soon as a process is free."""
+        return self._threads.submit(self._call, function, arguments)
+
+    def _call(self, function: str, arguments: Sequence[Any]) -> Result:
+        child = self._idle.get()
+        try:
+            return child.call(function, arguments, self._timeout_s)
+        except TimeoutError:
+            child.show_stacks()
+            child.kill()
+            return Result(None, failure=f"did not return within rewards.timeout_s={self._timeout_s:g}")
+        except _Ended as end:
+            child.kill()
+            return Result(None, failure=f"ended its process ({end})")
+        finally:
+            self._idle.put(child if child.runs or self._closed else self._replacement(child))
+
+    def _replacement(self, child: _Child) -> _Child:
+        self._children.remove(child)
+        new = _Child(self._arguments)
+        self._children.add(new)
+        new.await_start()
+        return new
+
+    def close(self) -> None:
+        """Ends all processes, also those that are working."""
+        self._closed = True
+        self._kill_all()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _kill_all(self) -> None:
+        for child in list(self._children):
+            child.kill()
+
+
+class _Ended(Exception):
+    """The end of a process that was to answer. Its text says how it ended."""
+
+
+class _Child:
+    """One process, in a group of its own, so that what it starts is killed with it."""
+
+    def __init__(self, arguments: str):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.environments.child", arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+        )
+        self._unread = b""
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def await_start(self) -> None:
+        """Returns when the process has found its functions. Raises ValueError if it has not."""
+        try:
+            answer = self._read(deadline=None)
+        except _Ended as end:
+            raise ValueError(f"rewards: the process that imports the functions ended ({end}); fix the file") from None
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+
+    def call(self, function: str, arguments: Sequence[Any], timeout_s: float) -> Result:
+        """Raises TimeoutError, or _Ended if the process ends."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            pickle.dump((function, tuple(arguments)), self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise _Ended(self._status()) from None
+        return Result(**self._read(deadline))
+
+    def _read(self, deadline: float | None) -> dict[str, Any]:
+        file = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([file], [], [], remaining)[0]:
+                raise TimeoutError
+            chunk = os.read(file, READ_BYTES)
+            if not chunk:
+                raise _Ended(self._status())
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+    def _status(self) -> str:
+        code = self._process.wait()
+        return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+
+    def show_stacks(self) -> None:
+        """Makes the process write on its standard error where it is."""
+        self._process.send_signal(stacks.SIGNAL)
+        time.sleep(STACKS_S)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):  # it has ended, and so has what it started
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()

@@ -1,0 +1,112 @@
+"""The process that scores samples: while others are sampled, once each, and a failure for what a function does not
+say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.groups import rewards
+from megarl.cluster.groups.rewards import RewardWorker
+from megarl.cluster.model_folders import ModelFolders
+from megarl.config.load import load
+from megarl.core.types import Prompt, Sample, VersionRun
+from tests.paths import QUICKSTART
+
+FUNCTIONS = """
+import os, time
+
+def score(prompt, response, answer):
+    with open(__file__ + ".calls", "a") as file:
+        file.write(response + "\\n")
+    if response == "hang":
+        time.sleep(60)
+    if response == "slow":
+        time.sleep(0.5)
+    return len(response) / 10
+
+def judge(prompt, first, second, answer):
+    return 0.75 if len(first) > len(second) else 0.25
+"""
+
+
+def sample(name: str, text: str) -> Sample:
+    prompt = Prompt(f"prompt {name[0]}", "?", [5], answer=None)
+    return Sample(name, prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", text)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("functions") / "rewards.py"
+    file.write_text(FUNCTIONS)
+    return file
+
+
+@pytest.fixture(scope="module")
+def worker(file) -> Iterator[RewardWorker]:
+    functions = f"rewards.functions=[{{function: '{file}:score', weight: 2.0}}]"
+    config = load(QUICKSTART, [functions, f"rewards.judge={file}:judge", "rewards.timeout_s=1.5"])
+    worker = RewardWorker(config, ModelFolders(Path(), None, None, None), num_processes=2)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch) -> None:
+    """Ray's, in which a sample is its own reference."""
+    monkeypatch.setattr(rewards.ray, "get", lambda refs: refs)
+
+
+@pytest.fixture
+def calls(file) -> Iterator[Path]:
+    calls = file.with_name("rewards.py.calls")
+    calls.unlink(missing_ok=True)
+    return calls
+
+
+def test_a_sample_is_scored_while_others_are_sampled_and_once(worker, calls, tmp_path):
+    samples = [sample("0.0", "slow"), sample("0.1", "slower"), sample("1.0", "x")]
+
+    async def step():
+        for item in samples[:2]:
+            worker.begin(item)
+        await asyncio.sleep(1.0)  # the engine samples the third
+        begin = time.monotonic()
+        scored = await worker.score(samples, {}, 3, tmp_path / "rollouts.jsonl")
+        return scored, time.monotonic() - begin
+
+    (scores, by_token), seconds = asyncio.run(step())
+    assert [score.parts[name] for score in scores for name in score.parts if name != "judge"] == [0.4, 0.6, 0.1]
+    assert [score.value for score in scores[:2]] == [pytest.approx(0.8 + 0.25), pytest.approx(1.2 + 0.75)]
+    assert by_token == {} and seconds < 0.5
+    assert sorted(calls.read_text().split()) == ["slow", "slower", "x"]
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["sample_id"], row["reward"]) for row in rows] == [
+        (3, item.id, score.value) for item, score in zip(samples, scores, strict=True)
+    ]
+
+
+def test_one_that_is_sampled_anew_is_scored_anew(worker, calls, tmp_path):
+    """As when its engine is lost."""
+
+    async def step():
+        worker.begin(sample("0.0", "lost"))
+        return await worker.score([sample("0.0", "found!"), sample("0.1", "x")], {}, 1, tmp_path / "rollouts.jsonl")
+
+    scores, _ = asyncio.run(step())
+    assert [score.value for score in scores] == [pytest.approx(1.2 + 0.75), pytest.approx(0.2 + 0.25)]
+
+
+def test_a_call_that_hangs_is_the_failure_of_its_sample_alone(worker, file, tmp_path):
+    samples = [sample("0.0", "hang"), sample("0.1", "x")]
+    scores, _ = asyncio.run(worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl"))
+    failure = f"rewards.functions: {file}:score did not return within rewards.timeout_s=1.5 on sample 0.0"
+    assert [score.failure for score in scores] == [failure, None]
+    assert scores[1].value == pytest.approx(0.2 + 0.25)
+    row, _ = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert json.loads(row)["failure"] == failure and json.loads(row)["reward"] is None

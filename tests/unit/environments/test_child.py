@@ -1,0 +1,39 @@
+"""What counts as a number of a user's function."""
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.environments.child import answer
+
+
+@pytest.mark.parametrize(
+    "one",
+    [True, 1, 1.0, np.bool_(True), np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0), torch.tensor(True)],
+)
+def test_every_kind_of_real_number_counts(one):
+    assert answer(lambda: one, ()) == {"value": 1.0, "returned": "1.0"}
+    assert answer(lambda: [one, 2], ())["value"] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "returned"),
+    [
+        (None, "NoneType"),
+        ("1", "str"),
+        (1j, "complex"),
+        (10**400, "int"),
+        (np.array([1.0]), "ndarray"),
+        (torch.tensor([1.0]), "Tensor"),
+        ([1.0, None], "a list of 2"),
+    ],
+)
+def test_what_is_no_number_is_named(value, returned):
+    assert answer(lambda: value, ()) == {"value": None, "returned": returned}
+
+
+def test_an_exception_is_told_in_one_line():
+    def function() -> None:
+        raise ValueError("first\n second")
+
+    assert answer(function, ()) == {"value": None, "failure": "raised ValueError: first second"}

@@ -1,0 +1,143 @@
+"""Calls of users' functions in processes that are killed where a function does not return."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.environments.pool import FunctionPool
+from megarl.rewards.result import Result
+
+FUNCTIONS = """
+import os, signal, subprocess, sys, time
+
+def process(prompt, response, answer):
+    return os.getpid()
+
+def act(prompt, response, answer):
+    return eval(response)
+
+def sleeper(prompt, response, answer):
+    child = subprocess.Popen(["sleep", "600"])
+    open(response, "w").write(str(child.pid))
+    time.sleep(600)
+
+async def later(prompt, response, answer):
+    import asyncio
+    await asyncio.sleep(0.01)
+    return float(answer)
+
+def judge(prompt, first, second, answer):
+    return len(first) > len(second)
+"""
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("functions") / "functions.py"
+    file.write_text(FUNCTIONS)
+    return file
+
+
+@pytest.fixture(scope="module")
+def pool(file) -> Iterator[FunctionPool]:
+    names = [f"{file}:{name}" for name in ("process", "act", "sleeper", "later")]
+    pool = FunctionPool(["exact_match", *names], f"{file}:judge", 2, TIMEOUT_S)
+    yield pool
+    pool.close()
+
+
+def processes(pool: FunctionPool, file: Path) -> set[float]:
+    """The processes that answer: each of two at once is busy until both have been asked."""
+    calls = [pool.call(f"{file}:act", "", "time.sleep(0.2) or os.getpid()", None) for _ in range(2)]
+    return {call.result().value for call in calls}
+
+
+def act(pool: FunctionPool, file: Path, code: str) -> Result:
+    return pool.call(f"{file}:act", "", code, None).result()
+
+
+def test_what_functions_return_is_their_result(pool, file):
+    assert pool.call("exact_match", "", "12", "12").result() == Result(1.0, "1.0")
+    assert pool.call(f"{file}:later", "", "", 0.5).result() == Result(0.5, "0.5")
+    assert pool.call("judge", "", "long", "s", None).result() == Result(1.0, "1.0")
+
+
+def test_calls_run_side_by_side(pool, file):
+    found = processes(pool, file)
+    assert len(found) == 2 and os.getpid() not in found
+
+
+def test_a_call_that_hangs_is_a_failure_of_that_call_and_ends_what_it_started(pool, file, tmp_path):
+    before, begin = processes(pool, file), time.monotonic()
+    started = tmp_path / "started"
+    hung = pool.call(f"{file}:sleeper", "", str(started), None)
+    others = [pool.call("exact_match", "", "12", "12") for _ in range(8)]
+    assert all(other.result().value == 1.0 for other in others)
+    assert hung.result() == Result(None, failure="did not return within rewards.timeout_s=1")
+    assert time.monotonic() - begin < TIMEOUT_S + 3
+    assert has_ended(int(started.read_text()))
+    after = processes(pool, file)
+    assert len(after) == 2 and len(after & before) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ("sys.exit(3)", "raised SystemExit: 3"),
+        ("os._exit(3)", "ended its process (exit status 3)"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended its process (SIGSEGV)"),
+        ("(_ for _ in ()).throw(KeyboardInterrupt())", "raised KeyboardInterrupt: "),
+        ("input()", "raised EOFError: EOF when reading a line"),
+        ("1 / 0", "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_function_that_ends_its_process_fails_alone(pool, file, code, failure):
+    assert act(pool, file, code) == Result(None, failure=failure)
+    assert len(processes(pool, file)) == 2
+
+
+def test_what_a_function_prints_is_no_answer(pool, file):
+    assert act(pool, file, "print('{\"value\": 7}') or sys.stdout.write('x') and 1").value == 1.0
+
+
+def test_a_long_response_and_one_that_no_encoding_knows_arrive(pool, file):
+    assert pool.call("exact_match", "", "a" * 10_000_000, "b").result().value == 0.0
+    assert pool.call("exact_match", "", "\ud800", "\ud800").result().value == 1.0
+
+
+def test_what_cannot_be_found_is_refused_before_any_call(file, tmp_path):
+    with pytest.raises(ValueError, match="has no function 'missing'"):
+        FunctionPool([f"{file}:missing"], None, 2, TIMEOUT_S)
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(4)")
+    with pytest.raises(ValueError, match=r"that imports the functions ended \(exit status 4\)"):
+        FunctionPool([f"{tmp_path / 'leaves.py'}:f"], None, 2, TIMEOUT_S)
+    with pytest.raises(ValueError, match=r"rewards.judge: .*none.py is not a Python file"):
+        FunctionPool([], f"{tmp_path}/none.py:judge", 1, TIMEOUT_S)
+    with pytest.raises(ValueError, match=r"no function 'f'; define it as f\(prompt, first, second, answer"):
+        FunctionPool([], f"{file}:f", 1, TIMEOUT_S)
+
+
+def test_a_closed_pool_leaves_no_process_and_answers_what_was_asked(file):
+    before = set(psutil.Process().children())
+    pool = FunctionPool([f"{file}:act"], None, 2, 60)
+    started = set(psutil.Process().children()) - before
+    hung = pool.call(f"{file}:act", "", "time.sleep(60)", None)
+    assert len(started) == 2
+    pool.close()
+    assert hung.result() == Result(None, failure="ended its process (SIGKILL)")
+    assert not any(child.is_running() for child in started)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether there is no such process, or only until somebody asks how it ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
