@@ -1,7 +1,4 @@
-"""The rules between the configuration and a model's config.json: one function each, named as the rule.
-
-A rule returns None where it is kept, otherwise one line with the keys, the arithmetic and the remedy.
-"""
+"""The rules between the configuration and a model's config.json."""
 
 from __future__ import annotations
 
