@@ -33,40 +33,14 @@ def compared_samples_are_of_one_prompt(config: Config) -> str | None:
     )
 
 
-def std_of_pass_at_k_has_a_reader(config: Config) -> str | None:
+def options_keep_the_rules_of_the_estimator(config: Config) -> str | None:
     advantage = config.algorithm.advantage
-    if advantage.estimator != "pass_at_k" or advantage.std != "sample":
-        return None
-    return (
-        "algorithm.advantage.std=sample: pass_at_k divides by the deviation over all sets of k samples, which is that "
-        "of the population; set algorithm.advantage.std=null"
-    )
-
-
-def k_samples_are_there(config: Config) -> str | None:
-    """k is at most the number of samples; with the baseline over all sets it is less, as n samples make one set of n,
-    whose best is the same for each of them."""
-    samples, advantage = config.batch.samples_per_prompt, config.algorithm.advantage
-    if advantage.estimator != "pass_at_k" or samples < 2:  # a rule of its own says that there must be two
-        return None
-    k, all_sets = advantage.option("k"), advantage.option("pass_at_k_baseline") == "all"
-    if k > samples:
-        return (
-            f"algorithm.advantage.k={k}: the best of k is among batch.samples_per_prompt={samples} samples; set k to "
-            f"at most {samples - all_sets}"
-        )
-    if k == samples and all_sets:
-        return (
-            f"algorithm.advantage.k={k}: of batch.samples_per_prompt={samples} samples there is one set of {k}, whose "
-            f"best no sample changes, so that every advantage is 0; set k to at most {k - 1}, or "
-            "pass_at_k_baseline=without"
-        )
-    return None
+    lines = [rule(advantage.options(), config.batch.samples_per_prompt) for rule in advantage.spec.rules]
+    return "\n".join(line for line in lines if line is not None) or None
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
     estimator_reads_its_options,
     compared_samples_are_of_one_prompt,
-    std_of_pass_at_k_has_a_reader,
-    k_samples_are_there,
+    options_keep_the_rules_of_the_estimator,
 )

@@ -107,22 +107,17 @@ def pairs_are_sampled(config: Config) -> str | None:
     )
 
 
-def covariances_to_choose_from(config: Config) -> str | None:
-    if config.algorithm.objective.name != "clip_cov":
-        return None
-    low, high = (config.algorithm.objective.option(name) for name in ("covariance_low", "covariance_high"))
-    if low < high:
-        return None
-    return (
-        f"algorithm.objective.covariance_low={low:g}: no covariance is between it and covariance_high={high:g}; set "
-        f"covariance_low below {high:g}"
-    )
+def options_keep_the_rules_of_the_objective(config: Config) -> str | None:
+    objective = config.algorithm.objective
+    lines = [rule(objective.options()) for rule in objective.spec.rules]
+    return "\n".join(line for line in lines if line is not None) or None
 
 
 def clipped_ratio_stays_positive(config: Config) -> str | None:
-    """The lower bound 1 − clip_low of the ratio is positive, except for GMPO, which clips log-ratios."""
-    name, low = config.algorithm.objective.name, config.algorithm.objective.clip_low
-    if low is None or low < 1 or name == "gmpo":
+    """The lower bound 1 − clip_low of the ratio is positive."""
+    objective = config.algorithm.objective
+    low = objective.clip_low
+    if low is None or low < 1 or objective.spec.clips_log_ratio:
         return None
     return (
         f"algorithm.objective.clip_low={low:g}: the ratio's lower bound 1 - {low:g} = {1 - low:g} is not positive; set "
@@ -147,6 +142,6 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     keys_of_rollouts_have_a_reader,
     aggregation_has_a_reader,
     pairs_are_sampled,
-    covariances_to_choose_from,
+    options_keep_the_rules_of_the_objective,
     clipped_ratio_stays_positive,
 )

@@ -49,3 +49,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
     recipe(*overrides)
+
+
+def test_every_rule_of_the_estimator_is_asked() -> None:
+    std, k = errors("algorithm.advantage={estimator: pass_at_k, std: sample, k: 9}")
+    assert std.startswith("algorithm.advantage.std=sample: ") and k.startswith("algorithm.advantage.k=9: ")
