@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import gcd
 
-from megarl.config.divisors import divisors
+from megarl.config.divisors import divisors, listed, quotient
 from megarl.config.schema import Layout
 from megarl.config.violations import raise_all
 
@@ -59,8 +59,8 @@ def experts_tile_a_stage(keys: str, layout: Layout) -> str | None:
         return None
     return (
         f"{keys}ep={layout.ep}: a pipeline stage has tp x cp x dp = {layout.tp} x {layout.cp} x {layout.dp} = {ranks} "
-        f"ranks, which do not divide by etp x ep = {layout.expert_tp} x {layout.ep} = {needed}; choose ep from "
-        f"{', '.join(str(n) for n in divisors(ranks // gcd(ranks, layout.expert_tp)))}"
+        f"ranks, which do not divide by etp x ep = {layout.expert_tp} x {layout.ep} = {needed} "
+        f"({quotient(ranks, needed)}); choose ep from {listed(divisors(ranks // gcd(ranks, layout.expert_tp)))}"
     )
 
 

@@ -88,6 +88,13 @@ def test_model_fits(overrides: list[str]) -> None:
                 "other stages (17 / 2 = 8.5); choose pp"
             ],
         ),
+        (
+            ["actor.layout.vpp=2"],
+            [
+                "actor.layout.vpp=2: 13 layers of a pipeline stage (last_stage_layers) do not divide by 2 (13 / 2 = "
+                "6.5); choose from 1"
+            ],
+        ),
         (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0); choose pp"]),
         (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages; choose pp"]),
         (
