@@ -103,11 +103,13 @@ def reshard(
 
 
 @app.command()
-def algorithms() -> None:
-    """List the estimators, objectives, KL forms and aggregations, with the options that each reads."""
-    from megarl.config.algorithms import describe
+def algorithms(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of them, such as rloo.")] = None,
+) -> None:
+    """List the estimators, objectives, KL forms and aggregations with their options, or show how to choose one."""
+    from megarl.config.algorithms import describe, describe_one
 
-    typer.echo(describe())
+    typer.echo(describe() if name is None else describe_one(name))
 
 
 @app.command()
