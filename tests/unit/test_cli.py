@@ -129,6 +129,18 @@ def test_one_algorithm_with_the_lines_that_choose_it(
     assert values[0] == values[1] == spec.options
 
 
+def test_init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "init", "my runs") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "next: megarl config explain 'my runs/recipe.yaml', then megarl train 'my runs/recipe.yaml'"
+    assert run(monkeypatch, "config", "explain", "my runs/recipe.yaml") == 0
+    assert run(monkeypatch, "init", "my runs") == 2
+    assert capsys.readouterr().err.startswith(
+        "megarl: error: my runs/recipe.yaml and my runs/reward.py and my runs/pro"
+    )
+
+
 def test_no_algorithm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "algorithms", "GRP0") == 2
     line = "megarl: error: GRP0: no estimator or objective has this name; did you mean grpo?\n"
