@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +40,18 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made if it is missing.")] = Path(),
+) -> None:
+    """Write a recipe with data and a reward function of your own to start from. Nothing is overwritten."""
+    from megarl.config import starter
+
+    recipe, *others = starter.write(folder)
+    typer.echo(f"wrote {recipe}, {' and '.join(map(str, others))}")
+    typer.echo(f"next: megarl config explain {shlex.quote(str(recipe))}, then megarl train {shlex.quote(str(recipe))}")
 
 
 @config_app.command()
@@ -103,11 +116,13 @@ def reshard(
 
 
 @app.command()
-def algorithms() -> None:
-    """List the estimators, objectives, KL forms and aggregations, with the options that each reads."""
-    from megarl.config.algorithms import describe
+def algorithms(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of them, such as rloo.")] = None,
+) -> None:
+    """List the estimators, objectives, KL forms and aggregations with their options, or show how to choose one."""
+    from megarl.config.algorithms import describe, describe_one
 
-    typer.echo(describe())
+    typer.echo(describe() if name is None else describe_one(name))
 
 
 @app.command()

@@ -53,6 +53,8 @@ class EstimatorSpec:
 
     arguments   keyword argument of its function -> the value that null stands for, the paper's
     whitens     the paper's value of `whiten`
+    rules       (values of all options that it reads, samples of a prompt) -> None, or a line with the key and value
+                that do not work, the reason and the remedy
     """
 
     name: str
@@ -61,6 +63,7 @@ class EstimatorSpec:
     comparison: Comparison
     arguments: Options = field(default_factory=dict)
     whitens: bool = False
+    rules: tuple[Callable[[Options, int], str | None], ...] = ()
 
     @property
     def options(self) -> Options:
@@ -157,6 +160,9 @@ class ObjectiveSpec:
                       bounded)
     rows              the values of data.rows that it learns from; prompts: from sampled responses
     reads_reference   whether its loss compares log-probs with those of the reference
+    clips_log_ratio   whether clip_low and clip_high bound log ρ, which may be far below 0, and not ρ itself
+    rules             (values of all options that it reads) -> None, or a line with the key and value that do not work,
+                      the reason and the remedy
     """
 
     name: str
@@ -166,6 +172,8 @@ class ObjectiveSpec:
     arguments: Options = field(default_factory=dict)
     rows: tuple[Rows, ...] = ("prompts",)
     reads_reference: bool = False
+    clips_log_ratio: bool = False
+    rules: tuple[Callable[[Options], str | None], ...] = ()
 
     @property
     def options(self) -> Options:

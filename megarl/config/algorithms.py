@@ -1,20 +1,63 @@
-"""The list of `megarl algorithms`: estimators, objectives, KL forms, aggregations, and the options that each reads."""
+"""What `megarl algorithms` prints: the list of estimators, objectives, KL forms and aggregations with the options that
+each reads, or one estimator or objective with the lines of a recipe that choose it."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.algorithms.specs import COMPARISONS
+from megarl.algorithms.specs import COMPARISONS, EstimatorSpec, ObjectiveSpec, Options
 from megarl.config.document import show
 from megarl.config.schema import KL, Correction, Objective
 
 
 def describe() -> str:
     return "\n".join(_lines())
+
+
+def describe_one(name: str) -> str:
+    """Returns an estimator's or objective's formula and paper, and the lines of a recipe that choose it, its options as
+    comments. Raises ValueError that lists the names for another one."""
+    known: dict[str, EstimatorSpec | ObjectiveSpec] = {**ESTIMATORS, **OBJECTIVES}
+    if name in known:
+        spec = known[name]
+        return "\n".join(_estimator(spec) if isinstance(spec, EstimatorSpec) else _objective(spec))
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+    raise ValueError(f"{name}: no estimator or objective has this name; {hint}")
+
+
+def _estimator(spec: EstimatorSpec) -> Iterator[str]:
+    yield f"algorithm.advantage.estimator={spec.name}"
+    yield f"  advantage    {spec.formula}"
+    yield "  in which     r_i is the reward of sample i, r_t that of token t"
+    yield f"  paper        {spec.paper}"
+    yield f"  compares     {COMPARISONS[spec.comparison]}"
+    yield from (_RECIPE, "algorithm:", "  advantage:", f"    estimator: {spec.name}", *_comments(spec.options))
+
+
+def _objective(spec: ObjectiveSpec) -> Iterator[str]:
+    yield f"algorithm.objective.name={spec.name}"
+    yield f"  loss         {spec.formula}"
+    if spec.is_policy_objective:
+        yield "  in which     ρ = π / π_old, and A is the advantage"
+    yield f"  paper        {spec.paper}"
+    yield f"  learns from  data.rows={' or '.join(spec.rows)}"
+    yield _RECIPE
+    if spec.rows[0] != "prompts":  # the value in base.yaml
+        yield from ("data:", f"  rows: {spec.rows[0]}")
+    yield from ("algorithm:", "  objective:", f"    name: {spec.name}", *_comments(spec.options))
+
+
+_RECIPE = "\nIn a recipe, where options that are left out have these values:\n"
+
+
+def _comments(options: Options) -> Iterator[str]:
+    yield from (f"    # {name}: {show(value)}" for name, value in options.items())
 
 
 def _lines() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Divisors, and the line of a rule for a number that is none."""
+"""Divisors, and the words of a rule for a number that is none."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ def divisors(number: int) -> list[int]:
 def does_not_divide(key: str, divisor: int, what: str, number: int, legal: Iterable[int]) -> str | None:
     if number % divisor == 0:
         return None
-    arithmetic = f"{number} / {divisor} = {number / divisor:.4g}"
-    choices = ", ".join(str(value) for value in legal)
-    return f"{key}={divisor}: {number} {what} do not divide by {divisor} ({arithmetic}); choose from {choices}"
+    arithmetic = quotient(number, divisor)
+    return f"{key}={divisor}: {number} {what} do not divide by {divisor} ({arithmetic}); choose from {listed(legal)}"
+
+
+def quotient(number: int, divisor: int) -> str:
+    return f"{number} / {divisor} = {number / divisor:.4g}"
+
+
+def listed(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number) for number in numbers)

@@ -10,15 +10,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
+import megarl
 from megarl.config import document, rules, violations
 from megarl.config.document import Document, Key
 from megarl.config.schema import Config
+
+SHIPPED = Path(megarl.__file__).resolve().parents[1] / "configs"
+"""The folder of the recipes that come with megarl, base.yaml among them."""
 
 _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a recipe: its base files first, its own keys over them, then the overrides (KEY=VALUE) in their order.
+    A base file is looked for beside the recipe that names it, then among those that come with megarl.
 
     Raises ValueError with one line for each violation: where it was given, key, value and remedy.
     """
@@ -49,8 +54,14 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
         place = recipe.origins[("base",)]
         if not isinstance(base, str):
             raise ValueError(f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}")
-        yield from _files(path.parent / base, (*above, path))
+        yield from _files(_base_file(path, base), (*above, path))
     yield recipe
+
+
+def _base_file(recipe: Path, name: str) -> Path:
+    """Returns the file beside the recipe, or one that comes with megarl if there is none of that name."""
+    beside, shipped = recipe.parent / name, SHIPPED / name
+    return shipped if shipped.exists() and not beside.exists() else beside
 
 
 def _text(path: Path, above: tuple[Path, ...]) -> str:

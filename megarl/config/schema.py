@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS, metric_name
@@ -33,6 +33,17 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+"""Short names of dtypes, which are read as the long ones."""
+
+
+def _long_dtype(value: Any) -> Any:
+    return SHORT_DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_long_dtype)]
+
+
 class Section(BaseModel):
     """A group of keys: unknown ones are refused, types are not coerced, values do not change after loading."""
 
@@ -49,7 +60,7 @@ class Run(Section):
 
 class Model(Section):
     path: Annotated[str, Field(min_length=1)]
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
 
 
 class Layout(Section):

@@ -18,10 +18,17 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 def run_lock(folder: Path) -> Iterator[None]:
     """Gives this process alone the run's folder while it is inside. The folder may be moved away or made anew there,
     because the lock's file lies beside it. The kernel releases the lock however the process ends. Raises ValueError
-    that names who has it."""
+    that names who has it, and for a place where no file can be made."""
     file = folder.with_name(f".{folder.name}.lock")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a+", encoding="utf-8") as stream:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        opened = file.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"run.folder={folder.parent}: it cannot be written ({error.strerror}: {error.filename}); set run.folder to "
+            "a folder of yours"
+        ) from None
+    with opened as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -109,6 +109,46 @@ def test_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         assert words.issuperset(section.model_fields), section
 
 
+@pytest.mark.parametrize("name", [*ESTIMATORS, *OBJECTIVES])
+def test_one_algorithm_with_the_lines_that_choose_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    assert run(monkeypatch, "algorithms", name) == 0
+    said, _, lines = capsys.readouterr().out.partition("\n\nIn a recipe, ")
+    spec = (ESTIMATORS | OBJECTIVES)[name]
+    assert spec.formula in said and spec.paper in said
+    lines = lines.partition("\n\n")[2]
+    recipe = tmp_path / "recipe.yaml"
+    values = []
+    for text in (lines, lines.replace("# ", "")):  # without its options, and with all of them
+        recipe.write_text("base: base.yaml\n" + text)
+        algorithm = load(recipe, ["model.path=m", "data.source=rows.jsonl"]).algorithm
+        chosen = algorithm.advantage if name in ESTIMATORS else algorithm.objective
+        assert chosen.spec is spec
+        values.append(chosen.options())
+    assert values[0] == values[1] == spec.options
+
+
+def test_init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "init", "my runs") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "next: megarl config explain 'my runs/recipe.yaml', then megarl train 'my runs/recipe.yaml'"
+    assert run(monkeypatch, "config", "explain", "my runs/recipe.yaml") == 0
+    assert run(monkeypatch, "init", "my runs") == 2
+    assert capsys.readouterr().err.startswith(
+        "megarl: error: my runs/recipe.yaml and my runs/reward.py and my runs/pro"
+    )
+
+
+def test_no_algorithm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "algorithms", "GRP0") == 2
+    line = "megarl: error: GRP0: no estimator or objective has this name; did you mean grpo?\n"
+    assert capsys.readouterr().err == line
+    assert run(monkeypatch, "algorithms", "quux") == 2
+    assert "; choose from policy_gradient, " in capsys.readouterr().err
+
+
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"megarl {megarl.__version__}\n"
@@ -181,6 +221,7 @@ RESHARD = ["reshard", "--model", "MODEL", "--from", "tp=2", "--to", "vllm:tp=2"]
     [
         ["--help"],
         ["algorithms"],
+        ["algorithms", "rloo"],
         ["config", "show", QUICKSTART],
         ["config", "explain", QUICKSTART, "model.path=MODEL", "actor.layout.last_stage_layers=null"],
         ["train", QUICKSTART, "run.stps=1"],

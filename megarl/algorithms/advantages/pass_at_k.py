@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from megarl.algorithms.baselines import Member, scale_of
-from megarl.algorithms.specs import GroupEstimator
+from megarl.algorithms.specs import GroupEstimator, Options
 from megarl.core.types import Baseline
 
 
@@ -88,10 +88,40 @@ def _check(rewards: Sequence[float], k: int) -> None:
         raise ValueError(f"k={k}: there are {len(rewards)} samples to choose k from")
 
 
+def std_is_that_of_the_population(options: Options, samples_per_prompt: int) -> str | None:
+    if options["std"] != "sample":
+        return None
+    return (
+        "algorithm.advantage.std=sample: pass_at_k divides by the deviation over all sets of k samples, which is that "
+        "of the population; set algorithm.advantage.std=null"
+    )
+
+
+def k_samples_are_there(options: Options, samples_per_prompt: int) -> str | None:
+    """k is at most the number of samples; with the baseline over all sets it is less, as n samples make one set of n,
+    whose best is the same for each of them."""
+    k, all_sets = options["k"], options["pass_at_k_baseline"] == "all"
+    if samples_per_prompt < 2:  # refused for every estimator that compares samples
+        return None
+    if k > samples_per_prompt:
+        return (
+            f"algorithm.advantage.k={k}: the best of k is among batch.samples_per_prompt={samples_per_prompt} samples; "
+            f"set k to at most {samples_per_prompt - all_sets}"
+        )
+    if k == samples_per_prompt and all_sets:
+        return (
+            f"algorithm.advantage.k={k}: of batch.samples_per_prompt={samples_per_prompt} samples there is one set of "
+            f"{k}, whose best no sample changes, so that every advantage is 0; set k to at most {k - 1}, or "
+            "pass_at_k_baseline=without"
+        )
+    return None
+
+
 SPEC = GroupEstimator(
     name="pass_at_k",
     formula="(E[max r of k samples, i among them] − E[max r of k samples]) / (std[max r of k samples] + std_epsilon)",
     paper="Pass@k training, arXiv 2508.10751",
     compare=pass_at_k,
     arguments={"k": 4, "pass_at_k_baseline": "all", "std": "population", "std_epsilon": 1e-6},
+    rules=(std_is_that_of_the_population, k_samples_are_there),
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.objectives.clip import clip
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.shapes import require_one_shape
-from megarl.algorithms.specs import PolicyObjective, Selection
+from megarl.algorithms.specs import Options, PolicyObjective, Selection
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,16 @@ def random_between_bounds(
     return draw.where(is_inside, -math.inf)
 
 
+def bounds_leave_covariances(options: Options) -> str | None:
+    low, high = options["covariance_low"], options["covariance_high"]
+    if low < high:
+        return None
+    return (
+        f"algorithm.objective.covariance_low={low:g}: no covariance is between it and covariance_high={high:g}; set "
+        f"covariance_low below {high:g}"
+    )
+
+
 SPEC = PolicyObjective(
     name="clip_cov",
     formula="as clip, 0 for covariance_share of the tokens, at random from those with "
@@ -56,4 +66,5 @@ SPEC = PolicyObjective(
     selection=Selection(
         order=random_between_bounds, arguments={"covariance_low": 1.0, "covariance_high": 5.0}, share=2e-4
     ),
+    rules=(bounds_leave_covariances,),
 )

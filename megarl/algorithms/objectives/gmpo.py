@@ -44,4 +44,5 @@ SPEC = PolicyObjective(
     loss=gmpo,
     inputs=("samples",),
     arguments={"clip_low": 0.4, "clip_high": 0.4},
+    clips_log_ratio=True,
 )

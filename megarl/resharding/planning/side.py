@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.config.huggingface import completed
-from megarl.config.layout_rules import check_layout
+from megarl.config.rules.layout import check_layout
 from megarl.config.schema import Layout
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.piece import Holder

@@ -45,7 +45,18 @@ def squared(log_prob, old, advantage, clip_low):
     return PolicyLoss.of(-ratio.square() * advantage, ratio)
 
 
-SPEC = PolicyObjective(name="squared", formula="−ρ²·A", paper="nobody's", loss=squared, arguments={"clip_low": 0.1})
+def clip_is_no_half(options):
+    return "clip_low=0.5: not that" if options["clip_low"] == 0.5 else None
+
+
+SPEC = PolicyObjective(
+    name="squared",
+    formula="−ρ²·A",
+    paper="nobody's",
+    loss=squared,
+    arguments={"clip_low": 0.1},
+    rules=(clip_is_no_half,),
+)
 '''
 ADDED = """
 import sys
@@ -59,6 +70,14 @@ from megarl.config.load import load
 keys = ["algorithm.advantage.estimator=group_median", "algorithm.objective={name: squared, clip_low: 0.3}"]
 algorithm = load("configs/base.yaml", ["model.path=m", "data.source=arithmetic", *keys]).algorithm
 print(algorithm.advantage.spec.name, algorithm.objective.options())
+"""
+REFUSED = """
+from megarl.config.load import load
+try:
+    keys = ["model.path=m", "data.source=arithmetic", "algorithm.objective={name: squared, clip_low: 0.5}"]
+    load("configs/base.yaml", keys)
+except ValueError as error:
+    print(error)
 """
 TEST = "import pytest; pytest.main(['tests/unit/algorithms/test_every_algorithm.py', '-q', '-p', 'no:cacheprovider'])"
 
@@ -79,6 +98,10 @@ def run(folders: list[Path], code: str) -> str:
 
 def test_recipes_can_name_them(folders):
     assert run(folders, LOAD) == "group_median {'clip_low': 0.3}\n"
+
+
+def test_recipes_keep_their_rules(folders):
+    assert run(folders, REFUSED) == "clip_low=0.5: not that\n"
 
 
 def test_they_are_listed(folders):

@@ -193,6 +193,30 @@ def test_base_files(tmp_path: Path) -> None:
     assert errors(b) == [f"{b}:2: base=[c.yaml]: expected a file name, found a list"]
 
 
+def test_base_files_that_come_with_megarl(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("base: base.yaml\nmodel: {path: m}\ndata: {source: arithmetic}\n")
+    assert load(path) == load(CONFIGS / "base.yaml", ["model.path=m", "data.source=arithmetic"])
+    path.write_text("base: quickstart.yaml\nrun: {steps: 3}\n")
+    assert load(path) == load(QUICKSTART, ["run.steps=3"])
+    (tmp_path / "base.yaml").write_text("run: {steps: -1}\n")
+    path.write_text("base: base.yaml\n")
+    assert errors(path)[0].startswith(f"{tmp_path}/base.yaml:1: run.steps=-1: "), "the one beside it comes first"
+    path.write_text("base: none.yaml\n")
+    assert errors(path) == [f"{tmp_path}/none.yaml (the base of {path}): cannot be read: No such file or directory"]
+
+
+@pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("fp32", "float32")])
+def test_dtypes_have_short_names(short: str, long: str) -> None:
+    assert load(QUICKSTART, [f"model.dtype={short}"]).model.dtype == long
+
+
+@pytest.mark.parametrize("value", ["fp16", "[bf16]", "16"])
+def test_other_dtypes_are_refused_as_they_were_given(value: str) -> None:
+    (line,) = errors(QUICKSTART, f"model.dtype={value}")
+    assert line == f"command line: model.dtype={value}: expected 'float32' or 'bfloat16'"
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     assert errors(tmp_path / "none.yaml") == [f"{tmp_path}/none.yaml: cannot be read: No such file or directory"]
     assert errors(tmp_path) == [f"{tmp_path}: cannot be read: Is a directory"]

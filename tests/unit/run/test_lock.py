@@ -60,3 +60,12 @@ def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch, capsys) -> N
     fail(errno.EIO)
     with pytest.raises(OSError, match="Input/output error"), run_lock(tmp_path / "a"):
         pass
+
+
+@pytest.mark.parametrize(("folder", "why"), [("taken", "File exists"), ("taken/runs", "Not a directory")])
+def test_a_folder_in_which_no_file_can_be_made_is_named(tmp_path: Path, folder: str, why: str) -> None:
+    (tmp_path / "taken").write_text("a file")
+    place = tmp_path / folder
+    line = f"run.folder={place}: it cannot be written ({why}: {place}); set run.folder to a folder of yours"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"), run_lock(place / "a"):
+        pass

@@ -1,7 +1,4 @@
-"""The rules between the configuration and a model's config.json: one function each, named as the rule.
-
-A rule returns None where it is kept, otherwise one line with the keys, the arithmetic and the remedy.
-"""
+"""The rules between the configuration and a model's config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from megarl.config.classifier import score_head_of
-from megarl.config.divisors import divisors, does_not_divide
+from megarl.config.divisors import divisors, does_not_divide, listed, quotient
 from megarl.config.huggingface import attention_window, completed, experts, kv_heads, unsupported
 from megarl.config.schema import Config, Placed
 from megarl.config.violations import raise_all
@@ -159,7 +156,7 @@ def layers_tile_the_stages(config: Config, placed: Placed, hf: Mapping[str, Any]
         f"{'other ' if uneven else ''}{'stage' if stages == 1 else 'stages'}"
     )
     if stages > 0:
-        problem += f" ({left} / {stages} = {left / stages:.4g})"
+        problem += f" ({quotient(left, stages)})"
     return f"{problem}; {_stage_remedy(layout.pp, num_layers)}"
 
 
@@ -172,14 +169,12 @@ def virtual_stages_tile_each_stage(config: Config, placed: Placed, hf: Mapping[s
     uneven = {name: layers for name, layers in layout.uneven_stages.items() if layers is not None}
     others = layout.pp - len(uneven)
     sizes = uneven | ({"the other stages": (num_layers - sum(uneven.values())) // others} if others else {})
-    broken = [f"{layers} layers ({name})" for name, layers in sizes.items() if layers % layout.vpp]
-    if not broken:
-        return None
-    choices = ", ".join(str(value) for value in divisors(gcd(*sizes.values())))
-    return (
-        f"{role}.layout.vpp={layout.vpp}: {' and '.join(broken)} of a pipeline stage do not divide into {layout.vpp} "
-        f"virtual stages; choose from {choices}"
+    legal = divisors(gcd(*sizes.values()))
+    lines = (
+        does_not_divide(f"{role}.layout.vpp", layout.vpp, f"layers of a pipeline stage ({name})", layers, legal)
+        for name, layers in sizes.items()
     )
+    return next((line for line in lines if line is not None), None)
 
 
 def kept_tokens_are_in_the_vocabulary(config: Config, hf: Mapping[str, Any]) -> str | None:
@@ -361,8 +356,7 @@ def _engine_sizes(hf: Mapping[str, Any]) -> list[int]:
 
 
 def _stage_remedy(pp: int, num_layers: int) -> str:
-    choices = ", ".join(str(value) for value in divisors(num_layers))
-    remedy = f"choose pp from {choices} with first_stage_layers and last_stage_layers null"
+    remedy = f"choose pp from {listed(divisors(num_layers))} with first_stage_layers and last_stage_layers null"
     per_stage = -(-num_layers // pp)
     last = num_layers - (pp - 1) * per_stage
     if pp in divisors(num_layers) or last < 1:

@@ -1,7 +1,5 @@
-"""The rules of a parallel layout on its own: one function each, named as the rule.
-
-A rule returns None where it is kept, otherwise one line with the keys, the arithmetic and the remedy. `keys` is the
-prefix of a key's name where the layout was given, such as "actor.layout.".
+"""The rules of a parallel layout on its own. `keys` is the prefix of a key's name where the layout was given, such as
+"actor.layout.".
 """
 
 from __future__ import annotations
@@ -9,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import gcd
 
-from megarl.config.divisors import divisors
+from megarl.config.divisors import divisors, listed, quotient
 from megarl.config.schema import Layout
 from megarl.config.violations import raise_all
 
 
 def check_layout(keys: str, layout: Layout) -> None:
     """Raises ValueError with one line per broken rule."""
-    raise_all(rule(keys, layout) for rule in LAYOUT_RULES)
+    raise_all(rule(keys, layout) for rule in RULES)
 
 
 def sequence_parallel_needs_tensor_parallel(keys: str, layout: Layout) -> str | None:
@@ -61,12 +59,12 @@ def experts_tile_a_stage(keys: str, layout: Layout) -> str | None:
         return None
     return (
         f"{keys}ep={layout.ep}: a pipeline stage has tp x cp x dp = {layout.tp} x {layout.cp} x {layout.dp} = {ranks} "
-        f"ranks, which do not divide by etp x ep = {layout.expert_tp} x {layout.ep} = {needed}; choose ep from "
-        f"{', '.join(str(n) for n in divisors(ranks // gcd(ranks, layout.expert_tp)))}"
+        f"ranks, which do not divide by etp x ep = {layout.expert_tp} x {layout.ep} = {needed} "
+        f"({quotient(ranks, needed)}); choose ep from {listed(divisors(ranks // gcd(ranks, layout.expert_tp)))}"
     )
 
 
-LAYOUT_RULES: tuple[Callable[[str, Layout], str | None], ...] = (
+RULES: tuple[Callable[[str, Layout], str | None], ...] = (
     sequence_parallel_needs_tensor_parallel,
     uneven_stages_need_pipeline,
     virtual_stages_need_pipeline,

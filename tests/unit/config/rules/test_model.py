@@ -5,23 +5,8 @@ from typing import Any
 import pytest
 
 from megarl.config.huggingface import FAMILIES
-from megarl.config.load import load
-from megarl.config.model_rules import check_critic_model, check_model, check_reward_model
-from megarl.config.names import keys
-from megarl.config.schema import Config
-from megarl.config.vllm_arguments import GIVEN
-from tests.paths import BASE
-
-RECIPE = (
-    "model.path=smollm2",
-    "data.source=arithmetic",
-    "actor.layout={tp: 1, pp: 2, dp: 1, last_stage_layers: 13}",
-    "actor.tokens_per_microbatch=1024",
-    "rollout={max_new_tokens: 16, context_length: 256, tp: 1}",
-    "batch={prompts_per_step: 16, samples_per_prompt: 8, prompts_per_update: 16}",
-)
-
-GAE = "algorithm.advantage.estimator=gae"
+from megarl.config.rules.model import check_critic_model, check_model, check_reward_model
+from tests.unit.config.rules.recipes import GAE, errors, recipe
 
 SMOLLM2 = {
     "model_type": "llama",
@@ -38,218 +23,11 @@ SMOLLM2 = {
 }
 
 
-def recipe(*overrides: str) -> Config:
-    return load(BASE, [*RECIPE, *overrides])
-
-
-def errors(*overrides: str) -> list[str]:
-    with pytest.raises(ValueError) as error:
-        recipe(*overrides)
-    return str(error.value).splitlines()
-
-
 def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
     config = recipe(*overrides)
     with pytest.raises(ValueError) as error:
         check_model(config, hf_config)
     return str(error.value).splitlines()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["rollout.refit_delta=true", "rollout.transport=auto"],
-            "rollout.refit_delta=true: with rollout.transport=auto and cluster.placement=colocated engines read the "
-            "weights where they lie, and nothing is sent; set rollout.transport=p2p or rollout.refit_delta=false",
-        ),
-        (
-            ["rollout.refit_delta=true", "rollout.transport=shared_memory", "cluster.placement=disaggregated"],
-            "rollout.refit_delta=true: with rollout.transport=shared_memory and cluster.placement=disaggregated",
-        ),
-        (
-            ["batch.prompts_per_update=5"],
-            "batch.prompts_per_update=5: 16 prompts per step do not divide by 5 (16 / 5 = 3.2); "
-            "choose from 1, 2, 4, 8, 16",
-        ),
-        (["batch.prompts_per_update=32"], "16 prompts per step do not divide by 32 (16 / 32 = 0.5)"),
-        (["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: grpo compares the samples of a prompt"),
-        (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the tokens that the engine kept"),
-        (["actor.layout.sequence_parallel=true"], "actor.layout.sequence_parallel=true: it shards over"),
-        (["actor.layout.pp=1"], "actor.layout.last_stage_layers given, but actor.layout.pp=1 is a single stage"),
-        (["actor.layout={pp: 1, vpp: 2, last_stage_layers: null}"], "actor.layout.vpp=2: virtual stages interleave"),
-        (
-            ["actor.layout.ep=3", "actor.layout.dp=4"],
-            "actor.layout.ep=3: a pipeline stage has tp x cp x dp = 1 x 1 x 4 = 4 ranks, which do not divide by etp x "
-            "ep = 1 x 3 = 3; choose ep from 1, 2, 4",
-        ),
-        (
-            ["actor.layout={tp: 2, etp: 1}"],
-            "actor.layout.etp=1: without expert parallelism (actor.layout.ep=1) experts are sharded like the other "
-            "layers (tp=2); set actor.layout.etp=null or raise ep",
-        ),
-        (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
-        (["actor.tokens_per_microbatch=255"], "(255 < 256); set actor.tokens_per_microbatch to at least 256"),
-        (
-            ["actor.layout.cp=6", "actor.tokens_per_microbatch=43"],
-            "may have rollout.context_length=256 tokens on actor.layout.cp=6 ranks and is never split over "
-            "microbatches (43 < 44); set actor.tokens_per_microbatch to at least 44",
-        ),
-        (["actor.layout.dp=129"], "actor.layout.dp=129: an update has 128 samples (16 prompts x 8 samples), fewer"),
-        (
-            [GAE, "critic.optimizer.schedule.min_lr=1e-7"],
-            "critic.optimizer.schedule.min_lr=1e-07: critic.optim",
-        ),
-        (["actor.fp8=delayed", "model.dtype=float32"], "actor.fp8=delayed: its matrix products are between parameters"),
-        (
-            ["actor.optimizer.schedule.warmup=2.5"],
-            "actor.optimizer.schedule.warmup=2.5: from 1 on this counts updates; give a whole number, or a share",
-        ),
-        (
-            ["actor.optimizer.schedule.name=wsd"],
-            "actor.optimizer.schedule.name=wsd: it needs the length of its decay; set actor.optimizer.schedule.decay=",
-        ),
-        (
-            ["actor.optimizer.schedule={name: cosine, decay: 0.2}"],
-            "actor.optimizer.schedule.decay=0.2: only wsd has it, and actor.optimizer.schedule.name=cosine; set decay=",
-        ),
-        (
-            ["actor.optimizer.schedule.min_lr=1e-7"],
-            "actor.optimizer.schedule.min_lr=1e-07: actor.optimizer.schedule.name=constant does not decay to it; set",
-        ),
-        (
-            ["actor.optimizer.schedule={name: linear, min_lr: 1e-3}"],
-            "actor.optimizer.schedule.min_lr=0.001: the schedule decays to it from actor.optimizer.lr=1e-06; set",
-        ),
-        (
-            ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 6, decay: 0.5}"],
-            "actor.optimizer.schedule.warmup=6, decay=0.5: 6 + 5 = 11 updates, but in the run there are 10; give "
-            "both as shares of the run",
-        ),
-        (
-            [GAE, "critic.layout.cp=2", "critic.tokens_per_microbatch=127"],
-            "critic.tokens_per_microbatch=127: a sample may",
-        ),
-        ([GAE, "critic.layout.vpp=2"], "critic.layout.vpp=2: virtual stages interleave the layers of several"),
-        (
-            [GAE, "run.steps=3", "critic.warmup_steps=3"],
-            "critic.warmup_steps=3: in these steps only the critic is trained, and the run has run.steps=3; set",
-        ),
-        (
-            ["algorithm.advantage.gae_lambda=0.9"],
-            "algorithm.advantage.gae_lambda=0.9: not read by algorithm.advantage.estimator=grpo, which has the options",
-        ),
-        (
-            ["algorithm.advantage.estimator=rloo", "batch.samples_per_prompt=1"],
-            "batch.samples_per_prompt=1: rloo compares the samples of a prompt with each other and needs at least 2",
-        ),
-        (
-            ["algorithm.advantage.estimator=reinforce", "batch.samples_per_prompt=1", "batch.sampling_rounds=3"],
-            "batch.sampling_rounds=3: prompts whose samples all have one reward are replaced, and with "
-            "batch.samples_per_prompt=1 that is each of them; set batch.sampling_rounds=1",
-        ),
-        (
-            ["algorithm.advantage.estimator=pass_at_k", "algorithm.advantage.k=9"],
-            "algorithm.advantage.k=9: the best of k is among batch.samples_per_prompt=8 samples; set k to at most 7",
-        ),
-        (
-            ["algorithm.advantage={estimator: pass_at_k, k: 8}"],
-            "algorithm.advantage.k=8: of batch.samples_per_prompt=8 samples there is one set of 8, whose best",
-        ),
-        (
-            ["algorithm.advantage={estimator: pass_at_k, k: 9, pass_at_k_baseline: without}"],
-            "algorithm.advantage.k=9: the best of k is among batch.samples_per_prompt=8 samples; set k to at most 8",
-        ),
-        (
-            ["algorithm.advantage={estimator: pass_at_k, std: sample}"],
-            "algorithm.advantage.std=sample: pass_at_k divides by the deviation over all sets of k samples, which is "
-            "that of the population; set algorithm.advantage.std=null",
-        ),
-        (
-            [GAE, "critic.trunk=actor", "critic.warmup_steps=1"],
-            "critic.warmup_steps=1: with critic.trunk=actor the critic is not trained without the actor; set",
-        ),
-        (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples; list a function"),
-        (
-            ["rewards.functions=[{function: numeric_match, per_turn: true}]"],
-            "rewards.functions: numeric_match with per_turn=true: it returns one reward, of the whole response; set "
-            "per_turn=false, or name path/to/file.py:function, a function of your own that returns a list",
-        ),
-        (
-            ["algorithm.kl.adaptive_target=0.1"],
-            "algorithm.kl.adaptive_target=0.1: algorithm.kl.coefficient=0 stays 0 whatever it is multiplied with",
-        ),
-        (
-            ["algorithm.kl={coefficient: 0.1, adaptive_target: 0.1, adaptive_horizon: 127}"],
-            "algorithm.kl.adaptive_horizon=127: a step has 16 x 8 = 128 samples and would change the coefficient by",
-        ),
-        (
-            ["algorithm.kl.renew_steps=2"],
-            "algorithm.kl.renew_steps=2: with algorithm.kl.coefficient=0 there is no reference to renew; set",
-        ),
-        (
-            ["algorithm.kl.coefficient=0.1", "algorithm.kl.renew_share=0.1"],
-            "algorithm.kl.renew_share=0.1: with algorithm.kl.renew_steps=null the reference is never renewed; set",
-        ),
-        (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
-        (
-            ["algorithm.correction={old: rollout, mask: sequence}"],
-            "algorithm.correction.mask=sequence: with algorithm.correction.old=rollout the old policy is the one that",
-        ),
-        (
-            ["algorithm.correction={mask: token, mask_low: 5}"],
-            "algorithm.correction.mask_low=5: no ratio is between it and mask_high=5; set mask_low below 5",
-        ),
-        (
-            ["rewards.overlong_buffer=17"],
-            "rewards.overlong_buffer=17: it is the last part of rollout.max_new_tokens=16; set it to at most 16",
-        ),
-        (
-            ["algorithm.objective={name: clip_cov, covariance_low: 6}"],
-            "algorithm.objective.covariance_low=6: no covariance is between it and covariance_high=5; set",
-        ),
-        (
-            ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],
-            "algorithm.objective.dual_clip=3.0: algorithm.objective.name=gspo reads clip_low and clip_high, and "
-            "dual_clip belongs to clip; set algorithm.objective.dual_clip=null",
-        ),
-        (
-            ["algorithm.objective={name: unclipped, tau_positive: 1}"],
-            "algorithm.objective.tau_positive=1.0: algorithm.objective.name=unclipped reads no option",
-        ),
-    ],
-)
-def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
-    (line,) = errors(*overrides)
-    assert message in line
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["batch.prompts_per_update=8"],
-        ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 5, decay: 0.5}"],
-        ["actor.optimizer.schedule={name: cosine, warmup: 200, min_lr: 1e-6}"],
-        ["batch.samples_per_prompt=2"],
-        ["actor.layout.tp=3", "actor.layout.sequence_parallel=true"],
-        ["actor.layout.pp=1", "actor.layout.last_stage_layers=null"],
-        ["rollout.max_new_tokens=255"],
-        ["actor.tokens_per_microbatch=256"],
-        ["actor.layout.dp=128"],
-        [GAE, "batch.samples_per_prompt=1", "run.steps=3", "critic.warmup_steps=2"],
-        ["algorithm.objective.clip_low=0.99"],
-        ["algorithm.objective={name: gmpo, clip_low: 1.5}"],
-        ["algorithm.objective={name: dro, tau: 0.1, level: token}"],
-        ["rollout.top_p=0.9", "rollout.top_k=20"],
-        ["rollout.top_k=1"],
-    ],
-)
-def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
-    recipe(*overrides)
-
-
-def test_all_broken_rules_are_reported_together() -> None:
-    assert len(errors("rollout.top_p=0.9", "actor.layout.ep=2", "batch.samples_per_prompt=1")) == 3
 
 
 @pytest.mark.parametrize(
@@ -308,6 +86,13 @@ def test_model_fits(overrides: list[str]) -> None:
             [
                 "actor.layout.pp=3, last_stage_layers=13: 30 layers do not tile the stages: 30 - 13 = 17 layers over 2 "
                 "other stages (17 / 2 = 8.5); choose pp"
+            ],
+        ),
+        (
+            ["actor.layout.vpp=2"],
+            [
+                "actor.layout.vpp=2: 13 layers of a pipeline stage (last_stage_layers) do not divide by 2 (13 / 2 = "
+                "6.5); choose from 1"
             ],
         ),
         (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0); choose pp"]),
@@ -576,53 +361,6 @@ def test_vllm_attends_in_windows_where_megatron_does_not() -> None:
         check_reward_model(recipe("reward_model.path=rm"), SMOLLM2 | {"vocab_size": 49152}, model)
 
 
-def test_reward_engines_keep_their_parameters() -> None:
-    keys = ["reward_model.path=rm", "reward_model.offload=[parameters]"]
-    recipe(*keys)
-    assert errors(*keys, VLLM) == [
-        "reward_model.offload=['parameters']: only a reward model in Megatron moves them, and "
-        "reward_model.engine=vllm; set reward_model.offload=[] or reward_model.engine=megatron"
-    ]
-
-
-def test_reward_engines_have_no_other_layout_than_tensor_and_data_parallel() -> None:
-    assert errors("reward_model.path=rm", VLLM, "reward_model.layout={tp: 2, pp: 2, sequence_parallel: true}") == [
-        "reward_model.engine=vllm: its layout is dp engines of tp ranks, and reward_model.layout has pp=2, "
-        "sequence_parallel=true; take the default there, or set reward_model.engine=megatron"
-    ]
-    recipe("reward_model.path=rm", VLLM, "reward_model.layout={tp: 3, dp: 2}")
-
-
-def test_arguments_of_vllm_have_one_home() -> None:
-    extra = "rollout.vllm_overrides={logprobs_mode: raw_logprobs, dtype: float16, block_size: 32, load_format: auto}"
-    assert errors(extra, "reward_model.vllm_overrides.tensor_parallel_size=2") == [
-        "reward_model.vllm_overrides.tensor_parallel_size=2: this follows from reward_model.layout.tp; set it there",
-        "rollout.vllm_overrides.dtype=float16: this follows from model.dtype; set it there",
-        "rollout.vllm_overrides.logprobs_mode=raw_logprobs: megarl relies on its own value; leave it out",
-    ]
-
-
-def test_weights_stay_where_refits_write_them() -> None:
-    extra = "{expert_placement_strategy: round_robin, enable_eplb: true, offload_group_size: 2}"
-    placement, balance, offload = errors(f"rollout.vllm_overrides={extra}")
-    assert placement.startswith(
-        "rollout.vllm_overrides.expert_placement_strategy=round_robin: a refit writes a rank's "
-    )
-    assert balance.startswith("rollout.vllm_overrides.enable_eplb=true: experts would move between ranks, ")
-    assert offload.startswith(
-        "rollout.vllm_overrides.offload_group_size=2: a layer's parameters would be read from copies"
-    )
-    assert placement.endswith("; leave it out")
-    as_ever = "{expert_placement_strategy: linear, enable_eplb: false, offload_group_size: 0, cpu_offload_gb: 4}"
-    recipe(f"rollout.vllm_overrides={as_ever}")
-    recipe(f"reward_model.vllm_overrides={extra}")  # nothing is written into it
-
-
-def test_the_keys_that_arguments_of_vllm_follow_from_exist() -> None:
-    homes = {home for given in GIVEN.values() for home in given.values() if home is not None}
-    assert homes <= set(keys())
-
-
 TOKEN_CLASSIFIER = CLASSIFIER | {"architectures": ["LlamaForTokenClassification"], "vocab_size": 300}
 
 
@@ -657,19 +395,3 @@ def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_
         "reward_model.context_length=512: with reward_model.reads=ids it reads the sampled tokens, at most "
         "rollout.context_length=256; set reward_model.context_length=null"
     )
-
-
-def test_layout_rules_hold_for_the_reward_model() -> None:
-    (line,) = errors("reward_model.path=rm", "reward_model.layout.vpp=2")
-    assert line.startswith("reward_model.layout.vpp=2: virtual stages interleave")
-    recipe("reward_model.path=rm", "rewards.functions=[]")
-
-
-def test_a_judge_rewards_samples_that_it_can_compare() -> None:
-    judge = ("rewards.functions=[]", "rewards.judge=judge.py:better")
-    assert recipe(*judge).rewards.judge == "judge.py:better"
-    one = ("batch.samples_per_prompt=1", "algorithm.advantage.estimator=policy_gradient")
-    with pytest.raises(ValueError, match=r"^rewards.judge=judge.py:better: it compares the samples of a prompt with"):
-        recipe(*judge, *one)
-    with pytest.raises(ValueError, match=r"^rewards.functions=\[\]: nothing would reward .* or rewards.judge$"):
-        recipe("rewards.functions=[]")

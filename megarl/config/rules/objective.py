@@ -1,7 +1,4 @@
-"""The rules between the objective, its data, and the keys that it leaves unread: one function each, named as the rule.
-
-A rule returns None where it is kept, otherwise a line for each key, with the arithmetic and the remedy.
-"""
+"""The rules between the objective, its data, and the keys that it leaves unread."""
 
 from __future__ import annotations
 
@@ -100,15 +97,6 @@ def aggregation_has_a_reader(config: Config) -> str | None:
     return None
 
 
-def messages_have_a_chat_template(config: Config) -> str | None:
-    if config.data.rows != "messages" or config.data.chat_template:
-        return None
-    return (
-        "data.chat_template=false: with data.rows=messages it is the chat template that says how turns are written; "
-        "set data.chat_template=true"
-    )
-
-
 def pairs_are_sampled(config: Config) -> str | None:
     samples = config.batch.samples_per_prompt
     if config.is_offline or not config.algorithm.objective.spec.is_pairwise or samples > 1:
@@ -116,6 +104,24 @@ def pairs_are_sampled(config: Config) -> str | None:
     return (
         f"batch.samples_per_prompt=1: algorithm.objective.name={config.algorithm.objective.name} compares the best and "
         "the worst sample of each prompt; set batch.samples_per_prompt to at least 2"
+    )
+
+
+def options_keep_the_rules_of_the_objective(config: Config) -> str | None:
+    objective = config.algorithm.objective
+    lines = [rule(objective.options()) for rule in objective.spec.rules]
+    return "\n".join(line for line in lines if line is not None) or None
+
+
+def clipped_ratio_stays_positive(config: Config) -> str | None:
+    """The lower bound 1 − clip_low of the ratio is positive."""
+    objective = config.algorithm.objective
+    low = objective.clip_low
+    if low is None or low < 1 or objective.spec.clips_log_ratio:
+        return None
+    return (
+        f"algorithm.objective.clip_low={low:g}: the ratio's lower bound 1 - {low:g} = {1 - low:g} is not positive; set "
+        "clip_low below 1, such as 0.2"
     )
 
 
@@ -129,12 +135,13 @@ def _unread(config: Config, keys: Mapping[str, Any], reason: str) -> str | None:
     return "\n".join(lines) or None
 
 
-OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
+RULES: tuple[Callable[[Config], str | None], ...] = (
     objective_reads_its_options,
     objective_learns_from_the_rows,
     keys_of_advantages_have_a_reader,
     keys_of_rollouts_have_a_reader,
     aggregation_has_a_reader,
-    messages_have_a_chat_template,
     pairs_are_sampled,
+    options_keep_the_rules_of_the_objective,
+    clipped_ratio_stays_positive,
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.load import load
-from megarl.config.objective_rules import ADVANTAGE_KEYS, ROLLOUT_KEYS
+from megarl.config.rules.objective import ADVANTAGE_KEYS, ROLLOUT_KEYS
 from megarl.config.schema import Config
 from tests.paths import BASE
+from tests.unit.config.rules import recipes as rules
 
 GIVEN = {
     "sft": ("algorithm.objective.name=sft", "data.rows=messages"),
@@ -129,3 +130,39 @@ def test_every_key_without_a_reader_is_named():
         "algorithm.objective.entropy_coefficient=0.1",
         "algorithm.correction.mask=token",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: the ratio's lower bound 1 - 1 = 0"),
+        (
+            ["algorithm.objective={name: clip_cov, covariance_low: 6}"],
+            "algorithm.objective.covariance_low=6: no covariance is between it and covariance_high=5; set",
+        ),
+        (
+            ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],
+            "algorithm.objective.dual_clip=3.0: algorithm.objective.name=gspo reads clip_low and clip_high, and "
+            "dual_clip belongs to clip; set algorithm.objective.dual_clip=null",
+        ),
+        (
+            ["algorithm.objective={name: unclipped, tau_positive: 1}"],
+            "algorithm.objective.tau_positive=1.0: algorithm.objective.name=unclipped reads no option",
+        ),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = rules.errors(*overrides)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.objective.clip_low=0.99"],
+        ["algorithm.objective={name: gmpo, clip_low: 1.5}"],
+        ["algorithm.objective={name: dro, tau: 0.1, level: token}"],
+    ],
+)
+def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+    rules.recipe(*overrides)

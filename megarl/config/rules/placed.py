@@ -1,0 +1,46 @@
+"""The rules of each section of a model on ranks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megarl.config.schema import Config, Placed
+
+
+def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str | None:
+    """The token budget of one rank holds its share of the longest sample, whose tokens are shared out over the
+    context-parallel ranks, in two chunks of equal size for each. The two samples of a pair are in one microbatch."""
+    role = placed.section
+    budget, cp, (key, context) = placed.tokens_per_microbatch, placed.layout.cp, config.context_of(placed)
+    together = 2 if placed is config.actor and config.algorithm.objective.spec.is_pairwise else 1
+    needed = together * (-(-context // (2 * cp)) * 2 if cp > 1 else context)
+    if budget >= needed:
+        return None
+    ranks = f" on {role}.layout.cp={cp} ranks" if cp > 1 else ""
+    unit, tokens = ("a sample", f"{key}={context}") if together == 1 else ("a pair", f"2 x {key}={context}")
+    return (
+        f"{role}.tokens_per_microbatch={budget}: {unit} may have {tokens} tokens{ranks} and "
+        f"is never split over microbatches ({budget} < {needed}); set {role}.tokens_per_microbatch to at least {needed}"
+    )
+
+
+def every_data_parallel_rank_has_a_sample(config: Config, placed: Placed) -> str | None:
+    role = placed.section
+    dp, prompts, per_prompt = placed.layout.dp, config.batch.prompts_per_update, config.batch.samples_per_prompt
+    units, what = prompts * per_prompt, f"samples ({prompts} prompts x {per_prompt} samples)"
+    if placed is config.actor and config.algorithm.objective.spec.is_pairwise:
+        units, what = prompts, "pairs, which are never split"
+    elif config.is_offline:
+        units, what = prompts, "rows"
+    if dp <= units:
+        return None
+    return (
+        f"{role}.layout.dp={dp}: an update has {units} {what}, fewer than data-parallel ranks; set dp to at most "
+        f"{units} or raise batch.prompts_per_update"
+    )
+
+
+RULES: tuple[Callable[[Config, Placed], str | None], ...] = (
+    microbatch_holds_the_longest_sample,
+    every_data_parallel_rank_has_a_sample,
+)

@@ -1,0 +1,56 @@
+"""The rules of section `rewards`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megarl.config.schema import Config
+
+
+def something_gives_rewards(config: Config) -> str | None:
+    rewards = config.rewards
+    if config.is_offline or rewards.functions or rewards.judge is not None or config.has_reward_model:
+        return None
+    return (
+        "rewards.functions=[]: nothing would reward the samples; list a function such as exact_match, or set "
+        "reward_model.path or rewards.judge"
+    )
+
+
+def turns_are_rewarded_by_functions_of_ones_own(config: Config) -> str | None:
+    per_turn = [entry.function for entry in config.rewards.functions if entry.per_turn]
+    functions = [name for name in per_turn if ":" not in name]
+    if not functions:
+        return None
+    return (
+        f"rewards.functions: {functions[0]} with per_turn=true: it returns one reward, of the whole response; set "
+        "per_turn=false, or name path/to/file.py:function, a function of your own that returns a list of them"
+    )
+
+
+def judge_has_samples_to_compare(config: Config) -> str | None:
+    samples, judge = config.batch.samples_per_prompt, config.rewards.judge
+    if judge is None or config.is_offline or samples > 1:
+        return None
+    return (
+        f"rewards.judge={judge}: it compares the samples of a prompt with each other, and batch.samples_per_prompt=1; "
+        "set it to at least 2"
+    )
+
+
+def overlong_buffer_fits_a_response(config: Config) -> str | None:
+    buffer, longest = config.rewards.overlong_buffer, config.rollout.max_new_tokens
+    if buffer is None or buffer <= longest:
+        return None
+    return (
+        f"rewards.overlong_buffer={buffer}: it is the last part of rollout.max_new_tokens={longest}; set it to at most "
+        f"{longest}"
+    )
+
+
+RULES: tuple[Callable[[Config], str | None], ...] = (
+    something_gives_rewards,
+    turns_are_rewarded_by_functions_of_ones_own,
+    judge_has_samples_to_compare,
+    overlong_buffer_fits_a_response,
+)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import GAE, errors, recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [GAE, "run.steps=3", "critic.warmup_steps=3"],
+            "critic.warmup_steps=3: in these steps only the critic is trained, and the run has run.steps=3; set",
+        ),
+        (
+            [GAE, "critic.trunk=actor", "critic.warmup_steps=1"],
+            "critic.warmup_steps=1: with critic.trunk=actor the critic is not trained without the actor; set",
+        ),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [GAE, "batch.samples_per_prompt=1", "run.steps=3", "critic.warmup_steps=2"],
+    ],
+)
+def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+    recipe(*overrides)

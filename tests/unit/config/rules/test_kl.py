@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import errors
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["algorithm.kl.adaptive_target=0.1"],
+            "algorithm.kl.adaptive_target=0.1: algorithm.kl.coefficient=0 stays 0 whatever it is multiplied with",
+        ),
+        (
+            ["algorithm.kl={coefficient: 0.1, adaptive_target: 0.1, adaptive_horizon: 127}"],
+            "algorithm.kl.adaptive_horizon=127: a step has 16 x 8 = 128 samples and would change the coefficient by",
+        ),
+        (
+            ["algorithm.kl.renew_steps=2"],
+            "algorithm.kl.renew_steps=2: with algorithm.kl.coefficient=0 there is no reference to renew; set",
+        ),
+        (
+            ["algorithm.kl.coefficient=0.1", "algorithm.kl.renew_share=0.1"],
+            "algorithm.kl.renew_share=0.1: with algorithm.kl.renew_steps=null the reference is never renewed; set",
+        ),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import errors, recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples; list a function"),
+        (
+            ["rewards.functions=[{function: numeric_match, per_turn: true}]"],
+            "rewards.functions: numeric_match with per_turn=true: it returns one reward, of the whole response; set "
+            "per_turn=false, or name path/to/file.py:function, a function of your own that returns a list",
+        ),
+        (
+            ["rewards.overlong_buffer=17"],
+            "rewards.overlong_buffer=17: it is the last part of rollout.max_new_tokens=16; set it to at most 16",
+        ),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line
+
+
+def test_a_judge_rewards_samples_that_it_can_compare() -> None:
+    judge = ("rewards.functions=[]", "rewards.judge=judge.py:better")
+    assert recipe(*judge).rewards.judge == "judge.py:better"
+    one = ("batch.samples_per_prompt=1", "algorithm.advantage.estimator=policy_gradient")
+    with pytest.raises(ValueError, match=r"^rewards.judge=judge.py:better: it compares the samples of a prompt with"):
+        recipe(*judge, *one)
+    with pytest.raises(ValueError, match=r"^rewards.functions=\[\]: nothing would reward .* or rewards.judge$"):
+        recipe("rewards.functions=[]")

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import errors, recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.refit_delta=true", "rollout.transport=auto"],
+            "rollout.refit_delta=true: with rollout.transport=auto and cluster.placement=colocated engines read the "
+            "weights where they lie, and nothing is sent; set rollout.transport=p2p or rollout.refit_delta=false",
+        ),
+        (
+            ["rollout.refit_delta=true", "rollout.transport=shared_memory", "cluster.placement=disaggregated"],
+            "rollout.refit_delta=true: with rollout.transport=shared_memory and cluster.placement=disaggregated",
+        ),
+        (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the tokens that the engine kept"),
+        (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.max_new_tokens=255"],
+        ["rollout.top_p=0.9", "rollout.top_k=20"],
+        ["rollout.top_k=1"],
+    ],
+)
+def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+    recipe(*overrides)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import GAE, errors, recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [GAE, "critic.optimizer.schedule.min_lr=1e-7"],
+            "critic.optimizer.schedule.min_lr=1e-07: critic.optim",
+        ),
+        (["actor.fp8=delayed", "model.dtype=float32"], "actor.fp8=delayed: its matrix products are between parameters"),
+        (
+            ["actor.optimizer.schedule.warmup=2.5"],
+            "actor.optimizer.schedule.warmup=2.5: from 1 on this counts updates; give a whole number, or a share",
+        ),
+        (
+            ["actor.optimizer.schedule.name=wsd"],
+            "actor.optimizer.schedule.name=wsd: it needs the length of its decay; set actor.optimizer.schedule.decay=",
+        ),
+        (
+            ["actor.optimizer.schedule={name: cosine, decay: 0.2}"],
+            "actor.optimizer.schedule.decay=0.2: only wsd has it, and actor.optimizer.schedule.name=cosine; set decay=",
+        ),
+        (
+            ["actor.optimizer.schedule.min_lr=1e-7"],
+            "actor.optimizer.schedule.min_lr=1e-07: actor.optimizer.schedule.name=constant does not decay to it; set",
+        ),
+        (
+            ["actor.optimizer.schedule={name: linear, min_lr: 1e-3}"],
+            "actor.optimizer.schedule.min_lr=0.001: the schedule decays to it from actor.optimizer.lr=1e-06; set",
+        ),
+        (
+            ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 6, decay: 0.5}"],
+            "actor.optimizer.schedule.warmup=6, decay=0.5: 6 + 5 = 11 updates, but in the run there are 10; give "
+            "both as shares of the run",
+        ),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 5, decay: 0.5}"],
+        ["actor.optimizer.schedule={name: cosine, warmup: 200, min_lr: 1e-6}"],
+    ],
+)
+def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+    recipe(*overrides)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from megarl.config.names import keys
+from megarl.config.vllm_arguments import GIVEN
+from tests.unit.config.rules.recipes import errors, recipe
+
+
+def test_arguments_of_vllm_have_one_home() -> None:
+    extra = "rollout.vllm_overrides={logprobs_mode: raw_logprobs, dtype: float16, block_size: 32, load_format: auto}"
+    assert errors(extra, "reward_model.vllm_overrides.tensor_parallel_size=2") == [
+        "reward_model.vllm_overrides.tensor_parallel_size=2: this follows from reward_model.layout.tp; set it there",
+        "rollout.vllm_overrides.dtype=float16: this follows from model.dtype; set it there",
+        "rollout.vllm_overrides.logprobs_mode=raw_logprobs: megarl relies on its own value; leave it out",
+    ]
+
+
+def test_weights_stay_where_refits_write_them() -> None:
+    extra = "{expert_placement_strategy: round_robin, enable_eplb: true, offload_group_size: 2}"
+    placement, balance, offload = errors(f"rollout.vllm_overrides={extra}")
+    assert placement.startswith(
+        "rollout.vllm_overrides.expert_placement_strategy=round_robin: a refit writes a rank's "
+    )
+    assert balance.startswith("rollout.vllm_overrides.enable_eplb=true: experts would move between ranks, ")
+    assert offload.startswith(
+        "rollout.vllm_overrides.offload_group_size=2: a layer's parameters would be read from copies"
+    )
+    assert placement.endswith("; leave it out")
+    as_ever = "{expert_placement_strategy: linear, enable_eplb: false, offload_group_size: 0, cpu_offload_gb: 4}"
+    recipe(f"rollout.vllm_overrides={as_ever}")
+    recipe(f"reward_model.vllm_overrides={extra}")  # nothing is written into it
+
+
+def test_the_keys_that_arguments_of_vllm_follow_from_exist() -> None:
+    homes = {home for given in GIVEN.values() for home in given.values() if home is not None}
+    assert homes <= set(keys())
