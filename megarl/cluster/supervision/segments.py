@@ -45,7 +45,7 @@ def remove(names: Set[str]) -> None:
 def _mapped(pid: int) -> set[str]:
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # the process has ended, or may not be read
         return set()
     paths = {line[line.index("/") :] for line in lines if "/" in line}
     # A segment that was unlinked is shown with " (deleted)" at the end, and has no file.
