@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import megarl
+from megarl.core.errors import UserError
 
 app = typer.Typer(
     help="Reinforcement learning of language models: Megatron-core trains, vLLM samples.",
@@ -134,11 +135,10 @@ def report(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run,
 
 
 def main() -> None:
-    """Runs the command and exits with its code. A ValueError is the user's to mend: its lines go to stderr, and the
-    exit code is 2."""
+    """Runs the command and exits with its code. The lines of a UserError go to stderr, and the exit code is 2."""
     try:
         app()
-    except ValueError as error:
+    except UserError as error:
         for line in (str(error) or repr(error)).splitlines():
             print(f"megarl: error: {line}", file=sys.stderr)
         sys.exit(2)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megarl.core.errors import UserError
 from megarl.resharding.selection import ONE_PROCESS
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def inspect(
 
 
 def main() -> None:
-    """Exits with the command's code; a ValueError is the user's to mend: one line on stderr, exit code 2."""
+    """Exits with the command's code; a UserError is one line on stderr, and the exit code 2."""
     # An interrupted conversion removes what it has written.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Megatron says at import what it lacks on this machine, and nothing here needs it.
@@ -136,7 +137,7 @@ def main() -> None:
     app.callback()(_without_compiler)
     try:
         app()
-    except ValueError as error:
+    except UserError as error:
         print(f"convert: error: {_with_options(str(error))}", file=sys.stderr)
         sys.exit(2)
 

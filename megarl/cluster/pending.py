@@ -63,7 +63,7 @@ class Pending(Generic[T]):
 
 
         meanwhile: called now and then during a long wait; it may wait for other calls.
-        Raises ValueError for one that a worker raised, and RunFailure, with process and phase, for anything else.
+        Raises UserError for one that a worker raised, and RunFailure, with process and phase, for anything else.
         """
         if not self.advance():
             self.current._session.wait(self, meanwhile)

@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 from ray.actor import ActorHandle
 
-from megarl.cluster.failure import RunFailure, cause, is_loss, rank
+from megarl.cluster.failure import RunFailure, cause, is_loss, rank, write_stacks
 from megarl.cluster.pending import Answers, Pending, error_of
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.watchdog import Watchdog
@@ -156,6 +156,8 @@ class Session:
             self._settle(wanted)
         failed = [pending for pending in self._under_way if pending.fatal_errors()]
         if failed:
+            for pending in failed:
+                write_stacks(pending.fatal_errors(), self.logs)
             worst = min(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
             raise cause(worst.fatal_errors(), worst.phase, self.logs)
 

@@ -1,14 +1,16 @@
-"""Files and folders on disk: folders that appear when they are complete, and names with numbers in them."""
+"""Files and folders on disk: folders that appear when they are complete, names with numbers in them, rows of text."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 Progress = Callable[[str, int, int], None]
 """A function that is called with what has just been done ("checked", "written", "verified"), to how many bytes, and how
@@ -70,3 +72,10 @@ def numbered(folder: Path, pattern: str) -> dict[int, Path]:
     found = {number_in(path.name, pattern): path for path in folder.glob("*")}
     found.pop(None, None)
     return dict(sorted(found.items()))
+
+
+def append_rows(path: Path, rows: Iterable[Any]) -> None:
+    """Appends JSON values to a file, a line each, as text that people can read."""
+    # UTF-8 has no lone surrogates, which texts may hold. So replaced, they are JSON's own escapes.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

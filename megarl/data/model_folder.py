@@ -53,8 +53,12 @@ def config_here(path: str, cache: Path | None = None, key: str = "model.path") -
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the model's config.json."""
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    """Returns the model's config.json. Raises ValueError where it is damaged."""
+    path = folder / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); copy the model's file again") from None
 
 
 def default_cache() -> Path:

@@ -63,17 +63,36 @@ class RunFolder:
         """Opens the folder of a run that goes on after `step`, and removes what it holds of later steps. Config and
         manifest of the attempt before are kept with its logs."""
         path = cls.of(config).path
-        before = cls(path, max(numbered(path / "logs", ATTEMPT), default=0))
+        before = cls(path, max(numbered(path / "logs", ATTEMPT), default=1))  # somebody may have removed the logs
         folder = cls(path, before.attempt + 1)
+        metrics = folder.metrics_until(step)
+        for needed in (before.logs, path / "rollouts"):
+            needed.mkdir(parents=True, exist_ok=True)
         for file in (folder.config, folder.manifest):
             if file.exists():
                 file.rename(before.logs / file.name)
-        _cut_off(folder.metrics, step)
+        folder._open(config, data_hash, step)
+        _replace(folder.metrics, "".join(metrics))
         for later, file in folder.rollout_files().items():
             if later > step:
                 file.unlink()
-        folder._open(config, data_hash, step)
         return folder
+
+    def metrics_until(self, step: int) -> list[str]:
+        """Returns the lines of metrics.jsonl up to `step`. The last line may be torn, if the run was killed while it
+        wrote it. Raises ValueError for another that is not a step's."""
+        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if self.metrics.exists() else []
+        kept = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"{self.metrics}: line {number} has no step's metrics; mend or remove it, or start anew with "
+                    "resume=never"
+                ) from None
+        return kept
 
     def _open(self, config: Config, data_hash: str | None, step: int) -> None:
         self.logs.mkdir(parents=True)
@@ -143,13 +162,10 @@ def _move_aside(path: Path) -> Path | None:
     return path.rename(path.with_name(f"{path.name}.{number}"))
 
 
-def _cut_off(metrics: Path, step: int) -> None:
-    """Keeps the lines up to `step`. The last line may be torn, if the run was killed while it wrote it."""
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    new = metrics.with_name(f".{metrics.name}")
-    new.write_text("".join(kept), encoding="utf-8")
-    new.replace(metrics)
+def _replace(file: Path, text: str) -> None:
+    new = file.with_name(f".{file.name}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(file)
 
 
 def _link_latest(path: Path) -> None:

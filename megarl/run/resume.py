@@ -60,8 +60,10 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int) -> Resu
     path = _checkpoint_path(config)
     checkpoint = None if path is None else _open(path, config, data)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
+    state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"])
     goes_on = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
     if goes_on:
+        RunFolder.of(config).metrics_until(checkpoint.step)  # raises for what cannot be read, before anything changes
         if checkpoints.steps()[-1] > checkpoint.step:
             checkpoint.verify(checkpoint.files)  # later ones, which may be the only good ones, are removed
         checkpoints.sweep()
@@ -70,14 +72,18 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int) -> Resu
         # Checkpoints that exist already are counted in, even more than `keep`: the oldest are removed for the next.
         checkpoints.require_space(num_bytes, keep, number=max(0, keep + 1 - (len(checkpoints) if goes_on else 0)))
     if goes_on:
-        # The order matters: a run that is killed in between is one that was killed before it went on.
-        checkpoints.go_back_to(checkpoint.step)
+        # The order matters: a run that is killed in between is one that was killed before it went on, and later
+        # checkpoints are removed when the folder is ready for others.
+        checkpoints.point_to(checkpoint.path)
         folder = RunFolder.reopen(config, checkpoint.step, data.data_hash)
+        checkpoints.go_back_to(checkpoint.step)
     else:
         folder = RunFolder.create(config, data.data_hash)
-    if checkpoint is None:
-        return ResumePoint(folder, RunState(0, PromptCursor(len(data), config.run.seed, config.data.shuffle)), None)
-    return ResumePoint(folder, RunState.restore(checkpoint.state["run"]), checkpoint)
+    return ResumePoint(folder, state, checkpoint)
+
+
+def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
+    return RunState(0, PromptCursor(len(data), config.run.seed, config.data.shuffle))
 
 
 def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:

@@ -78,11 +78,14 @@ class Run:
         """folder: where the run's folder goes, and its stdout and stderr."""
         self.folder = folder / "tiny"
         self._shared_memory = set(SHARED_MEMORY.iterdir())
+        self._temporary = folder / "temporary"
+        self._temporary.mkdir()
         self._output, self._errors = folder / "stdout", folder / "stderr"
         with self._output.open("w") as stdout, self._errors.open("w") as stderr:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megarl.cli", "train", str(recipe), f"run.folder={folder}", *overrides],
                 cwd=ROOT,
+                env={**os.environ, "TMPDIR": str(self._temporary)},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -152,6 +155,10 @@ class Run:
         """Segments that have come since the start and that no process maps: those of other runs are mapped."""
         new = set(SHARED_MEMORY.iterdir()) - self._shared_memory
         return new - {path for process in psutil.process_iter() for path in mapped_shared_memory(process)}
+
+    def left_files(self) -> list[Path]:
+        """Files in the folder for temporary files."""
+        return list(self._temporary.rglob("*"))
 
     @property
     def metrics(self) -> list[dict]:

@@ -44,6 +44,7 @@ def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> Non
     assert re.fullmatch(f"megarl: error: {cause}", "\n".join(run.errors)), run.errors
     assert not scratch.exists()
     assert not run.left_shared_memory()
+    assert not run.left_files()
     assert not sockets & listening_sockets()
 
 

@@ -5,6 +5,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.cluster.supervision import supervisor
 from megarl.config.load import dump, load
 from megarl.config.schema import KL, Advantage, Aggregation, Config, Correction, Objective, Value
+from megarl.core.errors import UserError
 from tests.paths import ROOT
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -193,11 +195,11 @@ def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().out == "runs/latest/report.html\n"
 
 
-def test_value_errors_are_lines_without_a_traceback(
+def test_user_errors_are_lines_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(config: Config, scratch: Path) -> int:
-        raise ValueError("one thing is wrong\nand another")
+        raise UserError("one thing is wrong\nand another")
 
     replace(monkeypatch, "train", main=fail)
     assert run(monkeypatch, "train", QUICKSTART) == 2
@@ -206,10 +208,11 @@ def test_value_errors_are_lines_without_a_traceback(
     assert capsys.readouterr().err.startswith("megarl: error: none.yaml: cannot be read")
 
 
-def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace(monkeypatch, "train", main=lambda config, scratch: {}["bug"])
+@pytest.mark.parametrize(("bug", "kind"), [(lambda: {}["bug"], KeyError), (lambda: int("bug"), ValueError)])
+def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch, bug: Callable, kind: type[Exception]) -> None:
+    replace(monkeypatch, "train", main=lambda config, scratch: bug())
     monkeypatch.setattr(sys, "argv", ["megarl", "train", QUICKSTART])
-    with pytest.raises(KeyError):
+    with pytest.raises(kind):
         cli.main()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from megarl.cluster.rank_batch import Scores, get_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
+from megarl.core.files import append_rows
 from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_tokenizer
@@ -124,9 +124,7 @@ class RewardWorker:
         ]
         for sample in samples:
             del self._begun[sample.id]
-        with rollouts.open("a", encoding="utf-8") as file:
-            for sample, (score, _) in zip(samples, judged, strict=True):
-                file.write(json.dumps(_row(step, sample, score), ensure_ascii=False) + "\n")
+        append_rows(rollouts, (_row(step, sample, score) for sample, (score, _) in zip(samples, judged, strict=True)))
         by_token = {
             sample.id: token_rewards
             for sample, (_, token_rewards) in zip(samples, judged, strict=True)

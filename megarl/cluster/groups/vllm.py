@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -23,8 +24,10 @@ class VllmActor(ProcessActor):
 
     def __init__(self, config: Config, model_folder: Path, process: Process, tp: int, logs: Path, scratch: Path):
         super().__init__(process, logs)
-        # Elsewhere the sockets between vLLM's processes would stay behind.
-        os.environ.update(environment(tp, process.threads, process.index), VLLM_RPC_BASE_PATH=str(scratch))
+        # Elsewhere the sockets between vLLM's processes would stay behind, and the files by which its ranks meet.
+        folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
+        os.environ.update(environment(tp, process.threads, process.index), **folders)
+        tempfile.tempdir = None  # Python has read the variable when Ray imported it
         segments.name_semaphores(scratch)
         self._config, self._model_folder, self._scratch = config, model_folder, scratch
 

@@ -17,5 +17,6 @@ def log_to(path: Path) -> None:
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
+    sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: texts may hold what UTF-8 cannot carry
     faulthandler.enable()
     stacks.write_on_request()

@@ -32,19 +32,15 @@ def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
 
     SIGTERM comes first, upon which some processes release shared memory. After grace_s seconds follows SIGKILL.
     Python's resource trackers remove what killed processes leave, once these are gone, and end then; they have
-    tracker_s seconds for it.
+    tracker_s seconds for it. A process that may not be signalled, because another user's identity is its own now, is
+    not waited for.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         # Listed again for the second signal: a process may have started another in between.
         others = [process for process in _descendants() if not _tracks_resources(process)]
-        for process in others:
-            _signal(process, number)
-        psutil.wait_procs(others, timeout=grace_s)
-    trackers = _descendants()
-    _, late = psutil.wait_procs(trackers, timeout=tracker_s)
-    for process in late:
-        _signal(process, signal.SIGKILL)
-    psutil.wait_procs(late, timeout=grace_s)
+        psutil.wait_procs([process for process in others if _signal(process, number)], timeout=grace_s)
+    _, late = psutil.wait_procs([process for process in _descendants() if _signal(process, 0)], timeout=tracker_s)
+    psutil.wait_procs([process for process in late if _signal(process, signal.SIGKILL)], timeout=grace_s)
 
 
 def _descendants() -> list[psutil.Process]:
@@ -54,15 +50,17 @@ def _descendants() -> list[psutil.Process]:
 def _tracks_resources(process: psutil.Process) -> bool:
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
-    except psutil.NoSuchProcess:
+    except psutil.Error:  # it has ended, or may not be read
         return False
 
 
-def _signal(process: psutil.Process, number: int) -> None:
+def _signal(process: psutil.Process, number: int) -> bool:
+    """Returns whether the signal could be sent: the process may have ended, or be another user's."""
     try:
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
+    except psutil.Error:
+        return False
+    return True
 
 
 def ask_for_stacks(files: Iterable[Path], patience_s: float = 5.0) -> list[Path]:
@@ -88,7 +86,7 @@ def ask_for_stacks(files: Iterable[Path], patience_s: float = 5.0) -> list[Path]
 def _standard_error(pid: int) -> Path | None:
     try:
         return Path(os.readlink(f"/proc/{pid}/fd/2"))
-    except OSError:  # the process has ended, or has no standard error
+    except OSError:  # the process has ended, has no standard error, or may not be read
         return None
 
 
@@ -96,7 +94,7 @@ def _catches(pid: int, number: int) -> bool:
     """Returns whether the process handles the signal, which would end any other process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return False
     [mask] = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
     return bool(int(mask, 16) >> (number - 1) & 1)
@@ -106,13 +104,14 @@ def memory_gb() -> tuple[float, float]:
     """Returns the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
 
     RSS counts a shared page once per process; PSS splits it between them, so that its sum is what the machine bears.
+    Processes whose files in /proc may not be read are not counted.
     """
     rss = pss = 0
     this_process = psutil.Process()
     for process in [this_process, *this_process.children(recursive=True)]:
         try:
             fields = _smaps_rollup(process.pid)
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:
             continue
         rss += fields["Rss"]
         pss += fields["Pss"]

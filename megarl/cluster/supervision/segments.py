@@ -1,16 +1,36 @@
-"""Named shared memory and semaphores, by which an engine's ranks talk to each other. They outlive killed processes."""
+"""Named shared memory and semaphores, by which an engine's ranks talk to each other. They outlive killed processes.
+
+The libraries that make them choose the names, so a run knows its own by other signs: a process of the run maps it, it
+did not exist before the run, and when the run's processes are gone nobody else uses it. Segments that a process has
+merely opened, such as those of a server, lack one of these.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Set
+from collections.abc import Iterable, Set
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
+EARLIER = "earlier_segments"
 NOTE = "segments"
+
+
+class Segment(NamedTuple):
+    """A segment by its name and the number of its inode: another program may use the name again."""
+
+    inode: int
+    name: str
+
+
+def note_earlier(scratch: Path) -> None:
+    """Writes down in the scratch folder which segments exist before the run."""
+    _write(scratch / EARLIER, _existing(file.name for file in SHARED_MEMORY.iterdir()))
 
 
 def name_semaphores(scratch: Path) -> None:
@@ -22,31 +42,80 @@ def name_semaphores(scratch: Path) -> None:
 
 def note(scratch: Path) -> None:
     """Writes down in the scratch folder which segments this process and its descendants have."""
-    (scratch / f"{NOTE}.{os.getpid()}").write_text("\n".join(mapped()))
+    _write(scratch / f"{NOTE}.{os.getpid()}", mapped())
 
 
-def noted(scratch: Path) -> set[str]:
-    """Returns the names that were written down in the scratch folder, and those that begin with its name."""
-    written = {name for file in scratch.glob(f"{NOTE}.*") for name in file.read_text().splitlines()}
-    return written | {file.name for file in SHARED_MEMORY.glob(f"sem.{scratch.name}-*")}
-
-
-def mapped() -> set[str]:
-    """Returns the names of the segments that this process and its descendants map."""
+def mapped() -> set[Segment]:
+    """Returns the segments that this process and its descendants map."""
     this_process = psutil.Process()
-    return {name for process in [this_process, *this_process.children(recursive=True)] for name in _mapped(process.pid)}
+    family = [this_process, *this_process.children(recursive=True)]
+    return _existing(name for process in family for name in _mapped_names(process.pid))
 
 
-def remove(names: Set[str]) -> None:
-    for name in names:
-        (SHARED_MEMORY / name).unlink(missing_ok=True)
-
-
-def _mapped(pid: int) -> set[str]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
+def made(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
+    """Returns the segments that did not exist before the run, of those that its processes have noted or had mapped at
+    its end, and those that are named after the scratch folder. There are none if the folder is gone."""
+    if not (scratch / EARLIER).exists():
         return set()
-    paths = {line[line.index("/") :] for line in lines if "/" in line}
+    noted = {segment for file in scratch.glob(f"{NOTE}.*") for segment in _read(file)}
+    named = _existing(file.name for file in SHARED_MEMORY.glob(f"sem.{scratch.name}-*"))
+    return (noted | named | mapped_at_end) - _read(scratch / EARLIER)
+
+
+def remove(segments: Set[Segment]) -> None:
+    """Removes those that no other process uses."""
+    unused = segments - _used() if segments else set()
+    for segment in unused & _existing(segment.name for segment in segments):
+        with suppress(OSError):  # one that cannot be removed keeps no other
+            (SHARED_MEMORY / segment.name).unlink()
+
+
+def _existing(names: Iterable[str]) -> set[Segment]:
+    """Returns the segments with these names that exist and are this user's."""
+    found = set()
+    for name in set(names):
+        with suppress(OSError):
+            status = (SHARED_MEMORY / name).stat(follow_symlinks=False)
+            if status.st_uid == os.geteuid():
+                found.add(Segment(status.st_ino, name))
+    return found
+
+
+def _used() -> set[Segment]:
+    """Returns the segments that other processes of this machine, as far as they may be read, map or hold open."""
+    others = set(psutil.pids()) - {os.getpid()}
+    return _existing(name for pid in others for name in (*_mapped_names(pid), *_open_names(pid)))
+
+
+def _mapped_names(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
+    except OSError:  # the process has ended, or may not be read
+        return set()
+    return _names(line[line.index("/") :] for line in lines if "/" in line)
+
+
+def _open_names(pid: int) -> set[str]:
+    paths = []
+    with suppress(OSError):
+        for file in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                paths.append(os.readlink(file))
+    return _names(paths)
+
+
+def _names(paths: Iterable[str]) -> set[str]:
     # A segment that was unlinked is shown with " (deleted)" at the end, and has no file.
-    return {Path(path).name for path in paths if Path(path).parent == SHARED_MEMORY and Path(path).exists()}
+    return {Path(path).name for path in paths if Path(path).parent == SHARED_MEMORY}
+
+
+def _write(file: Path, segments: Set[Segment]) -> None:
+    lines = (f"{segment.inode} {segment.name}\n" for segment in segments)
+    new = file.with_name(f".{file.name}")
+    new.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
+    new.replace(file)  # whole, whenever its writer is killed
+
+
+def _read(file: Path) -> set[Segment]:
+    lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    return {Segment(int(inode), name) for inode, name in (line.split(" ", 1) for line in lines)}

@@ -30,6 +30,7 @@ def supervised() -> Iterator[Path]:
     """
     # The folder is not in $TMPDIR, which may be long: paths of the sockets in it are limited to 107 bytes.
     scratch = Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
+    segments.note_earlier(scratch)
     sys.stdout.flush()
     child = os.fork()
     processes.adopt_orphans()
@@ -78,9 +79,9 @@ def _interrupt(*_) -> None:
 
 def _end(scratch: Path) -> None:
     """Ends all processes that were started by this one or its lost child, and removes what they leave."""
-    shared_memory = segments.mapped()
+    mapped = segments.mapped()
     processes.end_descendants()
-    segments.remove(shared_memory | segments.noted(scratch))
+    segments.remove(segments.made(scratch, mapped))
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from pydantic import ValidationError
 
 from megarl.config.schema import Config, Layout, Role
 from megarl.config.trained_model import trained_hf_config
@@ -134,7 +135,10 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
         return files, read_config(files)
     if sealed is None:
         raise ValueError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
-    config = Config.model_validate(sealed.state["config"])
+    try:
+        config = Config.model_validate(sealed.state["config"])
+    except ValidationError:
+        raise ValueError(f"{path}: its run's recipe is of another version of megarl; give --hf") from None
     role = path.name
     model_source = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
     files = resolve(model_source, key="--hf")

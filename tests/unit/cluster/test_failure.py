@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
-from megarl.cluster.failure import RunFailure, cause
+from megarl.cluster.failure import RunFailure, cause, write_stacks
+from megarl.core.errors import UserError
 
 LOGS = Path("/run/logs")
-USER = RayTaskError("score", "", ValueError("rewards.functions: no function 'f'"))
+USER = RayTaskError("score", "", UserError("rewards.functions: no function 'f'"))
+STRANGER = RayTaskError("update", "", ValueError("operands could not be broadcast together"))
 LOST = ActorDiedError()
 UNBORN = ActorDiedError(RayTaskError("__init__", "Traceback\n  File\nTypeError: takes 2 arguments", TypeError()))
 ENDED = OutOfMemoryError("1 worker(s) were killed. Memory was 23.1GB used / 23.5GB limit\nand more")
@@ -18,7 +21,7 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
 @pytest.mark.parametrize(
     ("errors", "kind", "message"),
     [
-        ({"trainer-0": PEER, "trainer-1": LOST, "rewards-0": USER}, ValueError, "rewards.functions: no function 'f'"),
+        ({"trainer-0": PEER, "trainer-1": LOST, "rewards-0": USER}, UserError, "rewards.functions: no function 'f'"),
         ({"trainer-0": PEER, "trainer-1": LOST}, RunFailure, "update: trainer-1 died; see /run/logs/trainer-1.log"),
         (
             {"trainer-0": PEER, "rewards-0": UNBORN},
@@ -32,6 +35,12 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
             "was 23.1GB used / 23.5GB limit; see /run/logs/engine-1.log",
         ),
         (
+            {"trainer-0": RayTaskError("update", "", ValueError("zip() argument 2 is shorter than argument 1"))},
+            RunFailure,
+            "update: trainer-0: ValueError: zip() argument 2 is shorter than argument 1; see /run/logs/trainer-0.log",
+        ),
+        ({"trainer-0": STRANGER, "trainer-1": LOST}, RunFailure, "update: trainer-1 died; see /run/logs/trainer-1.log"),
+        (
             {"trainer-0": PEER},
             RunFailure,
             "update: trainer-0: RuntimeError: Connection closed by peer; see /run/logs/trainer-0.log",
@@ -43,3 +52,19 @@ def test_the_most_telling_error_is_the_cause(errors: dict[str, Exception], kind:
         found = cause(order, "update", LOGS)
         assert type(found) is kind
         assert str(found) == message
+
+
+def test_stacks_are_in_the_logs_of_their_processes(tmp_path: Path) -> None:
+    try:
+        int("no number")
+    except ValueError as error:
+        stack = "\x1b[36mray::TrainerActor.update()\x1b[39m\n" + "".join(traceback.format_exception(error))
+        failed = RayTaskError("update", stack, error).as_instanceof_cause()
+    log = tmp_path / "trainer-0.log"
+    log.write_text("it says something\n")
+    write_stacks({"trainer-0": failed, "trainer-1": LOST, "rewards-0": failed}, tmp_path)
+    first, second, *_, last = log.read_text().splitlines()
+    assert (first, second) == ("it says something", "ray::TrainerActor.update()")
+    assert 'int("no number")' in log.read_text()
+    assert last == "ValueError: invalid literal for int() with base 10: 'no number'"
+    assert [path.name for path in tmp_path.iterdir()] == ["trainer-0.log"]

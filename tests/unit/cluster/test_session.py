@@ -17,6 +17,7 @@ from megarl.cluster.failure import RunFailure
 from megarl.cluster.pending import Answers, join
 from megarl.cluster.session import Session
 from megarl.config.load import load
+from megarl.core.errors import UserError
 from megarl.planning.object_store import object_store_mib
 from tests.paths import BASE
 
@@ -142,8 +143,8 @@ def test_a_lost_process_is_the_cause_though_its_peers_fail_first(session: Sessio
 
 
 def test_a_users_error_is_told_at_once(session: Session, ray: FakeRay) -> None:
-    with pytest.raises(ValueError, match=r"^no such function$"):
-        results(session, {"engine-0": Call(3, RayTaskError("f", "", ValueError("no such function")))}, "reward start")
+    with pytest.raises(UserError, match=r"^no such function$"):
+        results(session, {"engine-0": Call(3, RayTaskError("f", "", UserError("no such function")))}, "reward start")
     assert ray.now == 3
 
 
@@ -189,12 +190,12 @@ def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(sessi
     ("error", "message"),
     [
         (ActorDiedError(), "refit: trainer-0 died; see /logs/trainer-0.log"),
-        (RayTaskError("f", "", ValueError("no such tensor")), "no such tensor"),
+        (RayTaskError("f", "", UserError("no such tensor")), "no such tensor"),
     ],
 )
 def test_a_loss_does_not_hide_the_failure_of_another(session: Session, error: Exception, message: str) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "trainer-0": Call(2, error), "engine-1": Call(NEVER)}
-    with pytest.raises((RunFailure, ValueError), match=f"^{message}$"):
+    with pytest.raises((RunFailure, UserError), match=f"^{message}$"):
         session.submit(calls, "refit", expendable=EXPENDABLE).result()
 
 

@@ -1,12 +1,13 @@
-"""Which names are numbers."""
+"""Which names are numbers, and rows of text."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from megarl.core.files import number_in, numbered
+from megarl.core.files import append_rows, number_in, numbered
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,12 @@ def test_entries_are_by_number(tmp_path: Path) -> None:
         (10, tmp_path / "attempt_10"),
     ]
     assert numbered(tmp_path / "none", "attempt_{}") == {}
+
+
+def test_rows_hold_any_text(tmp_path: Path) -> None:
+    rows = [{"answer": "\ud800 é\u2028", "text": ["\udc80\n\\udc80", None]}, {"\udfff": 1}]
+    append_rows(tmp_path / "rows", rows[:1])
+    append_rows(tmp_path / "rows", rows[1:])
+    lines = (tmp_path / "rows").read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line) for line in lines[:-1]] == rows and lines[-1] == ""
+    assert "é" in lines[0]

@@ -27,6 +27,12 @@ def distribution(tmp_path, monkeypatch):
     return install
 
 
+def test_a_damaged_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type":')
+    with pytest.raises(ValueError, match=r"config.json: not JSON \(.*\); copy the model's file again"):
+        read_config(tmp_path)
+
+
 def test_a_folder_is_itself(tmp_path, monkeypatch):
     folder = tmp_path / "models" / "tiny"
     folder.mkdir(parents=True)

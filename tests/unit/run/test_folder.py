@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from datetime import datetime
@@ -91,6 +92,18 @@ def test_a_run_that_goes_on_keeps_what_it_had_by_then(config):
 def test_a_run_that_goes_on_at_once_has_no_metrics(config):
     RunFolder.create(config)
     assert RunFolder.reopen(config, step=0).metrics.read_text() == ""
+
+
+def test_a_run_whose_logs_were_removed_goes_on(config):
+    """Logs are large, and people remove them."""
+    folder = RunFolder.create(config)
+    folder.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    for name in ("logs", "rollouts"):
+        shutil.rmtree(folder.path / name)
+    again = RunFolder.reopen(config, step=1)
+    assert again.metrics.read_text() == '{"step": 1}\n'
+    assert again.attempt == 2 and again.logs.is_dir() and again.rollouts(2).parent.is_dir()
+    assert sorted(file.name for file in folder.logs.iterdir()) == ["config.resolved.yaml", "manifest.json"]
 
 
 def test_a_new_model_takes_the_place_of_the_one_before_when_it_is_whole(config):

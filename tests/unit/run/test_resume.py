@@ -14,7 +14,7 @@ from megarl.core.checkpoint import seal
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.resume import ResumePoint
+from megarl.run.resume import ResumePoint, RunState
 from megarl.run.resume import start as start_with_space
 from tests.paths import BASE
 
@@ -201,6 +201,36 @@ def test_the_newest_run_is_found_by_its_link(root: Path) -> None:
     again = start(config(root, f"resume={root}/latest/checkpoints/step_000001"), PROMPTS)
     assert (again.folder.path, again.folder.moved, again.state.step) == (root / "a", None, 1)
     assert again.checkpoint.path.exists()
+
+
+def test_a_folder_whose_logs_were_removed_goes_on(root: Path) -> None:
+    save(start(config(root), PROMPTS), config(root), 2)
+    shutil.rmtree(root / "a" / "logs")
+    again = start(config(root, "resume=auto"), PROMPTS)
+    assert (again.state.step, again.folder.attempt) == (2, 2)
+    assert again.folder.logs.is_dir()
+
+
+@pytest.mark.parametrize("damage", ["metrics", "state", "logs"])
+def test_a_folder_that_cannot_be_opened_loses_nothing(root: Path, damage: str, monkeypatch) -> None:
+    first = start(config(root), PROMPTS)
+    if damage == "state":
+        monkeypatch.setattr(RunState, "dump", lambda _: {"step": 2})
+    earlier = save(first, config(root), 2)
+    monkeypatch.undo()
+    save(first, config(root), 4)
+    first.folder.rollouts(3).touch()
+    if damage == "metrics":
+        first.folder.metrics.write_text('{"step": 1}\nnothing\n{"step": 3}\n')
+    if damage == "logs":
+        shutil.rmtree(root / "a" / "logs")
+        (root / "a" / "logs").touch()
+    before = sorted(root.rglob("*"))
+    text = first.folder.metrics.read_text()
+    with pytest.raises((ValueError, KeyError, FileExistsError, NotADirectoryError)):
+        start(config(root, f"resume={earlier}"), PROMPTS)
+    assert sorted(root.rglob("*")) == before
+    assert first.folder.metrics.read_text() == text
 
 
 def test_a_damaged_earlier_checkpoint_costs_no_later_one(root: Path) -> None:

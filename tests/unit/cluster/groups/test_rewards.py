@@ -84,7 +84,7 @@ def test_a_sample_is_scored_while_others_are_sampled_and_once(worker, calls, tmp
     assert [score.parts[name] for score in scores for name in score.parts if name != "judge"] == [0.4, 0.6, 0.1]
     assert [score.value for score in scores[:2]] == [pytest.approx(0.8 + 0.25), pytest.approx(1.2 + 0.75)]
     assert by_token == {} and seconds < 0.5
-    assert sorted(calls.read_text().split()) == ["slow", "slower", "x"]
+    assert sorted(calls.read_text().split()) == ["'slow'", "'slower'", "'x'"]
     rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert [(row["step"], row["sample_id"], row["reward"]) for row in rows] == [
         (3, item.id, score.value) for item, score in zip(samples, scores, strict=True)
@@ -110,3 +110,13 @@ def test_a_call_that_hangs_is_the_failure_of_its_sample_alone(worker, file, tmp_
     assert scores[1].value == pytest.approx(0.2 + 0.25)
     row, _ = (tmp_path / "rollouts.jsonl").read_text().splitlines()
     assert json.loads(row)["failure"] == failure and json.loads(row)["reward"] is None
+
+
+def test_rows_hold_texts_that_utf8_cannot_carry(worker, tmp_path):
+    prompt = Prompt("1", "a\udc80 é", [1, 2], answer="\ud800")
+    item = Sample("1.0", prompt, [3], [-0.5], [True], (VersionRun(0, 1),), "stop", text="b\udfff")
+    other = Sample("1.1", prompt, [3], [-0.5], [True], (VersionRun(0, 1),), "stop", text="x")
+    scores, _ = asyncio.run(worker.score([item, other], {}, 1, tmp_path / "rows"))
+    assert [score.failure for score in scores] == [None, None]
+    row, _ = map(json.loads, (tmp_path / "rows").read_text(encoding="utf-8").splitlines())
+    assert (row["prompt"], row["response"], row["answer"]) == (prompt.text, item.text, prompt.answer)

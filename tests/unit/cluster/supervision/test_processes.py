@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,68 @@ def test_all_descendants_end(tmp_path: Path) -> None:
     pids = [int((tmp_path / name).read_text()) for name in ("polite", "stubborn")]
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert 1 <= float(done.stdout) < 5, "the one that ignores SIGTERM takes the grace time"
+
+
+HIDDEN_DRIVER = """
+import ctypes, os, subprocess, sys, time
+from pathlib import Path
+import psutil
+from megarl.cluster.supervision import memory, processes, segments, supervisor
+NOBODY = 65534
+NOT_DUMPABLE = (4, 0, 0, 0, 0)  # of prctl: as with setuid programs, files in /proc are root's alone from then on
+if os.getuid() == 0:
+    # One that may not even be signalled.
+    foreign = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print(foreign.pid, end=" ")
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+memory.INTERVAL_S = 0.01
+
+def start(hidden):
+    ready, written = os.pipe()
+    pid = os.fork()
+    if not pid:
+        if hidden:
+            ctypes.CDLL(None).prctl(*NOT_DUMPABLE)
+        os.write(written, b"1")
+        time.sleep(60)
+        os._exit(0)
+    os.read(ready, 1)
+    return pid
+
+with supervisor.supervised() as scratch:
+    (scratch / "file").touch()
+    started = [start(hidden) for hidden in (False, True, False)]
+    try:
+        Path(f"/proc/{started[1]}/maps").read_text()
+        raise SystemExit("it is not hidden")
+    except PermissionError:
+        pass
+    with memory.MemorySampler() as sampler:
+        deadline = time.monotonic() + 60
+        while sampler.peak_gb() == (0.0, 0.0):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        segments.note(scratch)
+    assert processes.ask_for_stacks([]) == []
+    print(scratch, *started, flush=True)
+"""
+
+
+def test_processes_that_may_not_be_read_end_like_the_others() -> None:
+    """As setuid helpers of an ordinary user; beside one that has become another user's."""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", HIDDEN_DRIVER], capture_output=True, text=True, timeout=120)
+    seconds = time.monotonic() - start
+    *foreign, scratch, first, hidden, last = done.stdout.split()
+    left = [pid for pid in map(int, (*foreign, first, hidden, last)) if psutil.pid_exists(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == [int(pid) for pid in foreign]
+    assert not Path(scratch).exists()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert seconds < 30
 
 
 WITH_TRACKER = """

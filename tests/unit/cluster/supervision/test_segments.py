@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from megarl.cluster.supervision import segments
 
@@ -10,30 +13,57 @@ CHILD = """
 import mmap, os, sys
 maps = []
 for path in sys.argv[1:]:
-    with open(path, "w+b") as file:
+    with open(path, "a+b") as file:
         file.truncate(4096)
         maps.append(mmap.mmap(file.fileno(), 4096))
-os.unlink(sys.argv[2])
+os.unlink(sys.argv[1])
 print(flush=True)
 sys.stdin.read()
 """
 
 
-def test_those_of_a_killed_process_are_known_and_removed(tmp_path: Path) -> None:
-    held, unlinked, foreign = (segments.SHARED_MEMORY / f"{tmp_path.name}-{i}" for i in range(3))
-    foreign.touch()
-    command = [sys.executable, "-c", CHILD, str(held), str(unlinked)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
-        assert {name for name in segments.mapped() if name.startswith(tmp_path.name)} == {held.name}
-        segments.note(tmp_path)
-        child.kill()
-    assert held.exists()
-    assert held.name in segments.noted(tmp_path)
-    segments.remove(segments.noted(tmp_path))
-    assert not held.exists()
-    assert foreign.exists()
-    foreign.unlink()
+@pytest.fixture
+def paths(tmp_path: Path) -> Iterator[list[Path]]:
+    """Segments that do not exist yet."""
+    paths = [segments.SHARED_MEMORY / f"{tmp_path.name}-{i}" for i in range(6)]
+    yield paths
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def test_those_that_a_killed_process_made_are_removed(tmp_path: Path, paths: list[Path]) -> None:
+    """Not those that it had merely mapped: of programs that were there before, or that still use theirs."""
+    unlinked, noted, late, earlier, served, unmapped = paths
+    earlier.touch()
+    segments.note_earlier(tmp_path)
+    unmapped.touch()
+    with served.open("a+b") as file, subprocess.Popen(["sleep", "60"], stdin=file) as server:
+        held = [str(path) for path in (unlinked, noted, late, earlier, served)]
+        with subprocess.Popen(
+            [sys.executable, "-c", CHILD, *held], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as child:
+            child.stdout.readline()
+            mapped = {segment for segment in segments.mapped() if segment.name.startswith(tmp_path.name)}
+            assert {segment.name for segment in mapped} == {path.name for path in (noted, late, earlier, served)}
+            segments.note(tmp_path)
+            child.kill()
+        assert noted.exists() and late.exists()
+        segments.remove(segments.made(tmp_path))
+        server.kill()
+    assert [path for path in paths if path.exists()] == [earlier, served, unmapped]
+
+
+def test_one_that_uses_a_name_again_is_another(tmp_path: Path, paths: list[Path]) -> None:
+    made, renewed, *_ = paths
+    segments.note_earlier(tmp_path)
+    for path in (made, renewed):
+        path.touch()
+    mapped = segments._existing([made.name, renewed.name])
+    renewed.rename(renewed.with_name(f"{renewed.name}-first"))
+    renewed.touch()
+    renewed.with_name(f"{renewed.name}-first").unlink()
+    segments.remove(segments.made(tmp_path, mapped))
+    assert (made.exists(), renewed.exists()) == (False, True)
 
 
 WITH_SEMAPHORE = """
@@ -52,13 +82,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_semaphore_is_known_from_the_moment_it_exists(tmp_path: Path) -> None:
     """Of a process that was killed before anything could be noted, and whose tracker did not remove it."""
+    segments.note_earlier(tmp_path)
     subprocess.run([sys.executable, "-c", WITH_SEMAPHORE, str(tmp_path)])
-    [name] = segments.noted(tmp_path)
-    assert name.startswith(f"sem.{tmp_path.name}-")
-    segments.remove({name})
-    assert segments.noted(tmp_path) == set()
+    [semaphore] = segments.made(tmp_path)
+    assert semaphore.name.startswith(f"sem.{tmp_path.name}-")
+    segments.remove({semaphore})
+    assert segments.made(tmp_path) == set()
 
 
-def test_nothing_is_noted_in_a_folder_that_is_gone(tmp_path: Path) -> None:
-    assert segments.noted(tmp_path / "gone") == set()
-    segments.remove({"megarl-no-such-segment"})
+def test_nothing_was_made_by_a_run_whose_folder_is_gone(tmp_path: Path, paths: list[Path]) -> None:
+    paths[0].touch()
+    assert segments.made(tmp_path / "gone", segments._existing([paths[0].name])) == set()
+    segments.remove({segments.Segment(1, "megarl-no-such-segment")})

@@ -125,6 +125,22 @@ def test_loss_of_the_child() -> None:
     assert errors == f"megarl: error: the driver process {run.child} was ended by SIGSEGV; the run ends\n"
 
 
+@pytest.mark.parametrize("last", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_shared_memory_of_others_stays(last: str, tmp_path: Path) -> None:
+    foreign, made = (Path("/dev/shm", f"{tmp_path.name}-{i}") for i in range(2))
+    foreign.write_bytes(bytes(16))
+    opening = f"maps = [mmap.mmap(os.open(p, os.O_RDWR | os.O_CREAT), 16) for p in {[str(foreign), str(made)]}]"
+    body = ("import mmap", f"open('{made}', 'wb').truncate(16)", opening, "if os.fork() == 0: time.sleep(60)", last)
+    try:
+        with program("\n    ".join(body)) as run:
+            run.end()
+        assert foreign.exists()
+        assert not made.exists()
+    finally:
+        for path in (foreign, made):
+            path.unlink(missing_ok=True)
+
+
 def test_loss_of_the_parent() -> None:
     with program("time.sleep(60)") as run:
         run.process.kill()

@@ -1,0 +1,34 @@
+"""The process of an engine, before it imports vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import subprocess, sys, tempfile
+from pathlib import Path
+from megarl.cluster.groups.vllm import VllmActor
+from megarl.cluster.placement import Process
+
+class Actor(VllmActor):
+    def _load(self):
+        return None
+
+logs, scratch, answer = map(Path, sys.argv[1:])
+tempfile.gettempdir()  # Python remembers the answer
+Actor(None, scratch, Process("engine", 0, threads=1), 1, logs, scratch)
+child = [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"]
+of_child = subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip()
+answer.write_text(f"{tempfile.gettempdir()} {of_child}")
+"""
+
+
+def test_temporary_files_of_an_engine_and_its_ranks_are_the_runs(tmp_path: Path) -> None:
+    """vLLM leaves files there, by which its ranks meet."""
+    logs, scratch, answer = (tmp_path / name for name in ("logs", "scratch", "answer"))
+    logs.mkdir()
+    scratch.mkdir()
+    subprocess.run([sys.executable, "-c", PROGRAM, str(logs), str(scratch), str(answer)], check=True)
+    assert answer.read_text().split() == [str(scratch)] * 2
