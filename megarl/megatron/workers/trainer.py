@@ -73,6 +73,8 @@ class TrainerWorker(ModelWorker, ABC):
         self.num_updates = 0
         """The number of optimizer steps done, from which the learning rate follows."""
         self._skipped = SkippedUpdates()
+        self._has_moved = False
+        """Whether an update has been done in this step."""
 
     @property
     @abstractmethod
@@ -127,6 +129,7 @@ class TrainerWorker(ModelWorker, ABC):
             self._check_limit(batch, sums, grad_norm)
         else:
             self.num_updates += 1
+            self._has_moved = True
         if not parallel.reports_metrics():
             return {}
         metrics = {f"{self.metrics}/skipped_updates": Metric(self._skipped.total, reduction="max")}
@@ -160,8 +163,9 @@ class TrainerWorker(ModelWorker, ABC):
             self._offload.move_in(part)
 
     def end_step(self) -> None:
-        """Forgets the scores of the step's samples, which do not come back, and completes the parameters for those who
-        read them now, also from another process."""
+        """Ends the step: forgets the scores of its samples, which do not come back, and completes the parameters for
+        those who read them now, also from another process."""
+        self._has_moved = False
         step.gather_parameters(self.chunks)
         device.synchronize()
         self._kept.clear()
