@@ -271,10 +271,14 @@ class World:
         """What an update reports of its trained tokens."""
         responses = [r for r in self.responses(case) if len(r.now)]
         factor = torch.cat([case.factor((r.old - r.rollout_logprobs).exp()) for r in responses])
+        samples = [sample for group in self.groups for sample, _ in group]
+        sampling = [self.others["old"][sample.id][torch.tensor(sample.response_mask)] for sample in samples]
+        start = torch.cat([r.now for r in responses] if case.old == "now" else sampling)
+        mismatch = (start - torch.cat([r.rollout_logprobs for r in responses])).abs()
         found = {
             "policy/entropy": torch.cat([r.entropy for r in responses]).mean(),
-            "mismatch/logprob_abs_mean": torch.cat([(r.now - r.rollout_logprobs).abs() for r in responses]).mean(),
-            "mismatch/logprob_abs_max": torch.cat([(r.now - r.rollout_logprobs).abs() for r in responses]).max(),
+            "mismatch/logprob_abs_mean": mismatch.mean(),
+            "mismatch/logprob_abs_max": mismatch.max(),
         }
         if "weight" in case.correction and "mask" not in case.correction:
             found["correction/weight_mean"], found["correction/weight_max"] = factor.mean(), factor.max()

@@ -22,6 +22,7 @@ FREE = (
     "*.offload",
     "*.threads",
     "*.overlap_communication",
+    "*.optimizer.nonfinite_limit",
     "rollout.replicas",
     "rollout.tp",
     "*.kv_cache_gib",

@@ -106,6 +106,7 @@ class Optimizer(Section):
     weight_decay: NonNegativeFloat
     no_weight_decay: list[Annotated[str, Field(min_length=1)]]
     clip_grad_norm: NonNegativeFloat
+    nonfinite_limit: PositiveInt
 
 
 class MegatronOverrides(Section):

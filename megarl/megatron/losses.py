@@ -22,10 +22,14 @@ Loss = Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]]
 
 
 def policy_loss(
-    algorithm: Algorithm, kl_coefficient: float, batch: TokenBatch, scored: torch.Tensor
+    algorithm: Algorithm, kl_coefficient: float, batch: TokenBatch, scored: torch.Tensor, has_moved: bool = False
 ) -> tuple[torch.Tensor, Sums]:
-    """Returns the actor's loss and metrics. kl_coefficient: the coefficient of this step. scored: log-prob and entropy
-    of each row, and its value where the critic is a head on the actor."""
+    """Returns the actor's loss and metrics.
+
+    kl_coefficient   the coefficient of this step
+    scored           log-prob and entropy of each row, and its value where the critic is a head on the actor
+    has_moved        whether the policy has been updated since the start of the step
+    """
     assert batch.advantage is not None, "the batch has no advantages"
     log_prob, entropy = scored[:, 0], scored[:, 1]
     old = _old(algorithm.correction, batch, log_prob)
@@ -36,7 +40,7 @@ def policy_loss(
     )
     inputs = [{"samples": samples, "selected": batch.selected}[name] for name in spec.inputs]
     policy = spec.loss(log_prob, old, batch.advantage, *inputs, **objective.options(spec.arguments))
-    sums = _policy_metrics(batch, policy, log_prob, entropy)
+    sums = _policy_metrics(batch, policy, log_prob, entropy) | _start_metrics(batch, log_prob, has_moved)
     correction = _correction(algorithm.correction, batch, old, samples)
     loss = (batch.weight * correction.factor * policy.loss).sum()
     sums |= _correction_metrics(batch, correction)
@@ -149,10 +153,14 @@ def reward_model_loss(objective: Objective, batch: TokenBatch, scored: torch.Ten
 
 
 def preference_loss(
-    objective: Objective, sampled: bool, batch: TokenBatch, scored: torch.Tensor
+    objective: Objective, sampled: bool, batch: TokenBatch, scored: torch.Tensor, has_moved: bool = False
 ) -> tuple[torch.Tensor, Sums]:
-    """Returns loss and metrics of pairs of samples, whose rewards are their log-ratios to the reference. sampled:
-    whether engines have sampled them. scored: log-prob and entropy."""
+    """Returns loss and metrics of pairs of samples, whose rewards are their log-ratios to the reference.
+
+    sampled     whether engines have sampled them
+    scored      log-prob and entropy
+    has_moved   whether the policy has been updated since the start of the step
+    """
     assert batch.reference is not None, "the batch has no reference log-probs"
     samples, log_prob, entropy = _sample_segments(batch), scored[:, 0], scored[:, 1]
     log_ratio = samples.of_each(log_prob - _at_trained(batch, batch.reference, log_prob))
@@ -160,7 +168,7 @@ def preference_loss(
         log_ratio = log_ratio / samples.count.clamp(min=1)
     loss, sums = _pair_loss(objective, batch, samples, objective.option("beta") * log_ratio, "policy")
     sums["policy/entropy"] = mean(entropy, batch.mask)
-    return loss, sums | (_mismatch_metrics(batch, log_prob) if sampled else {})
+    return loss, sums | (_start_metrics(batch, log_prob, has_moved) if sampled else {})
 
 
 def _pair_loss(
@@ -232,13 +240,24 @@ def _policy_metrics(batch: TokenBatch, policy: PolicyLoss, log_prob, entropy) ->
         "policy/ratio_max": largest(policy.ratio, batch.mask),
         "policy/clip_low_share": mean(policy.clipped_low, batch.mask),
         "policy/clip_high_share": mean(policy.clipped_high, batch.mask),
-        **_mismatch_metrics(batch, log_prob),
     }
 
 
-def _mismatch_metrics(batch: TokenBatch, log_prob: torch.Tensor) -> Sums:
-    mismatch = (log_prob - batch.rollout_logprobs).abs()
-    return {
-        "mismatch/logprob_abs_mean": mean(mismatch, batch.mask),
-        "mismatch/logprob_abs_max": largest(mismatch, batch.mask),
-    }
+def _start_metrics(batch: TokenBatch, log_prob: torch.Tensor, has_moved: bool) -> Sums:
+    """Returns metrics of the policy at the start of the step: the mismatch of its log-probs and the engine's, and once
+    the policy has moved, its drift from there.
+
+    Without a pass for them, the first update alone has the start's log-probs. Later ones have no mismatch then, and
+    their drift is measured from the engine's.
+    """
+    start = log_prob if batch.old is None and not has_moved else batch.old
+    sums: Sums = {}
+    if start is not None:
+        mismatch = (start - batch.rollout_logprobs).abs()
+        sums["mismatch/logprob_abs_mean"] = mean(mismatch, batch.mask)
+        sums["mismatch/logprob_abs_max"] = largest(mismatch, batch.mask)
+    if has_moved:
+        drift = (log_prob - (batch.rollout_logprobs if start is None else start)).abs()
+        sums["policy/drift_abs_mean"] = mean(drift, batch.mask)
+        sums["policy/drift_abs_max"] = largest(drift, batch.mask)
+    return sums

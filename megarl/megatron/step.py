@@ -44,17 +44,15 @@ def accumulate_gradients(
 
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
-    """Does one optimizer step. Returns the norm of the gradient before clipping.
-
-    Raises RuntimeError, on all ranks, for a gradient that is not finite. The weights are lost then.
-    """
-    _, grad_norm, _ = optimizer.step()
-    if not math.isfinite(grad_norm):
-        raise RuntimeError(
-            f"the gradient is not finite (norm {grad_norm}); the run ends before these weights are used or saved: go "
-            "on from its last checkpoint with resume=auto, after a look at the last rollouts and at the learning rate"
-        )
-    return float(grad_norm)
+    """Does one optimizer step, unless the gradient is not finite: then weights and moments stay as they are. Returns
+    the norm of the gradient before clipping, by which all ranks know which of the two was done."""
+    # Megatron's own step clips by this norm too, but it would go on with any: so it is computed twice, which costs a
+    # pass over the rank's shard of the gradient.
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    return grad_norm
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:

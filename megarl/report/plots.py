@@ -106,8 +106,14 @@ CHARTS = (
     Chart("Gradient norm", "Before clipping.", (("policy/grad_norm", "norm"),)),
     Chart(
         "Trainer–rollout mismatch",
-        "|log-prob in the trainer − log-prob in the engine| of the sampled tokens.",
+        "|log-prob in the trainer − log-prob in the engine| of the sampled tokens, before the step's updates.",
         (("mismatch/logprob_abs_mean", "mean"), ("mismatch/logprob_abs_max", "largest")),
+        log=True,
+    ),
+    Chart(
+        "Drift within a step",
+        "|log-prob − log-prob at the start of the step| of the sampled tokens, from a step's second update on.",
+        (("policy/drift_abs_mean", "mean"), ("policy/drift_abs_max", "largest")),
         log=True,
     ),
     Chart("Throughput", "Tokens a second over the whole step.", (("throughput/tokens_per_second", "tokens/s"),)),

@@ -74,7 +74,8 @@ class ConsoleSink:
     """A sink that prints one line of plain text per step, under a header that is repeated; "–" stands for a metric that
     a step lacks.
 
-    cut is the share of truncated responses, Δlogp the mean |trainer log-prob − rollout log-prob|.
+    cut is the share of truncated responses, Δlogp the mean |trainer log-prob − rollout log-prob| of the policy that
+    sampled, before the step's updates move it.
     """
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, given: bool = False) -> None:

@@ -291,6 +291,28 @@ def load_and_draw(store, rank: int, config: Config, model: Path, checkpoint: Che
     return draw()
 
 
+def save_skipped(store, rank: int, config: Config, model: Path, folder: Path) -> Saved:
+    """After five skipped updates, the latest of which were two in a row."""
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    for is_skipped in (True, True, True, False, True, True):
+        worker._skipped.add(is_skipped)
+    worker.save_checkpoint(folder, "actor")
+    return Saved(worker.finish_checkpoint(folder), RankResult(worker.holder, {}, {}, {}))
+
+
+def load_skipped(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> tuple[float, float]:
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    worker.load_checkpoint(checkpoint, "actor")
+    return worker._skipped.total, worker._skipped.in_a_row
+
+
+def test_skipped_updates_are_counted_on(model, tmp_path):
+    """Else a run whose gradients stay NaN would end later if it is killed meanwhile, or never."""
+    config = config_of(model)
+    _, checkpoint = saved_by(config, model, tmp_path, function=save_skipped)
+    assert run_ranks(1, load_skipped, config, model, checkpoint) == [(5, 2)]
+
+
 def start_and_draw(store, rank: int, config: Config, model: Path) -> list[float]:
     ActorWorker(config, model, rank, store, threads=1)
     return draw()

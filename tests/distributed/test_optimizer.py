@@ -1,7 +1,10 @@
-"""The optimizer against torch's AdamW: decayed and undecayed parameters, the schedule's rates."""
+"""The optimizer against torch's AdamW: decayed and undecayed parameters, the schedule's rates; and updates that are
+skipped."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,11 +12,15 @@ import torch
 
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
+from megarl.core.metrics import Metric
+from megarl.megatron.checkpoint import optimizer_state
+from megarl.megatron.metric_sums import total
 from megarl.megatron.workers.actor import ActorWorker
+from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.parity import TOLERANCE, assert_equal, canonical, config_of, local_batch, random_groups, rank_batches, train
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 pytestmark = pytest.mark.newest
 
@@ -58,25 +65,118 @@ def test_decay_and_schedule_equal_plain_torch(folder, layout):
     assert ranks[0].metrics["policy/lr"].value == pytest.approx(1e-4 + 9e-4 * 0.5, rel=TOLERANCE)
 
 
-def spoiled_update(store, rank: int, config: Config, folder: Path, factor: float) -> str:
-    """What an update says whose loss is multiplied by the factor."""
+SPOILED_SAMPLE = "1.1"
+"""The sample whose microbatch gets a loss that is not finite."""
+
+LAYOUTS = {
+    "PP2, no clipping": ["actor.layout.pp=2", "actor.optimizer.clip_grad_norm=0.0"],
+    "DP2": ["actor.layout.dp=2"],
+    "DP2, bfloat16": ["actor.layout.dp=2", "model.dtype=bfloat16"],
+    "TP2, without overlap": ["actor.layout.tp=2", "actor.overlap_communication=false"],
+}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What a rank says of an update: its metrics, or why it ends the run, and whether it changed weights or state."""
+
+    metrics: dict[str, Metric]
+    message: str
+    is_unchanged: bool
+
+
+def state_of(worker: ActorWorker) -> list[torch.Tensor]:
+    """Copies of everything that an update changes: weights, routers' biases, main weights, moments and counts."""
+    states = [state for part in optimizer_state._parts(worker.optimizer) for state in part.optimizer.state.values()]
+    moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    groups = [part.optimizer.param_groups for part in optimizer_state._parts(worker.optimizer)]
+    main = [weight for parts in groups for group in parts for weight in group["params"]]
+    return [tensor.detach().clone() for tensor in (*worker.parameters().values(), *main, *moments)]
+
+
+def updates_with_factors(store, rank: int, config: Config, folder: Path, factors: list[float]) -> list[Skipped]:
+    """An update for each factor, by which the loss of one sample's microbatch is multiplied."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    objective = worker.objective
+    plain, outcomes = ActorWorker.objective, []
+    for seed, factor in enumerate(factors):
+        batch = local_batch(rank_batches(config, worker.packing, random_groups(seed))[worker.data_parallel_rank])
+        is_spoiled = [any(item.sample.id == SPOILED_SAMPLE for item in members) for members in batch.members]
+        multiples = iter([factor if spoiled else 1.0 for spoiled in is_spoiled])
+
+        def spoil(batch, scored, multiples=multiples):
+            loss, sums = plain.fget(worker)(batch, scored)
+            loss = loss * next(multiples)
+            return loss, sums | {"policy/loss": total(loss)}
+
+        ActorWorker.objective = property(lambda _, spoil=spoil: spoil)  # of this forked process alone
+        before, message, metrics = state_of(worker), "", {}
+        try:
+            metrics = worker.update(batch)
+        except RuntimeError as error:
+            message = str(error)
+        worker.end_step()
+        after = state_of(worker)
+        is_unchanged = len(before) == len(after) and all(map(torch.equal, before, after))
+        outcomes.append(Skipped(metrics, message, is_unchanged))
+    return outcomes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_update_whose_gradient_is_not_finite_is_skipped_by_all_ranks(folder, layout):
+    """Only one microbatch of one replica is spoiled. The counts are of all updates, and begin anew with each good
+    one."""
+    config = config_of(folder, *LAYOUTS[layout], "actor.optimizer.nonfinite_limit=2")
+    factors = [1.0, math.nan, 1.0, math.inf, math.nan]
+    ranks = run_ranks(config.actor.layout.world_size, updates_with_factors, config, folder, factors)
+    for outcomes in ranks:
+        assert [outcome.is_unchanged for outcome in outcomes] == [False, True, False, True, True]
+        assert [bool(outcome.message) for outcome in outcomes] == [False, False, False, False, True]
+    reported = [outcomes for outcomes in ranks if outcomes[0].metrics]
+    for outcomes in reported:
+        assert [outcome.metrics["policy/skipped_updates"].value for outcome in outcomes[:4]] == [0, 1, 1, 2]
+        assert [outcome.metrics.keys() == {"policy/skipped_updates"} for outcome in outcomes[:4]] == [
+            *(False, True, False, True)
+        ]
+    [message] = {outcomes[-1].message for outcomes in ranks}
+    assert message.startswith("2 updates in a row were skipped, since the gradient is not finite (norm nan); ")
+    assert "\n" not in message and "policy/loss nan; samples " in message
+    samples = message.partition("; samples ")[2].partition("; look")[0].split(", ")
+    assert SPOILED_SAMPLE in samples and len(samples) < 12, "those of one microbatch"
+
+
+def test_a_skipped_update_leaves_routers_biases_as_they_are(tmp_path):
+    """They move with the load of the experts, before the gradient is known."""
+    folder = write_tiny_model(tmp_path, "deepseek_v3", **DEEPSEEK)
+    moving = "actor.megatron_overrides.model={moe_router_bias_update_rate: 0.1}"
+    config = config_of(folder, moving, "actor.optimizer.lr=1e-30")
+    [outcomes] = run_ranks(1, updates_with_factors, config, folder, [1.0, math.nan])
+    assert [outcome.is_unchanged for outcome in outcomes] == [False, True]
+
+
+def test_training_goes_on_after_a_skipped_update_as_if_it_had_not_been(folder):
+    config = scheduled(folder, "actor.layout.dp=2")
+    updates = [random_groups(seed) for seed in range(3)]
+    skipping = run_ranks(2, train_skipping, config, folder, updates)
+    plain = run_ranks(2, train, config, folder, updates)
+    for ours, theirs in zip(skipping, plain, strict=True):
+        assert all(torch.equal(ours[name], theirs.weights[name]) for name in theirs.weights)
+
+
+def train_skipping(store, rank: int, config: Config, folder: Path, updates: list) -> dict[str, torch.Tensor]:
+    """The weights after these updates, the first two of which are behind others that are skipped."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    plain = ActorWorker.objective
 
     def spoiled(batch, scored):
-        loss, sums = objective(batch, scored)
-        return factor * loss, sums
+        loss, sums = plain.fget(worker)(batch, scored)
+        return math.inf * loss, sums
 
-    ActorWorker.objective = staticmethod(spoiled)  # of this forked process alone
-    batch = local_batch(rank_batches(config, worker.packing, random_groups(0))[worker.data_parallel_rank])
-    with pytest.raises(RuntimeError) as error:
+    for number, groups in enumerate(updates):
+        batch = local_batch(rank_batches(config, worker.packing, groups)[worker.data_parallel_rank])
+        if number < 2:
+            ActorWorker.objective = property(lambda _: spoiled)
+            worker.update(batch)
+            ActorWorker.objective = plain
         worker.update(batch)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-@pytest.mark.parametrize("clip", ["1", "0"])
-def test_a_gradient_that_is_not_finite_ends_the_run(folder, factor, clip):
-    config = config_of(folder, "actor.layout.pp=2", f"actor.optimizer.clip_grad_norm={clip}.0")
-    messages = run_ranks(2, spoiled_update, config, folder, factor)
-    assert all("the gradient is not finite" in message for message in messages)
+        worker.end_step()
+    return {name: weight.clone() for name, weight in worker.parameters().items()}

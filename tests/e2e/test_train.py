@@ -169,5 +169,5 @@ def test_other_layouts_run(tmp_path, overrides, ranks):
     if "algorithm.kl.coefficient=0.01" in overrides:
         # The second update of a step sees a policy that has moved away from the one that sampled, and from the start.
         assert all(step["kl/loss_token_k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)
-    else:
-        assert all(step["mismatch/logprob_abs_max"] <= 1e-4 for step in steps)
+    assert all(("policy/drift_abs_max" in step) == ("batch.prompts_per_update=4" in overrides) for step in steps)
+    assert all(step["mismatch/logprob_abs_max"] <= 1e-4 for step in steps)

@@ -31,7 +31,11 @@ MODEL_DEFAULTS = (
     # stages would wait for each other.
     *("perform_initialization", "overlap_p2p_comm_warmup_flush"),
 )
-DDP_DEFAULTS = ("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp")
+DDP_DEFAULTS = (
+    *("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp"),
+    # They would end the rank that finds a gradient which is not finite, while the others wait for it.
+    *("check_for_nan_in_grad", "check_for_large_grads"),
+)
 """Fields of Megatron's TransformerConfig and DistributedDataParallelConfig that loss, head and weights rely on."""
 
 PLACEMENT = (

@@ -46,9 +46,9 @@ class ActorWorker(TrainerWorker):
     def objective(self) -> Loss:
         algorithm, spec = self._config.algorithm, self._config.algorithm.objective.spec
         if spec.is_policy_objective:
-            return partial(policy_loss, algorithm, self.kl_coefficient)
+            return partial(policy_loss, algorithm, self.kl_coefficient, has_moved=self._has_moved)
         if spec.is_pairwise:
-            return partial(preference_loss, algorithm.objective, not self._config.is_offline)
+            return partial(preference_loss, algorithm.objective, not self._config.is_offline, has_moved=self._has_moved)
         return partial(imitation_loss, algorithm.objective)
 
     def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> None:

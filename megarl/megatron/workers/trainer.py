@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +24,9 @@ from megarl.megatron import parallel, random_state, step
 from megarl.megatron.advantages import with_advantages
 from megarl.megatron.checkpoint import sharded
 from megarl.megatron.losses import Loss
-from megarl.megatron.metric_sums import read
+from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.model.build import named_parameters, named_weights
+from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
 from megarl.megatron.offload import Offload
 from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.weight_snapshots import WeightSnapshots
@@ -70,6 +72,9 @@ class TrainerWorker(ModelWorker, ABC):
         self._weight_snapshots = WeightSnapshots(named_weights(self.chunks))
         self.num_updates = 0
         """The number of optimizer steps done, from which the learning rate follows."""
+        self._skipped = SkippedUpdates()
+        self._has_moved = False
+        """Whether an update has been done in this step."""
 
     @property
     @abstractmethod
@@ -104,19 +109,45 @@ class TrainerWorker(ModelWorker, ABC):
         return own_checksums(wanted, plan, self.holder.name, self.parameters())
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
-        """Does one optimizer step on the loss Σ w·ℓ over the microbatches of all ranks. Returns metrics on the ranks
-        that report for their replica, nothing on the others."""
+        """Does one optimizer step on the loss Σ w·ℓ over the microbatches of all ranks, or skips it where the gradient
+        is not finite. Returns metrics on the ranks that report for their replica, nothing on the others; those of a
+        skipped update are of nothing that was learned, and are left out.
+
+        Raises RuntimeError, on all ranks, where that makes optimizer.nonfinite_limit skipped updates in a row.
+        """
         batches = self._training_batches(batch)
         optimizer = self._settings.optimizer
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
         set_rates(self.optimizer, rate, optimizer.weight_decay)
+        biases = RouterBiases(self.chunks)
         sums = step.accumulate_gradients(self.chunks, self.objective, batches)
         grad_norm = step.apply_gradients(self.optimizer)
-        self.num_updates += 1
+        is_skipped = not math.isfinite(grad_norm)
+        self._skipped.add(is_skipped)
+        if is_skipped:
+            biases.restore()
+            self._check_limit(batch, sums, grad_norm)
+        else:
+            self.num_updates += 1
+            self._has_moved = True
         if not parallel.reports_metrics():
             return {}
-        metrics = {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
+        metrics = {f"{self.metrics}/skipped_updates": Metric(self._skipped.total, reduction="max")}
+        if is_skipped:
+            return metrics
+        metrics |= {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
         return merge(map(read, sums)) | metrics
+
+    def _check_limit(self, batch: LocalBatch, sums: Sequence[Sums], grad_norm: float) -> None:
+        """Checks the updates skipped in a row, the last of which had these samples, metrics and gradient norm."""
+        key, limit = f"{self._settings.section}.optimizer", self._settings.optimizer.nonfinite_limit
+        if self._skipped.in_a_row >= limit:
+            worst = describe_worst(batch.members, sums, f"{self.metrics}/loss")
+            raise RuntimeError(
+                f"{self._skipped.in_a_row} updates in a row were skipped, since the gradient is not finite (norm "
+                f"{grad_norm:g}); worst microbatch: {worst}; look at these samples, lower {key}.lr or raise "
+                f"{key}.nonfinite_limit={limit}, and go on with resume=auto"
+            )
 
     def offload(self) -> dict[str, Metric]:
         """Moves what the section's key `offload` names to host memory, until `onload`. Returns the bytes as metrics."""
@@ -132,8 +163,9 @@ class TrainerWorker(ModelWorker, ABC):
             self._offload.move_in(part)
 
     def end_step(self) -> None:
-        """Forgets the scores of the step's samples, which do not come back, and completes the parameters for those who
-        read them now, also from another process."""
+        """Ends the step: forgets the scores of its samples, which do not come back, and completes the parameters for
+        those who read them now, also from another process."""
+        self._has_moved = False
         step.gather_parameters(self.chunks)
         device.synchronize()
         self._kept.clear()
@@ -180,10 +212,11 @@ class TrainerWorker(ModelWorker, ABC):
 
     def _counters(self) -> dict[str, float]:
         """Returns the counters that a run needs to go on, the same on all ranks."""
-        return {"num_updates": self.num_updates}
+        return {"num_updates": self.num_updates} | self._skipped.counters()
 
     def _restore_counters(self, counters: Mapping[str, float]) -> None:
         self.num_updates = counters["num_updates"]
+        self._skipped.restore(counters)
 
     def _frozen(self) -> Collection[str]:
         return self._chosen("frozen", self._settings.frozen)
