@@ -13,6 +13,7 @@ from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.algorithms.specs import COMPARISONS, EstimatorSpec, ObjectiveSpec, Options
 from megarl.config.document import show
 from megarl.config.schema import KL, Correction, Objective
+from megarl.core.errors import UserError
 
 
 def describe() -> str:
@@ -21,14 +22,14 @@ def describe() -> str:
 
 def describe_one(name: str) -> str:
     """Returns an estimator's or objective's formula and paper, and the lines of a recipe that choose it, its options as
-    comments. Raises ValueError that lists the names for another one."""
+    comments. Raises UserError that lists the names for another one."""
     known: dict[str, EstimatorSpec | ObjectiveSpec] = {**ESTIMATORS, **OBJECTIVES}
     if name in known:
         spec = known[name]
         return "\n".join(_estimator(spec) if isinstance(spec, EstimatorSpec) else _objective(spec))
     close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
-    raise ValueError(f"{name}: no estimator or objective has this name; {hint}")
+    raise UserError(f"{name}: no estimator or objective has this name; {hint}")
 
 
 def _estimator(spec: EstimatorSpec) -> Iterator[str]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from megarl.core import stacks
+from megarl.core.errors import UserError
 from megarl.rewards import judge as comparisons
 from megarl.rewards.registry import from_file, resolve
 
@@ -30,7 +31,7 @@ def main(functions: Sequence[str], judge: str | None) -> None:
         known = {name: resolve(name) for name in functions}
         if judge is not None:
             known[comparisons.NAME] = from_file("rewards.judge", judge, "prompt, first, second, answer")
-    except ValueError as error:
+    except UserError as error:
         _write(answers, {"refused": str(error)})
         return
     _write(answers, {"ready": True})

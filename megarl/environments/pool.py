@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from megarl.core import stacks
+from megarl.core.errors import UserError
 from megarl.rewards.result import Result
 
 READ_BYTES = 65536
@@ -32,7 +33,7 @@ class FunctionPool:
     """
 
     def __init__(self, functions: Sequence[str], judge: str | None, num_processes: int, timeout_s: float):
-        """Returns when all processes have found the functions. Raises ValueError for one that is not there.
+        """Returns when all processes have found the functions. Raises UserError for one that is not there.
 
         functions   names as in rewards.functions
         judge       the name of the function of rewards.judge, which is called as judge.NAME
@@ -47,7 +48,7 @@ class FunctionPool:
             for child in self._children:
                 child.await_start()
                 self._idle.put(child)
-        except ValueError:
+        except UserError:
             self._kill_all()
             raise
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="rewards")
@@ -109,13 +110,13 @@ class _Child:
         return self._process.poll() is None
 
     def await_start(self) -> None:
-        """Returns when the process has found its functions. Raises ValueError if it has not."""
+        """Returns when the process has found its functions. Raises UserError if it has not."""
         try:
             answer = self._read(deadline=None)
         except _Ended as end:
-            raise ValueError(f"rewards: the process that imports the functions ended ({end}); fix the file") from None
+            raise UserError(f"rewards: the process that imports the functions ended ({end}); fix the file") from None
         if "refused" in answer:
-            raise ValueError(answer["refused"])
+            raise UserError(answer["refused"])
 
     def call(self, function: str, arguments: Sequence[Any], timeout_s: float) -> Result:
         """Raises TimeoutError, or _Ended if the process ends."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from megarl.config import schema
+from megarl.core.errors import UserError
 from megarl.core.types import Sample, Score, TokenTotals
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
@@ -22,7 +23,7 @@ class Scorer:
     def __init__(
         self, functions: Sequence[schema.RewardFunction], model_weight: float = 1.0, rewards_tokens: bool = False
     ) -> None:
-        """Raises ValueError for a function that is listed twice.
+        """Raises UserError for a function that is listed twice.
 
         model_weight     the weight of a reward model's score
         rewards_tokens   whether the advantages have a use for rewards of single tokens
@@ -30,7 +31,7 @@ class Scorer:
         names = [entry.function for entry in functions]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"rewards.functions: {twice} is listed twice; list it once, with the sum of the weights")
+            raise UserError(f"rewards.functions: {twice} is listed twice; list it once, with the sum of the weights")
         weights = {MODEL: model_weight, judge.NAME: 1.0}
         self._weights = {entry.function: entry.weight for entry in functions} | weights
         self._per_turn = {entry.function for entry in functions if entry.per_turn}

@@ -35,7 +35,7 @@ SECTIONS = (batch, data, advantage, objective, correction, kl, rollout, vllm_ove
 
 def check(config: Config, defaults: Mapping[str, Any]) -> None:
     """Checks the keys against each other, and those that nothing reads against the base recipe's values (defaults).
-    Raises ValueError with one line per broken rule."""
+    Raises UserError with one line per broken rule."""
     raise_all(
         [
             *(rule(config) for section in SECTIONS for rule in section.RULES),

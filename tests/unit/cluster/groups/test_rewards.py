@@ -23,7 +23,7 @@ import os, time
 
 def score(prompt, response, answer):
     with open(__file__ + ".calls", "a") as file:
-        file.write(response + "\\n")
+        file.write(ascii(response) + "\\n")
     if response == "hang":
         time.sleep(60)
     if response == "slow":
