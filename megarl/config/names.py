@@ -26,6 +26,7 @@ VERL = {
     "experiment_name": "run.name",
     "expert_model_parallel_size": "actor.layout.ep",
     "expert_tensor_parallel_size": "actor.layout.etp",
+    "filter_groups.enable": "batch.sampling_rounds",
     "free_cache_engine": "rollout.sleep",
     "gpu_memory_utilization": "rollout.kv_cache_gib (of an engine's rank, beside its weights)",
     "grad_clip": "actor.optimizer.clip_grad_norm",

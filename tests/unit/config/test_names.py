@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megarl.config.names import VERL, keys, suggest
+from tests.readme import text_of
 
 
 @pytest.mark.parametrize(
@@ -62,3 +65,14 @@ def test_verl_names_lead_to_keys_that_exist(name: str) -> None:
     first, *others = VERL[name].split(" (")[0].split(" and ")
     assert {first, *others} <= set(keys())
     assert name not in keys(), "a key of ours needs no translation"
+
+
+def test_names_on_the_page_of_verl_are_answered_as_the_page_does() -> None:
+    table = text_of("configs/coming-from-verl.md").partition("\n## ")[0]
+    rows = [
+        [re.sub(r"\(.*?\)", "", cell) for cell in row] for row in re.findall(r"^\| (`.*?) \| (.*) \|$", table, re.M)
+    ]
+    pairs = [(name, ours) for names, ours in rows for name in re.findall(r"`([a-z_.]+)`", names)]
+    translated = [(name, re.findall(r"`([a-z_.]+)", ours)) for name, ours in pairs if ours.startswith("`")]
+    assert len(translated) >= 45
+    assert [name for name, ours in translated if not any(key in suggest(name) for key in ours)] == []
