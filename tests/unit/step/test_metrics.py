@@ -4,8 +4,8 @@ import pytest
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.load import load
-from megarl.core.timing import Stopwatch
 from megarl.core.metrics import Metric
+from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, Sample, SampleInfo, VersionRun
 from megarl.step.metrics import step_metrics, update_rate
 from tests.paths import QUICKSTART
