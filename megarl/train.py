@@ -21,7 +21,7 @@ from megarl.data.prompts import load_prompts
 from megarl.run.loop import Loop, exit_status
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import dispatch, updates_of
-from megarl.step.metrics import step_metrics
+from megarl.step.metrics import step_metrics, update_rate
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes
 from megarl.step.rollouts import Rollouts, collect_rollouts
@@ -64,7 +64,7 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
     with watch.phase("train"):
         metrics = train(config, workers, rollouts, number, loop.state.average)
     with watch.phase("refit"):
-        metrics |= workers.refit.run(version=number)
+        metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
     return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)
 
 

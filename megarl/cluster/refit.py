@@ -6,9 +6,11 @@ on their Engine, by this on vLLM's workers (RefitExtension), which write the wei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
+from megarl.cluster.arrival import Arrival
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.session import Session
@@ -38,18 +40,22 @@ class Refit:
         self._session, self._config = session, config
         self._trainers, self._engines = trainers, engines
         self._export_plan = export_plan
-        self._verified = False
+        verify = config.rollout.verify_refit
+        self._arrival = None if verify == "off" else Arrival(self._checksums, verify, config.actor.frozen)
         self._connected: Collection[str] = ()
         self._plan: Plan | None = None
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
 
-    def run(self, version: int) -> dict[str, Metric]:
+    def run(self, version: int, rate: float = 0.0) -> dict[str, Metric]:
         """Makes every engine take the weights, in place, as this version. Returns metrics.
 
-        Raises RunFailure where that fails, or where the last engine is lost.
+        rate: the learning rate of the updates since the last refit, 0 where nothing was learned.
+
+        Raises RunFailure where that fails, where the weights do not arrive (see Arrival), or where the last engine is
+        lost.
         """
-        expected = self._expected()
+        expected = None if self._arrival is None else self._arrival.expect(regions(self._engines.holders), rate)
         while True:
             if self._connected != self._engines.names:
                 self._plan = None
@@ -83,14 +89,12 @@ class Refit:
         """The transport of the weights; trainer and engines are on one machine."""
         return "p2p" if self._config.sends_weights else device.memory_transport()
 
-    def _expected(self) -> dict[Region, Checksum] | None:
-        """Returns the checksums that the engines should have, None where the config does not have this refit
-        verified."""
-        when = self._config.rollout.verify_refit
-        if when == "off" or (when == "first" and self._verified):
-            return None
-        self._verified = True
-        return self._trainers.checksums(regions(self._engines.holders), CompactPlan.of(self._export_plan)).result()
+    def _checksums(self, wanted: Sequence[Region]) -> Mapping[Region, Checksum]:
+        return self._trainers.checksums(wanted, self._compact_export_plan).result()
+
+    @cached_property
+    def _compact_export_plan(self) -> CompactPlan:
+        return CompactPlan.of(self._export_plan)
 
     def _connect(self) -> None:
         if self._plan is None:

@@ -7,13 +7,14 @@ exports what: not from the plan by which they travelled.
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from megarl.resharding.piece import Holder, Rectangle, intersect, moved
+from megarl.resharding.piece import Holder, Rectangle, contains, intersect, moved
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import view
 
@@ -63,6 +64,22 @@ def regions(holders: Iterable[Holder]) -> list[Region]:
     return list(dict.fromkeys(found))
 
 
+def sample(whole: Sequence[Region], num_regions: int, num_elements: int) -> list[Region]:
+    """Returns corners of at most num_elements elements of at most num_regions regions, the same ones every time."""
+    chosen = random.Random(0).sample(range(len(whole)), min(num_regions, len(whole)))
+    return [region._replace(rectangle=_corner(region.rectangle, num_elements)) for region in (whole[i] for i in chosen)]
+
+
+def _corner(rectangle: Rectangle, num_elements: int) -> Rectangle:
+    """Returns the corner of at most num_elements elements that a rectangle starts with: whole rows, if they fit."""
+    spans: list[tuple[int, int]] = []
+    for start, stop in reversed(rectangle):
+        size = max(1, min(stop - start, num_elements))
+        spans.append((start, start + size))
+        num_elements //= size
+    return tuple(reversed(spans))
+
+
 @torch.no_grad()
 def own_checksums(
     wanted: Sequence[Region], plan: Plan, member: str, parameters: Mapping[str, torch.Tensor]
@@ -90,8 +107,11 @@ def own_checksums(
 
 @torch.no_grad()
 def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]) -> None:
-    """Checks some or all parameters of a destination. Raises RuntimeError that names the first region in which they are
-    not what is expected, and both sides of it."""
+    """Checks some or all parameters of a destination, as far as they are in expected regions. Raises RuntimeError that
+    names the first region in which they are not what is expected, and both sides of it."""
+    tensor_regions: dict[str, list[Region]] = defaultdict(list)
+    for region in expected:
+        tensor_regions[region.tensor].append(region)
     wrong = []
     for piece in (piece for piece in holder.pieces if piece.local in parameters):
         values = view(parameters[piece.local], piece.local_rectangle)
@@ -99,10 +119,14 @@ def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expect
             if values.count_nonzero():
                 wrong.append(f"padding of {holder.name} {piece.local} is not zero")
             continue
-        region = Region(piece.canonical, piece.canonical_rectangle, holder.dtypes[piece.local])
-        found = Checksum(checksum(values, region.rectangle), (f"{holder.name} {piece.local}",))
-        if found.value != expected[region].value:
-            wrong.append(f"{region} is {found}, but {expected[region]}")
+        for region in tensor_regions[piece.canonical]:
+            if region.dtype != holder.dtypes[piece.local] or not contains(piece.canonical_rectangle, region.rectangle):
+                continue
+            place = moved(region.rectangle, piece.canonical_rectangle, piece.local_rectangle)
+            value = checksum(view(parameters[piece.local], place), region.rectangle)
+            found = Checksum(value, (f"{holder.name} {piece.local}",))
+            if found.value != expected[region].value:
+                wrong.append(f"{region} is {found}, but {expected[region]}")
     if wrong:
         raise RuntimeError(f"the engine's weights are not the trainer's: {wrong[0]}; regions that differ: {len(wrong)}")
 

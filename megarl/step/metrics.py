@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.schema import Config
+from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
 from megarl.core.types import SampleInfo
 
@@ -26,6 +27,13 @@ def step_metrics(
         "weights/version": version,
         **_version_metrics(infos, version - 1),
     }
+
+
+def update_rate(metrics: Mapping[str, Metric]) -> float:
+    """Returns the mean learning rate of a step's updates of the actor, 0 where there were none, where all were skipped,
+    or where no gradient was left. metrics: those of the training."""
+    has_learned = "policy/grad_norm" in metrics and metrics["policy/grad_norm"].value > 0
+    return metrics["policy/lr"].value if has_learned else 0.0
 
 
 def _version_metrics(infos: Sequence[SampleInfo], trained: int) -> dict[str, float]:

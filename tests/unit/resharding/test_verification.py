@@ -10,9 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
-from megarl.resharding.piece import Holder
+from megarl.resharding.piece import Holder, num_elements
 from megarl.resharding.planning.planner import make_plan
-from megarl.resharding.verification import NOTHING, Checksum, Region, check_weights, checksum, own_checksums, regions
+from megarl.resharding.verification import (
+    NOTHING,
+    Checksum,
+    Region,
+    check_weights,
+    checksum,
+    own_checksums,
+    regions,
+    sample,
+)
 from tests.unit.resharding.cases import config_of, configs, layout_of, random_checkpoint, vllm_shard
 from tests.unit.resharding.test_round_trip import Weights, resharded
 
@@ -26,9 +35,12 @@ def trained(config, layout) -> tuple[list[Holder], Weights]:
     return ranks, resharded([folder], {folder.name: random_checkpoint(config)}, ranks)
 
 
-def expected_of(config, ranks: list[Holder], weights: Weights, engines: list[Holder]) -> dict[Region, Checksum]:
+def expected_of(
+    config, ranks: list[Holder], weights: Weights, engines: list[Holder], wanted: list[Region] | None = None
+) -> dict[Region, Checksum]:
+    """wanted: all that the engines hold, unless it is given."""
     plan = make_plan(ranks, [huggingface_holder(config)])
-    expected = dict.fromkeys(regions(engines), NOTHING)
+    expected = dict.fromkeys(regions(engines) if wanted is None else wanted, NOTHING)
     for rank in ranks:
         for region, part in own_checksums(list(expected), plan, rank.name, weights[rank.name]).items():
             expected[region] += part
@@ -43,6 +55,18 @@ def test_an_engine_that_holds_the_weights_is_found_right(case):
     ranks, weights = trained(config, layout)
     engines = vllm_holders(config, tp, replicas=1)
     expected = expected_of(config, ranks, weights, engines)
+    for rank, holder in enumerate(engines):
+        check_weights(holder, vllm_shard(config, random_checkpoint(config), tp, rank), expected)
+
+
+@settings(max_examples=25)
+@given(configs(), st.integers(1, 40))
+def test_a_sample_of_the_weights_is_found_right(case, num_elements):
+    config, layout, tp = case
+    ranks, weights = trained(config, layout)
+    engines = vllm_holders(config, tp, replicas=1)
+    wanted = sample(regions(engines), 1000, num_elements)
+    expected = expected_of(config, ranks, weights, engines, wanted)
     for rank, holder in enumerate(engines):
         check_weights(holder, vllm_shard(config, random_checkpoint(config), tp, rank), expected)
 
@@ -89,6 +113,20 @@ def test_a_difference_names_the_tensor_and_both_sides(parameter, damage, region,
     assert found, error.value
     assert (found[1], found[3], int(found[6])) == (region, parameter, count)
     assert found[2] != found[4]
+
+
+def test_older_weights_of_an_engine_differ_in_a_sample():
+    """One update later: every engine has what it had before."""
+    ranks, weights = trained(CONFIG, LAYOUT)
+    [engine] = vllm_holders(CONFIG, 1, replicas=1)
+    wanted = sample(regions([engine]), 4, 10)
+    assert len(wanted) == 4 and all(num_elements(region.rectangle) <= 10 for region in wanted)
+    assert wanted == sample(regions([engine]), 4, 10), "the same elements every time"
+    own = vllm_shard(CONFIG, random_checkpoint(CONFIG), 1, rank=0)
+    check_weights(engine, own, expected_of(CONFIG, ranks, weights, [engine], wanted))
+    updated = {rank: {name: weight + 1e-6 for name, weight in part.items()} for rank, part in weights.items()}
+    with pytest.raises(RuntimeError, match=r"the engine's weights are not the trainer's: .*; regions that differ: 4"):
+        check_weights(engine, own, expected_of(CONFIG, ranks, updated, [engine], wanted))
 
 
 def test_padding_is_zero():

@@ -4,9 +4,10 @@ import pytest
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.load import load
+from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, Sample, SampleInfo, VersionRun
-from megarl.step.metrics import step_metrics
+from megarl.step.metrics import step_metrics, update_rate
 from tests.paths import QUICKSTART
 
 
@@ -33,3 +34,10 @@ def remote_sample(*runs: tuple[int, int]) -> RemoteSample:
 def test_versions_older_than_the_one_that_is_trained_show(groups, staleness, mixed):
     metrics = step_metrics(load(QUICKSTART), groups, Stopwatch(), version=7)
     assert (metrics["weights/staleness_max"], metrics["weights/mixed_share"]) == (staleness, mixed)
+
+
+def test_a_step_without_an_update_or_a_gradient_has_no_learning_rate():
+    assert update_rate({"value/lr": Metric(1e-3), "value/grad_norm": Metric(2.0)}) == 0
+    assert update_rate({"policy/skipped_updates": Metric(2.0)}) == 0
+    assert update_rate({"policy/lr": Metric(1e-3), "policy/grad_norm": Metric(0.0)}) == 0
+    assert update_rate({"policy/lr": Metric(1e-3), "policy/grad_norm": Metric(2.0)}) == 1e-3

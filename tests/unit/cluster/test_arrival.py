@@ -1,0 +1,112 @@
+"""Whether what the trainer learns arrives: a refit after an update that changes no byte ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from megarl.cluster import arrival
+from megarl.cluster.arrival import Arrival
+from megarl.cluster.failure import RunFailure
+from megarl.resharding.piece import whole
+from megarl.resharding.verification import Checksum, Region, checksum
+
+NAMES = [f"model.layers.{i}.weight" for i in range(8)]
+REGIONS = [Region(name, whole((40, 50)), "float32") for name in NAMES]
+NOT_MOVED = "no byte of the actor's weights has changed"
+
+
+class FakeTrainers:
+    """Hold all weights themselves. asked: the number of regions in each question."""
+
+    def __init__(self) -> None:
+        self.weights = {name: torch.full((40, 50), 0.5) for name in NAMES}
+        self.asked: list[int] = []
+
+    def checksums(self, wanted: Sequence[Region]) -> Mapping[Region, Checksum]:
+        self.asked.append(len(wanted))
+        return {region: Checksum(checksum(self._values(region), region.rectangle), ()) for region in wanted}
+
+    def _values(self, region: Region) -> torch.Tensor:
+        (top, bottom), (left, right) = region.rectangle
+        return self.weights[region.tensor][top:bottom, left:right]
+
+    def learn(self, *names: str) -> None:
+        for name in names:
+            self.weights[name] += 1e-3
+
+
+@pytest.fixture
+def trainers() -> FakeTrainers:
+    return FakeTrainers()
+
+
+def watch(trainers: FakeTrainers, verify: str = "first", frozen: Sequence[str] = ()) -> Arrival:
+    """After the refit at the start of a run."""
+    watched = Arrival(trainers.checksums, verify, frozen)
+    watched.expect(REGIONS, 0.0)
+    return watched
+
+
+def test_a_step_that_changes_no_byte_ends_the_run(trainers):
+    watched = watch(trainers)
+    with pytest.raises(RunFailure, match=rf"{NOT_MOVED}.*sum of the learning rates 0\.001"):
+        watched.expect(REGIONS, 1e-3)
+
+
+def test_later_in_the_run_it_takes_a_second_step(trainers):
+    watched = watch(trainers)
+    for _ in range(3):
+        trainers.learn(*NAMES)
+        watched.expect(REGIONS, 1e-3)
+    watched.expect(REGIONS, 1e-3)
+    with pytest.raises(RunFailure, match=NOT_MOVED):
+        watched.expect(REGIONS, 1e-3)
+
+
+def test_a_step_that_has_learned_nothing_may_leave_all_as_it_is(trainers):
+    """A warm-up of the critic, updates that were all skipped, or a gradient of 0."""
+    watched = watch(trainers)
+    for _ in range(3):
+        watched.expect(REGIONS, 0.0)
+    trainers.learn(*NAMES)
+    watched.expect(REGIONS, 1e-3)
+
+
+def test_steps_whose_learning_rate_may_be_lost_in_rounding_are_added_up(trainers):
+    watched = watch(trainers)
+    for _ in range(5):
+        watched.expect(REGIONS, 1e-5)  # of 16,000 elements
+    with pytest.raises(RunFailure, match=NOT_MOVED):
+        for _ in range(5):
+            watched.expect(REGIONS, 1e-5)
+
+
+def test_weights_outside_the_sample_count_as_well(trainers, monkeypatch):
+    """Its embeddings or experts may not have been used."""
+    monkeypatch.setattr(arrival, "NUM_REGIONS", 2)
+    watched = watch(trainers)
+    sampled = {region.tensor for region in watched.expect(REGIONS, 0.0)}
+    for _ in range(4):
+        trainers.learn(*(name for name in NAMES if name not in sampled))
+        watched.expect(REGIONS, 1e-3)
+
+
+def test_all_are_expected_at_first_then_a_sample_of_what_is_trained(trainers, monkeypatch):
+    monkeypatch.setattr(arrival, "NUM_REGIONS", 3)
+    monkeypatch.setattr(arrival, "NUM_ELEMENTS", 100)
+    watched = Arrival(trainers.checksums, "first", ["model.layers.[0-3].*"])
+    first, later = watched.expect(REGIONS, 0.0), watched.expect(REGIONS, 0.0)
+    assert first.keys() >= set(REGIONS) and first.keys() >= later.keys()
+    assert len(later) == 3 and {region.tensor for region in later} <= set(NAMES[4:])
+    assert {region.rectangle for region in later} == {((0, 2), (0, 50))}
+    assert trainers.asked == [8 + 3, 3]
+
+
+def test_all_are_expected_each_time_where_that_is_asked_for(trainers):
+    watched = watch(trainers, "always")
+    assert watched.expect(REGIONS, 0.0).keys() >= set(REGIONS)
+    with pytest.raises(RunFailure, match=NOT_MOVED):
+        watched.expect(REGIONS, 1e-3)
