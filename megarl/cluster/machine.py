@@ -16,12 +16,12 @@ from megarl.planning.shared_gpu import Load, fullest_phase
 
 
 def check_machine(config: Config) -> None:
-    """Raises ValueError with a line for each thing that the devices do not allow."""
+    """Raises UserError with a line for each thing that the devices do not allow."""
     raise_all([rule(config) for rule in (_GPU_RULES if device.on_cuda() else _CPU_RULES)])
 
 
 def check_gpu_memory(config: Config, models: ModelFolders) -> None:
-    """Raises ValueError for shared GPUs without room for all that is on them at once."""
+    """Raises UserError for shared GPUs without room for all that is on them at once."""
     if not device.on_cuda() or not config.is_colocated or config.is_offline:
         return
     trained = models.trained(config)

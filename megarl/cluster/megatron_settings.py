@@ -15,7 +15,7 @@ PROGRAM = "megarl.megatron.preflight"
 
 
 def check_megatron_settings(config: Config, models: ModelFolders) -> None:
-    """Raises ValueError with a line for each of Megatron's dataclasses that does not take the settings of a model, and
+    """Raises UserError with a line for each of Megatron's dataclasses that does not take the settings of a model, and
     for a number format that this machine does not have.
 
     The check runs in a process that ends: Megatron's import takes seconds, and memory that the driver has no other use

@@ -12,6 +12,7 @@ from megarl.config.huggingface import left_out
 from megarl.config.model_rules import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
 from megarl.config.schema import Config, Role
 from megarl.config.trained_model import trained_hf_config
+from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here, read_config, resolve
 from megarl.data.tokenizer import load_tokenizer
 from megarl.resharding.selection import check_selections
@@ -42,7 +43,7 @@ class ModelFolders:
 
 
 def find_models(config: Config) -> ModelFolders:
-    """Finds all models of a run. Raises ValueError for one that is missing, or does not fit the config or the actor."""
+    """Finds all models of a run. Raises UserError for one that is missing, or does not fit the config or the actor."""
     actor = resolve(config.model.path)
     hf_config = read_config(actor)
     _check_actor(config, hf_config)
@@ -58,7 +59,7 @@ def find_models(config: Config) -> ModelFolders:
 
 def check_models_here(config: Config) -> list[str]:
     """Checks each config.json as `find_models` does, without a download or a conversion. Returns a line for each model,
-    which says that it was checked or why it could not be. Raises ValueError as `find_models` does."""
+    which says that it was checked or why it could not be. Raises UserError as `find_models` does."""
     lines: list[str] = []
 
     def look(key: str, path: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
@@ -133,15 +134,15 @@ def _reward_model(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> 
 
 
 def _check_reader(config: Config, folder: Path) -> None:
-    """Raises ValueError for a tokenizer that cannot read samples as the config wants."""
+    """Raises UserError for a tokenizer that cannot read samples as the config wants."""
     tokenizer, reads = load_tokenizer(folder, "reward_model.path"), config.reward_model.reads
     if not tokenizer.is_fast:
-        raise ValueError(
+        raise UserError(
             f"reward_model.reads={reads}: the tokenizer of {folder} does not tell which text a token is of; take a "
             "model with a tokenizer.json"
         )
     if reads == "chat" and tokenizer.chat_template is None:
-        raise ValueError(
+        raise UserError(
             f"reward_model.reads=chat: the tokenizer of {folder} has no chat template; set reward_model.reads=text"
         )
 
@@ -161,7 +162,7 @@ def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) 
 
 def _check_tokenizer(config: Config, key: str, path: str, folder: Path, actor: Path, remedy: str) -> None:
     if load_tokenizer(folder, key).get_vocab() != load_tokenizer(actor).get_vocab():
-        raise ValueError(
+        raise UserError(
             f"{key}={path}: its tokenizer is not that of model.path={config.model.path}, and it would read other text "
             f"in the token ids that were sampled; {remedy}"
         )

@@ -9,6 +9,7 @@ from typing import Any
 from megarl.config.document import show
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
+from megarl.core.errors import UserError
 
 FREE = (
     "resume",
@@ -43,7 +44,7 @@ what: `check_continues` compares the learning rates for that."""
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
     """Checks a configuration against the one that was saved at `step` in `checkpoint`, a name for the message.
 
-    Raises ValueError with a line for each key that makes it another run.
+    Raises UserError with a line for each key that makes it another run.
     """
     old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump()))
     problems = [
@@ -59,7 +60,7 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
     else:
         problems += _rates_done(config, saved["run"]["steps"], step, checkpoint)
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
 
 
 def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[str]:

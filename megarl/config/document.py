@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from megarl.core.errors import UserError
+
 Key = tuple[str | int, ...]
 """The names of a key from the top; integers index lists."""
 
@@ -47,28 +49,28 @@ class Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """Reads a YAML mapping. Raises ValueError that starts with `name` and, where there is one, line and column."""
+    """Reads a YAML mapping. Raises UserError that starts with `name` and, where there is one, line and column."""
     try:
         node, values = _read(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ValueError(f"{name}:{mark.line + 1}:{mark.column + 1}: {_reason(error)}") from None
+        raise UserError(f"{name}:{mark.line + 1}:{mark.column + 1}: {_reason(error)}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ValueError(f"{name}:{line}: {_reason(error)}") from None
+        raise UserError(f"{name}:{line}: {_reason(error)}") from None
     if values is None:
-        raise ValueError(f"{name}: the file is empty; a recipe starts with `base: base.yaml`")
+        raise UserError(f"{name}: the file is empty; a recipe starts with `base: base.yaml`")
     if not isinstance(values, dict):
-        raise ValueError(f"{name}:{node.start_mark.line + 1}: expected a mapping (KEY: VALUE), found {kind(values)}")
+        raise UserError(f"{name}:{node.start_mark.line + 1}: expected a mapping (KEY: VALUE), found {kind(values)}")
     return Document(values, {key: f"{name}:{line}" for key, line in _lines(node)})
 
 
 def parse_value(text: str) -> Any:
-    """Reads one YAML value. Raises ValueError with the reason if it is not one."""
+    """Reads one YAML value. Raises UserError with the reason if it is not one."""
     try:
         return _read(text)[1]
     except yaml.YAMLError as error:
-        raise ValueError(f"not a YAML value: {_reason(error)}") from None
+        raise UserError(f"not a YAML value: {_reason(error)}") from None
 
 
 def render(values: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.core.errors import UserError
+
 _ANY = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -115,11 +117,11 @@ class LatentAttention:
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config with the keys that config.json left out. Raises ValueError that lists the known families for a
+    """Returns the config with the keys that config.json left out. Raises UserError that lists the known families for a
     model of another one."""
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type} is not supported; the known ones are {', '.join(FAMILIES)}")
+        raise UserError(f"model_type {model_type} is not supported; the known ones are {', '.join(FAMILIES)}")
     return {**FAMILIES[model_type], **hf_config}
 
 

@@ -15,7 +15,7 @@ from megarl.config.violations import raise_all
 
 
 def check_layout(keys: str, layout: Layout) -> None:
-    """Raises ValueError with one line per broken rule."""
+    """Raises UserError with one line per broken rule."""
     raise_all(rule(keys, layout) for rule in LAYOUT_RULES)
 
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megarl.config import document, rules, violations
 from megarl.config.document import Document, Key
 from megarl.config.schema import Config
+from megarl.core.errors import UserError
 
 _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 
@@ -20,14 +21,14 @@ _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a recipe: its base files first, its own keys over them, then the overrides (KEY=VALUE) in their order.
 
-    Raises ValueError with one line for each violation: where it was given, key, value and remedy.
+    Raises UserError with one line for each violation: where it was given, key, value and remedy.
     """
     base, *overlays = (*_files(Path(path), ()), *map(_override, overrides))
     recipe = reduce(Document.overlay, overlays, base)
     try:
         config = Config.model_validate(recipe.values)
     except ValidationError as error:
-        raise ValueError("\n".join(violations.describe(error, recipe, str(path)))) from None
+        raise UserError("\n".join(violations.describe(error, recipe, str(path)))) from None
     rules.check(config, recipe.overlay(base).values)
     return config
 
@@ -42,13 +43,13 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
     here."""
     if path.resolve() in [file.resolve() for file in above]:
         chain = " -> ".join(str(file) for file in (*above, path))
-        raise ValueError(f"{above[-1]}: the base files form a cycle: {chain}; remove one `base`")
+        raise UserError(f"{above[-1]}: the base files form a cycle: {chain}; remove one `base`")
     recipe = document.parse(_text(path, above), str(path))
     if "base" in recipe.values:
         base = recipe.values.pop("base")
         place = recipe.origins[("base",)]
         if not isinstance(base, str):
-            raise ValueError(f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}")
+            raise UserError(f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}")
         yield from _files(path.parent / base, (*above, path))
     yield recipe
 
@@ -58,9 +59,9 @@ def _text(path: Path, above: tuple[Path, ...]) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         named_by = f" (the base of {above[-1]})" if above else ""
-        raise ValueError(f"{path}{named_by}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}{named_by}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
+        raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
 
 
 def _override(text: str) -> Document:
@@ -68,16 +69,16 @@ def _override(text: str) -> Document:
     name, equals, value_text = text.partition("=")
     place = violations.COMMAND_LINE
     if not (name and equals):
-        raise ValueError(f"{place}: {text!r}: expected KEY=VALUE, such as run.steps=3")
+        raise UserError(f"{place}: {text!r}: expected KEY=VALUE, such as run.steps=3")
     if index := _LIST_INDEX.search(name):
         whole = name[: index.start()]
-        raise ValueError(f"{place}: {name}: list indexes are not supported; give the whole list: {whole}='[...]'")
+        raise UserError(f"{place}: {name}: list indexes are not supported; give the whole list: {whole}='[...]'")
     if not value_text.strip():
-        raise ValueError(f"{place}: {name}= has no value; write {name}=null for none, or \"{name}=''\" for empty text")
+        raise UserError(f"{place}: {name}= has no value; write {name}=null for none, or \"{name}=''\" for empty text")
     try:
         value = document.parse_value(value_text)
     except ValueError as error:
-        raise ValueError(f"{place}: {text}: {error}") from None
+        raise UserError(f"{place}: {text}: {error}") from None
     key = tuple(name.split("."))
     origins = dict.fromkeys(_keys_within(key, value), place)
     for part in reversed(key):

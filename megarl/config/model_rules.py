@@ -14,10 +14,11 @@ from megarl.config.divisors import divisors, does_not_divide
 from megarl.config.huggingface import attention_window, completed, experts, kv_heads, unsupported
 from megarl.config.schema import Config, Placed
 from megarl.config.violations import raise_all
+from megarl.core.errors import UserError
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Checks the keys against the content of the model's config.json. Raises ValueError with a line per broken rule."""
+    """Checks the keys against the content of the model's config.json. Raises UserError with a line per broken rule."""
     model = _completed(config, config.actor, hf_config)
     actor_violations = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
     head = score_head_of(model)
@@ -53,7 +54,7 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
     head = score_head_of(reward)
     if head is None:
         architectures = ", ".join(reward.get("architectures") or ["none"])
-        raise ValueError(
+        raise UserError(
             f"{_model(config, placed)}: its architecture is {architectures}, without scores; take a classification "
             "checkpoint (...ForSequenceClassification or ...ForTokenClassification)"
         )
@@ -73,7 +74,7 @@ def check_implicit_reward_model(
     model = _completed(config, placed, reward_hf_config)
     violations = [rule(config, placed, model) for rule in _PLACED_MODEL_RULES]
     if score_head_of(model) is not None:
-        raise ValueError(
+        raise UserError(
             f"{_model(config, placed)}: its architecture is {', '.join(model['architectures'])}, and token rewards "
             "come from log-probs; take a language model (...ForCausalLM)"
         )
@@ -334,9 +335,9 @@ def _completed(config: Config, placed: Placed, hf_config: Mapping[str, Any]) -> 
     try:
         model = completed(hf_config)
     except ValueError as error:
-        raise ValueError(f"{_model(config, placed)}: {error}") from None
+        raise UserError(f"{_model(config, placed)}: {error}") from None
     if violation := model_config_is_complete(config, placed, model):
-        raise ValueError(violation)
+        raise UserError(violation)
     return model
 
 

@@ -22,7 +22,7 @@ from megarl.config.vllm_arguments import GIVEN, REFITTABLE
 
 def check(config: Config, defaults: Mapping[str, Any]) -> None:
     """Checks the keys against each other, and those that nothing reads against the base recipe's values (defaults).
-    Raises ValueError with one line per broken rule."""
+    Raises UserError with one line per broken rule."""
     placed_violations = [rule(config, placed) for placed in config.all_placed for rule in _PLACED_RULES]
     layout_violations = [
         rule(f"{placed.section}.layout.", placed.layout) for placed in config.all_placed for rule in LAYOUT_RULES

@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from megarl.config.document import Document, Key, kind, show
 from megarl.config.names import suggest
+from megarl.core.errors import UserError
 
 COMMAND_LINE = "command line"
 
@@ -95,7 +96,7 @@ def _dotted(key: Key) -> str:
 
 
 def raise_all(violations: Iterable[str | None]) -> None:
-    """Raises ValueError with a line for each violation, if there are any."""
+    """Raises UserError with a line for each violation, if there are any."""
     found = [violation for violation in violations if violation is not None]
     if found:
-        raise ValueError("\n".join(found))
+        raise UserError("\n".join(found))

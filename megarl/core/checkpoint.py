@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.core.errors import UserError
 from megarl.core.files import number_in, numbered
 
 MANIFEST = "manifest.json"
@@ -45,18 +46,18 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Reads a checkpoint's manifest. Raises ValueError that names what is missing or damaged, as far as sizes tell,
+        """Reads a checkpoint's manifest. Raises UserError that names what is missing or damaged, as far as sizes tell,
         and the checkpoint before."""
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             content = manifest["content"]
             intact = manifest["sha256"] == _digest(content)
         except FileNotFoundError:
-            raise ValueError(f"{path}: {MANIFEST} is missing; {_remedy(path)}") from None
+            raise UserError(f"{path}: {MANIFEST} is missing; {_remedy(path)}") from None
         except (ValueError, KeyError, TypeError):
             intact = False
         if not intact:
-            raise ValueError(f"{path}: {MANIFEST} is damaged; {_remedy(path)}")
+            raise UserError(f"{path}: {MANIFEST} is damaged; {_remedy(path)}")
         files = tuple(FileRecord(**record) for record in content["files"])
         checkpoint = cls(path, content["step"], content["state"], files)
         for record in files:
@@ -68,14 +69,14 @@ class Checkpoint:
         return sum(record.num_bytes for record in self.files)
 
     def verify(self, files: Iterable[FileRecord]) -> None:
-        """Reads these files of the checkpoint. Raises ValueError that names the first that differs from what was
+        """Reads these files of the checkpoint. Raises UserError that names the first that differs from what was
         written."""
         for record in files:
             self._check_size(record)
             with (self.path / record.path).open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if digest != record.sha256:
-                raise ValueError(
+                raise UserError(
                     f"{self.path}: {record.path} is damaged: its SHA-256 is {digest[:8]}… and was "
                     f"{record.sha256[:8]}…; {_remedy(self.path)}"
                 )
@@ -83,9 +84,9 @@ class Checkpoint:
     def _check_size(self, record: FileRecord) -> None:
         file = self.path / record.path
         if not file.exists():
-            raise ValueError(f"{self.path}: {record.path} is missing; {_remedy(self.path)}")
+            raise UserError(f"{self.path}: {record.path} is missing; {_remedy(self.path)}")
         if (size := file.stat().st_size) != record.num_bytes:
-            raise ValueError(
+            raise UserError(
                 f"{self.path}: {record.path} is damaged: it has {size:,} bytes and had {record.num_bytes:,}; "
                 f"{_remedy(self.path)}"
             )

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megarl.core.errors import UserError
+
 Progress = Callable[[str, int, int], None]
 """A function that is called with what has just been done ("checked", "written", "verified"), to how many bytes, and how
 many there are in all."""
@@ -24,7 +26,7 @@ def no_progress(done: str, num_bytes: int, total: int) -> None:
 @contextmanager
 def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
     """Gives a hidden folder beside `out` to write into, which becomes `out` at the end, when all of it is on the disk.
-    After an error nothing is left of it. Raises ValueError as require_room does.
+    After an error nothing is left of it. Raises UserError as require_room does.
     """
     require_room(out, num_bytes)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
@@ -38,13 +40,13 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def require_room(out: Path, num_bytes: int) -> None:
-    """Raises ValueError where `out` exists, or its disk has no room for it. num_bytes: about what will be written."""
+    """Raises UserError where `out` exists, or its disk has no room for it. num_bytes: about what will be written."""
     if out.exists():
-        raise ValueError(f"{out} exists already; give a new folder or remove it")
+        raise UserError(f"{out} exists already; give a new folder or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if num_bytes > free:
-        raise ValueError(
+        raise UserError(
             f"{out}: its disk has {free / 1e9:.2f} GB free, and {num_bytes / 1e9:.2f} GB are to be written; free some "
             "or give a folder on another disk"
         )

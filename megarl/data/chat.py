@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megarl.core.errors import UserError
 from megarl.data.row import Message
 
 if TYPE_CHECKING:
@@ -24,34 +25,34 @@ def render(
     for_answer   whether what leads to the assistant's next turn follows them
     place        the row that the error names
 
-    Raises ValueError where the template refuses the messages.
+    Raises UserError where the template refuses the messages.
     """
     from jinja2.exceptions import TemplateError
 
     try:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=for_answer, return_dict=False)
     except TemplateError as error:
-        raise ValueError(f"{place}: the model's chat template refuses the messages: {error}") from error
+        raise UserError(f"{place}: the model's chat template refuses the messages: {error}") from error
 
 
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], chat_template: bool, place: str
 ) -> list[int]:
     """Returns the prompt's token ids: by the chat template with what leads to the assistant's answer, or without the
-    template of the text as it is. Raises ValueError for a prompt without tokens."""
+    template of the text as it is. Raises UserError for a prompt without tokens."""
     if chat_template:
         ids = render(tokenizer, as_messages(prompt, "user"), place, for_answer=True)
     else:
         ids = tokenizer(plain(prompt, place))["input_ids"]
     if not ids:
-        raise ValueError(f"{place}: the prompt has no tokens; give it text, or drop the row")
+        raise UserError(f"{place}: the prompt has no tokens; give it text, or drop the row")
     return ids
 
 
 def plain(said: str | list[Message], place: str) -> str:
-    """Returns plain text as it is. Raises ValueError for messages, which only a chat template can write out."""
+    """Returns plain text as it is. Raises UserError for messages, which only a chat template can write out."""
     if not isinstance(said, str):
-        raise ValueError(f"{place}: a list of messages needs data.chat_template: true, or give plain text")
+        raise UserError(f"{place}: a list of messages needs data.chat_template: true, or give plain text")
     return said
 
 
@@ -62,7 +63,7 @@ def conversation(
     says it: in its turns from message number `first` on, the end of the sequence included if the template ends a turn
     with it.
 
-    A turn is what its message adds to the conversation before it. Raises ValueError where there is no such turn, or
+    A turn is what its message adds to the conversation before it. Raises UserError where there is no such turn, or
     where the template writes earlier turns otherwise once a later one is there, so that no id belongs to one turn.
     """
     ids: list[int] = []
@@ -79,7 +80,7 @@ def conversation(
         ids = after
         said += [False] * (len(ids) - len(said))
     if True not in said:
-        raise ValueError(f"{place}: the assistant says nothing there that could be learned; drop the row")
+        raise UserError(f"{place}: the assistant says nothing there that could be learned; drop the row")
     length = len(said) - said[::-1].index(True)
     return ids[:length], said[:length]
 
@@ -92,7 +93,7 @@ def _up_to_end(turn: Sequence[int], eos: int | None) -> int:
 
 def _require_beginning(longer: Sequence[int], shorter: Sequence[int], number: int, place: str) -> None:
     if list(longer[: len(shorter)]) != list(shorter):
-        raise ValueError(
+        raise UserError(
             f"{place}: the chat template's ids of message {number + 1} do not begin with those of the conversation "
             "before it, so that they cannot be told apart (it changes or leaves out parts of earlier turns, or the "
             "tokenizer joins the two); drop the row, or split it after its first answer"

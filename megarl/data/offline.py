@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.config.schema import Config
+from megarl.core.errors import UserError
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_messages, arithmetic_preferences
 from megarl.data.chat import as_messages, conversation, plain, prompt_ids
@@ -51,7 +52,7 @@ class OfflineData:
 def load_offline_data(config: Config, model_folder: Path) -> OfflineData:
     """Reads and tokenises every row.
 
-    Raises ValueError, with source and row, for one that cannot be read or tokenised or, unless data.overlong=drop,
+    Raises UserError, with source and row, for one that cannot be read or tokenised or, unless data.overlong=drop,
     has more than rollout.context_length tokens; and for a source with too few rows.
     """
     tokenizer = load_tokenizer(model_folder)
@@ -97,7 +98,7 @@ def _conversation(
     tokens."""
     ids, said = conversation(tokenizer, row.messages, place)
     if said[0]:
-        raise ValueError(f"{place}: no token comes before the assistant's first; give it a prompt, or drop the row")
+        raise UserError(f"{place}: no token comes before the assistant's first; give it a prompt, or drop the row")
     return [(said.index(True), (ids, said))]
 
 
@@ -128,7 +129,7 @@ def _answered(
     if config.data.chat_template:
         asked, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
         if answer[0]["role"] != "assistant":
-            raise ValueError(f"{place}: begins with the role {answer[0]['role']!r}; a response is the assistant's")
+            raise UserError(f"{place}: begins with the role {answer[0]['role']!r}; a response is the assistant's")
         return conversation(tokenizer, [*asked, *answer], place, first=len(asked))
     ids = tokenizer(plain(response, place), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return prompt_ids + ids, [False] * len(prompt_ids) + [True] * len(ids)

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.core.errors import UserError
 from megarl.core.types import SampleInfo
 from megarl.planning.token_cost import TokenCost
 
@@ -105,7 +106,7 @@ def bundle(
     """Returns bundles within the token budget, of at most `most_samples` samples or of one unit; unless prompts are
     shared, each is one unit.
 
-    Raises ValueError for a unit that alone has more tokens: it is never split over microbatches.
+    Raises UserError for a unit that alone has more tokens: it is never split over microbatches.
     """
     bundles: list[_Counts] = []
     unfinished: dict[str, _Counts] = {}
@@ -169,7 +170,7 @@ def _check_fits(unit: _Counts, packing: Packing) -> None:
         what, kind = f"sample {unit.samples[0]} alone", "sample"
         if len(unit.samples) > 1:
             what, kind = f"the pair of samples {unit.samples[0]} and {unit.samples[1]}", "pair"
-        raise ValueError(
+        raise UserError(
             f"tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, and {what} has {needed}; a "
             f"{kind} is never split over microbatches, so raise it to at least {needed} (divided by the "
             "context-parallel ranks)"

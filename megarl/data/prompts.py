@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.schema import Config, Data
+from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import as_messages, prompt_ids
@@ -44,7 +45,7 @@ class PromptSet:
 def load_prompts(config: Config, model_folder: Path) -> PromptSet:
     """Reads and tokenises every prompt.
 
-    Raises ValueError, with source and row, for a row that cannot be read or tokenised, for a prompt that leaves no
+    Raises UserError, with source and row, for a row that cannot be read or tokenised, for a prompt that leaves no
     room for `rollout.max_new_tokens` (unless data.overlong=drop), and for a source with too few rows.
     """
     tokenizer = load_tokenizer(model_folder)
@@ -57,7 +58,7 @@ def load_prompts(config: Config, model_folder: Path) -> PromptSet:
 
 def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, model_folder: Path) -> None:
     if config.data.chat_template and tokenizer.chat_template is None:
-        raise ValueError(
+        raise UserError(
             f"data.chat_template is true, but the tokenizer of {model_folder} has no chat template; set it to false"
         )
 
@@ -71,15 +72,15 @@ def _rows(config: Config) -> Iterator[Row]:
 
 
 def require_size(num_rows: int, num_kept: int, data: Data) -> None:
-    """Raises ValueError for a source with too few rows, or none that is kept."""
+    """Raises UserError for a source with too few rows, or none that is kept."""
     if num_rows == 0:
-        raise ValueError(f"data.source: {data.source} has no rows; give a file with at least one")
+        raise UserError(f"data.source: {data.source} has no rows; give a file with at least one")
     if data.size is not None and num_rows < data.size:
-        raise ValueError(
+        raise UserError(
             f"data.size is {data.size}, but {data.source} has {num_rows} rows; lower it, or set it to null for all"
         )
     if num_kept == 0:
-        raise ValueError(
+        raise UserError(
             f"data.overlong=drop: all {num_rows} rows of {data.source} are too long; raise rollout.context_length"
         )
 
@@ -101,7 +102,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
 
 def too_long(length: int, what: str, config: Config, place: str) -> bool:
     """Returns whether a row of `length` tokens is dropped, as it and the response that is sampled after it have no room
-    in rollout.context_length. Raises ValueError for a row without room unless data.overlong=drop."""
+    in rollout.context_length. Raises UserError for a row without room unless data.overlong=drop."""
     new, context = 0 if config.is_offline else config.rollout.max_new_tokens, config.rollout.context_length
     needed = length + new
     if needed <= context:
@@ -110,7 +111,7 @@ def too_long(length: int, what: str, config: Config, place: str) -> bool:
         return True
     sampled = f", and {length} + rollout.max_new_tokens {new} = {needed}" if new else ""
     lower = "lower rollout.max_new_tokens, " if new else ""
-    raise ValueError(
+    raise UserError(
         f"{place}: {what} has {length} tokens{sampled} > rollout.context_length {context}; raise "
         f"rollout.context_length to at least {needed}, {lower}or drop the row (all such: data.overlong=drop)"
     )

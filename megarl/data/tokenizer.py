@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.core.errors import UserError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -13,10 +15,10 @@ GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a Hugging Face folder, which was given for the config key `key`. Raises ValueError if the
+    """Loads the tokenizer of a Hugging Face folder, which was given for the config key `key`. Raises UserError if the
     folder holds none."""
     if not any(folder.glob("tokenizer*")):
-        raise ValueError(f"{key}: {folder} has no tokenizer; copy the model's tokenizer files into it")
+        raise UserError(f"{key}: {folder} has no tokenizer; copy the model's tokenizer files into it")
     if _is_generic(folder):
         from transformers import PreTrainedTokenizerFast
 

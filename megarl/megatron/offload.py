@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megarl.core import device
+from megarl.core.errors import UserError
 
 Part = Literal["parameters", "gradients", "optimizer"]
 
@@ -31,12 +32,12 @@ class Offload:
         """Host memory of the bytes of each storage while it is away."""
 
     def move_out(self, part: Part) -> int:
-        """Moves a part to host memory, and returns the bytes that this frees on the device. Raises ValueError where the
+        """Moves a part to host memory, and returns the bytes that this frees on the device. Raises UserError where the
         part is published."""
         assert part not in self._away, f"{part} are away already"
         storages = list(self._storages(part))
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in storages):
-            raise ValueError(f"offload: the {part} are published in shared memory, where engines read them; keep them")
+            raise UserError(f"offload: the {part} are published in shared memory, where engines read them; keep them")
         self._away[part] = [(storage, self._to_host(storage)) for storage in storages]
         num_bytes = sum(storage.nbytes() for storage in storages)
         device.synchronize()  # the copies are done before the memory is anybody else's

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from megarl.core.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -20,7 +22,7 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
     key    the key under which they are given, such as actor.megatron_overrides.model
     ours   fields that follow from keys of our own -> that key; None: no key, the trainer relies on its value
 
-    Raises ValueError for a field that is unknown, one of ours, or of another type.
+    Raises UserError for a field that is unknown, one of ours, or of another type.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(target)}
     hints = get_type_hints(target)
@@ -29,7 +31,7 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
         if name not in defaults:
             near = difflib.get_close_matches(name, defaults, n=1)
             remedy = f"did you mean {near[0]}?" if near else "leave it out"
-            raise ValueError(f"{key}.{name}={value}: Megatron's {target.__name__} has no such field; {remedy}")
+            raise UserError(f"{key}.{name}={value}: Megatron's {target.__name__} has no such field; {remedy}")
         if name in ours:
             home = ours[name]
             why = (
@@ -37,17 +39,17 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
                 if home
                 else "the trainer relies on its own value; leave it out"
             )
-            raise ValueError(f"{key}.{name}={value}: {why}")
+            raise UserError(f"{key}.{name}={value}: {why}")
         values[name] = _converted(f"{key}.{name}", value, hints[name] | None if defaults[name] is None else hints[name])
     return values
 
 
 def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
-    """Makes the dataclass. Raises ValueError that names the settings for fields that it refuses."""
+    """Makes the dataclass. Raises UserError that names the settings for fields that it refuses."""
     try:
         return target(**fields)
     except (AssertionError, ValueError) as error:
-        raise ValueError(f"{settings}: Megatron's {target.__name__} refuses these settings: {error}") from error
+        raise UserError(f"{settings}: Megatron's {target.__name__} refuses these settings: {error}") from error
 
 
 def described(section: str, key: str, extra: Mapping[str, Any]) -> str:
@@ -67,7 +69,7 @@ def _converted(key: str, value: Any, hint: Any) -> Any:
     try:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(named, strict=True)
     except ValidationError:
-        raise ValueError(f"{key}={value!r}: expected {_readable(hint)}, found {type(value).__name__}") from None
+        raise UserError(f"{key}={value!r}: expected {_readable(hint)}, found {type(value).__name__}") from None
 
 
 def _readable(hint: Any) -> str:

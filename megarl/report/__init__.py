@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from megarl.core.errors import UserError
 from megarl.report.history import read_history
 from megarl.report.page import Run, render
 from megarl.report.viewer import read_rollouts
@@ -16,11 +17,11 @@ from megarl.run.folder import RunFolder
 def write(folder: Path) -> Path:
     """Writes report.html of the run in `folder`, which may be unfinished or cut short by a crash; returns its path.
 
-    Raises ValueError if `folder` is not a run folder.
+    Raises UserError if `folder` is not a run folder.
     """
     run_folder = RunFolder(Path(folder))
     if not (run_folder.metrics.exists() or run_folder.manifest.exists()):
-        raise ValueError(f"{folder}: no metrics.jsonl or manifest.json here; give the folder of a run")
+        raise UserError(f"{folder}: no metrics.jsonl or manifest.json here; give the folder of a run")
     config_text, manifest_text = _text(run_folder.config), _text(run_folder.manifest)
     config = yaml.safe_load(config_text) or {}
     manifest = json.loads(manifest_text or "{}")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import filter as matches
 from typing import TYPE_CHECKING, Any
 
+from megarl.core.errors import UserError
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.piece import Holder
 
@@ -17,7 +18,7 @@ ONE_PROCESS = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_la
 
 
 def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
-    """Checks before anything starts what a section's keys select of its model. Raises ValueError for a selection that
+    """Checks before anything starts what a section's keys select of its model. Raises UserError for a selection that
     cannot be made, and where nothing is left to train."""
     names = huggingface_holder(hf_config).shapes
     whole = trained.layout.model_copy(update=ONE_PROCESS)
@@ -27,7 +28,7 @@ def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
     key = f"{trained.section}.frozen"
     frozen = whole_parameters(key, select_tensors(key, trained.frozen, names), holder)
     if len(frozen) == len(holder.shapes):
-        raise ValueError(f"{key}={trained.frozen}: nothing is left to train; match fewer tensors")
+        raise UserError(f"{key}={trained.frozen}: nothing is left to train; match fewer tensors")
 
 
 def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) -> set[str]:
@@ -35,14 +36,14 @@ def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) ->
 
     key   where the patterns are given, such as actor.frozen
 
-    Raises ValueError for a pattern that matches nothing.
+    Raises UserError for a pattern that matches nothing.
     """
     selected: set[str] = set()
     for pattern in patterns:
         found = matches(names, pattern)
         if not found:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or list(names)[:3]
-            raise ValueError(f"{key}: {pattern} matches no tensor of the model; near to it are {', '.join(near)}")
+            raise UserError(f"{key}: {pattern} matches no tensor of the model; near to it are {', '.join(near)}")
         selected.update(found)
     return selected
 
@@ -50,7 +51,7 @@ def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) ->
 def whole_parameters(key: str, selected: Collection[str], holder: Holder) -> list[str]:
     """Returns the holder's parameters that are made of selected tensors, by their local names.
 
-    Raises ValueError for one that is made of selected and of other tensors.
+    Raises UserError for one that is made of selected and of other tensors.
     """
     parts: dict[str, dict[str, None]] = {name: {} for name in holder.shapes}
     for piece in holder.pieces:
@@ -61,7 +62,7 @@ def whole_parameters(key: str, selected: Collection[str], holder: Holder) -> lis
         inside = [name for name in tensors if name in selected]
         outside = [name for name in tensors if name not in selected]
         if inside and outside:
-            raise ValueError(
+            raise UserError(
                 f"{key}: it matches {', '.join(inside)} but not {', '.join(outside)}, and the trainer holds these as "
                 f"one parameter; match all {len(tensors)} or none"
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megarl.core.errors import UserError
 from megarl.rewards.exact import exact_match
 from megarl.rewards.numeric import numeric_match
 
@@ -21,30 +22,30 @@ FUNCTIONS: dict[str, RewardFunction] = {"exact_match": exact_match, "numeric_mat
 
 
 def resolve(name: str) -> RewardFunction:
-    """Returns a function of FUNCTIONS, or `path/to/file.py:function`. Raises ValueError if there is none."""
+    """Returns a function of FUNCTIONS, or `path/to/file.py:function`. Raises UserError if there is none."""
     if name in FUNCTIONS:
         return FUNCTIONS[name]
     if ":" in name:
         return from_file("rewards.functions", name, "prompt, response, answer")
     if name.endswith(".py"):
-        raise ValueError(f"rewards.functions: {name} names a file but no function; write {name}:FUNCTION")
+        raise UserError(f"rewards.functions: {name} names a file but no function; write {name}:FUNCTION")
     close = difflib.get_close_matches(name, FUNCTIONS, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    raise ValueError(
+    raise UserError(
         f"rewards.functions: no function {name!r}; {hint}known: {', '.join(FUNCTIONS)}, or path/to/file.py:function"
     )
 
 
 def from_file(key: str, name: str, arguments: str) -> Callable[..., float | bool]:
-    """Returns the function of `path/to/file.py:function`, which a key of the config names. Raises ValueError if there
+    """Returns the function of `path/to/file.py:function`, which a key of the config names. Raises UserError if there
     is none."""
     file, _, function = name.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{key}: {path} is not a Python file; check the path (now in {Path.cwd()})")
+        raise UserError(f"{key}: {path} is not a Python file; check the path (now in {Path.cwd()})")
     found = getattr(_load(key, path), function, None)
     if not callable(found):
-        raise ValueError(f"{key}: {path} has no function {function!r}; define it as {function}({arguments})")
+        raise UserError(f"{key}: {path} has no function {function!r}; define it as {function}({arguments})")
     return found
 
 
@@ -56,5 +57,5 @@ def _load(key: str, path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything
-        raise ValueError(f"{key}: importing {path} raised {type(error).__name__}: {error}; fix the file") from error
+        raise UserError(f"{key}: importing {path} raised {type(error).__name__}: {error}; fix the file") from error
     return module

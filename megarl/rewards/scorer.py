@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.config import schema
+from megarl.core.errors import UserError
 from megarl.core.types import Sample, Score, TokenTotals
 from megarl.rewards import judge, registry
 from megarl.rewards.classifier import ModelReward
@@ -30,7 +31,7 @@ class Scorer:
         judge_name: str | None = None,
         rewards_tokens: bool = False,
     ) -> None:
-        """Raises ValueError for a function that is not found or is listed twice.
+        """Raises UserError for a function that is not found or is listed twice.
 
         model_weight     the weight of a reward model's score, which others compute
         judge_name       path/to/file.py:function
@@ -39,7 +40,7 @@ class Scorer:
         names = [entry.function for entry in functions]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"rewards.functions: {twice} is listed twice; list it once, with the sum of the weights")
+            raise UserError(f"rewards.functions: {twice} is listed twice; list it once, with the sum of the weights")
         self._functions = {name: registry.resolve(name) for name in names}
         self._judge: judge.Judge | None = None
         if judge_name is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.checkpoint import NAME, PREFIX, Checkpoint, FileRecord, write_manifest, write_synced
+from megarl.core.errors import UserError
 from megarl.core.files import numbered, sync
 
 POINTER = "latest"
@@ -41,11 +42,11 @@ class Checkpoints:
         return self.path / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
-        """Raises ValueError where the disk has no room for so many checkpoints of num_bytes each. keep: the value of
+        """Raises UserError where the disk has no room for so many checkpoints of num_bytes each. keep: the value of
         checkpoint.keep, for the message."""
         free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
-            raise ValueError(
+            raise UserError(
                 f"checkpoint.keep={keep}: {self.path} has {free / 1e9:.2f} GB free, and {number} more "
                 f"{'checkpoint needs' if number == 1 else 'checkpoints need'} {number} x {num_bytes / 1e9:.2f} = "
                 f"{number * num_bytes / 1e9:.2f} GB (one is written before the oldest is removed); free some there, "

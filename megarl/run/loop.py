@@ -56,7 +56,7 @@ class Loop:
     @contextmanager
     def prepare(cls, config: Config, models: ModelFolders, data: PromptSet | OfflineData) -> Iterator[Loop]:
         """Locks and opens the run's folder and prints the run's summary, before any process is started. Raises
-        ValueError for a folder in use, for a `resume` that is no checkpoint, and for a disk without room for the next
+        UserError for a folder in use, for a `resume` that is no checkpoint, and for a disk without room for the next
         checkpoint."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place(config, on_gpus=device.on_cuda())

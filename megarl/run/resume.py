@@ -11,6 +11,7 @@ from megarl.algorithms.baselines import MovingAverage
 from megarl.config.continuation import check_continues
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, Checkpoint
+from megarl.core.errors import UserError
 from megarl.data.cursor import PromptCursor
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
@@ -54,7 +55,7 @@ class ResumePoint:
 
 
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int) -> ResumePoint:
-    """Opens the run's folder as the key `resume` says. num_bytes: the size of a checkpoint. Raises ValueError, and
+    """Opens the run's folder as the key `resume` says. num_bytes: the size of a checkpoint. Raises UserError, and
     leaves the folder as it was, for a checkpoint that is missing, damaged, or of another run, and for a disk without
     room for those to come."""
     path = _checkpoint_path(config)
@@ -87,13 +88,13 @@ def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
 
 
 def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
-    """Returns whether the checkpoint is one of this run's. Raises ValueError for one that would be moved aside with the
+    """Returns whether the checkpoint is one of this run's. Raises UserError for one that would be moved aside with the
     run's folder."""
     path, name = checkpoint.path.resolve(), NAME.format(checkpoint.step)
     if path == checkpoints.path.resolve() / name:
         return True
     if path.is_relative_to(checkpoints.path.parent.resolve()):
-        raise ValueError(
+        raise UserError(
             f"resume={checkpoint.path}: it lies in the folder of this run, where its name is checkpoints/{name}; give "
             "it that name, or move it elsewhere"
         )
@@ -104,7 +105,7 @@ def _open(path: Path, config: Config, data: PromptSet | OfflineData) -> Checkpoi
     checkpoint = Checkpoint.open(path)
     check_continues(config, checkpoint.state["config"], checkpoint.step, str(path))
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:
-        raise ValueError(
+        raise UserError(
             f"data.source={config.data.source}: its {config.data.rows} have changed since {path} was saved (hash "
             f"{data.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with resume=never"
         )
@@ -119,7 +120,7 @@ def _checkpoint_path(config: Config) -> Path | None:
     # Links are resolved: the run's folder is moved away, unless the checkpoint is found to lie in it.
     path = Path(config.resume).expanduser().resolve()
     if not path.is_dir():
-        raise ValueError(
+        raise UserError(
             f"resume={config.resume}: there is no such folder; give never, auto or the folder of a checkpoint"
         )
     return path

@@ -9,6 +9,7 @@ from statistics import fmean, pstdev
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.schema import Config
+from megarl.core.errors import UserError
 from megarl.core.metrics import Metric, merge
 from megarl.core.types import NO_BASELINE, NO_TOTALS, Baseline, Score, TokenTotals
 from megarl.rewards.overlong import overlong_penalty
@@ -51,7 +52,7 @@ def select(
     rewards.failure_limit the run stops."""
     failures = [score.failure for score in scores if score.failure is not None]
     if len(failures) > config.rewards.failure_limit * len(scores):
-        raise ValueError(
+        raise UserError(
             f"{failures[0]} ({len(failures)} of {len(scores)} samples failed; rewards.failure_limit="
             f"{config.rewards.failure_limit:g} allows {config.rewards.failure_limit * len(scores):g})"
         )

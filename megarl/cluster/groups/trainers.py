@@ -55,7 +55,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         self.offloads = bool(config.placed(role).offload)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
-        """Loads the checkpoint on all ranks. Raises ValueError that names a damaged file, before any rank reads more
+        """Loads the checkpoint on all ranks. Raises UserError that names a damaged file, before any rank reads more
         than the files' checksums."""
         role = self._role
         checked = self._submit(

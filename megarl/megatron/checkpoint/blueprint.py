@@ -46,7 +46,7 @@ def blueprint(
 
     dtype: the dtype of the holder's weights (None: that of config.json)
     format: the metadata for Megatron's `sharded_state_dict`
-    Raises ValueError where the model does not divide by the layout.
+    Raises UserError where the model does not divide by the layout.
     """
     holder = megatron_holder(hf_config, layout, rank, dtype)
     with parallel.pretended(layout, rank):

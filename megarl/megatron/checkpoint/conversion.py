@@ -18,6 +18,7 @@ from megarl.config.huggingface import left_out
 from megarl.config.layout_rules import check_layout
 from megarl.config.schema import Layout
 from megarl.config.value_head import without_value_head
+from megarl.core.errors import UserError
 from megarl.core.files import Progress, new_folder, no_progress, require_room
 from megarl.data.model_folder import read_config, resolve
 from megarl.megatron.checkpoint.blueprint import RankBlueprint, blueprint
@@ -73,7 +74,7 @@ class Weights:
     """A source of weights: its holder, its transport, and the folder `files` with the other files of a Hugging Face
     folder.
 
-    check: checks the source's files, which takes as long as reading them; raises ValueError
+    check: checks the source's files, which takes as long as reading them; raises UserError
     """
 
     hf_config: Mapping[str, Any]
@@ -93,7 +94,7 @@ def layout_of_files(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
 ) -> Layout:
-    """Returns a layout with as few data-parallel ranks as the experts need. Raises ValueError for sizes that do not go
+    """Returns a layout with as few data-parallel ranks as the experts need. Raises UserError for sizes that do not go
     together."""
     experts = ep * (tp if etp is None else etp)
     layout = Layout(
@@ -117,7 +118,7 @@ def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Op
 
     folder   a path for megarl.data.model_folder.resolve
     layout   the layout of the ranks that the checkpoint is written for
-    Raises ValueError, with nothing left behind, for a folder that does not fit its config.json.
+    Raises UserError, with nothing left behind, for a folder that does not fit its config.json.
     """
     with _open_folder(resolve(str(folder), key="--hf")) as weights:
         return _write_checkpoint(weights, layout, out, _common(), options)
@@ -265,7 +266,7 @@ def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
         if piece.canonical is not None:
             dtype = dtypes[piece.canonical]
             if found.setdefault(piece.local, dtype) != dtype:
-                raise ValueError(
+                raise UserError(
                     f"{piece.canonical} is {dtype}, and other tensors in the same parameter of Megatron's are "
                     f"{found[piece.local]}; give --dtype"
                 )

@@ -44,7 +44,7 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Describes the checkpoint at `path`. Raises ValueError for a folder that is no whole checkpoint."""
+    """Describes the checkpoint at `path`. Raises UserError for a folder that is no whole checkpoint."""
     path = model_path(path)
     description = path / DESCRIPTION / "config.json"
     model = json.loads(description.read_text(encoding="utf-8"))["model_type"] if description.is_file() else None

@@ -34,6 +34,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
 from megarl.core.checkpoint import FileRecord, seal
+from megarl.core.errors import UserError
 from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
 from megarl.megatron.checkpoint.optimizer_state import Shard, sharded_like
@@ -140,7 +141,7 @@ def load(
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
     differing = unexpected | {key for key in missing if not key.startswith(RANDOM)}
     if differing:
-        raise ValueError(f"{folder}: it is the checkpoint of another model: {sorted(differing)[0]} is in one only")
+        raise UserError(f"{folder}: it is the checkpoint of another model: {sorted(differing)[0]} is in one only")
     for index, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{index}"])
     weight_snapshots.restore(loaded.get(SNAPSHOTS, {}))

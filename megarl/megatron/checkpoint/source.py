@@ -17,6 +17,7 @@ from megarl.config.schema import Config, Layout, Role
 from megarl.config.trained_model import trained_hf_config
 from megarl.config.value_head import with_value_head
 from megarl.core.checkpoint import Checkpoint, FileRecord, is_checkpoint
+from megarl.core.errors import UserError
 from megarl.core.files import Progress
 from megarl.data.model_folder import read_config, resolve
 from megarl.megatron.checkpoint.blueprint import blueprint
@@ -69,7 +70,7 @@ class CheckpointSource:
         return stream.getvalue()
 
     def check_files(self, progress: Progress) -> None:
-        """Checks the files of a run's checkpoint. Raises ValueError that names a file which is not what the run
+        """Checks the files of a run's checkpoint. Raises UserError that names a file which is not what the run
         wrote."""
         if self.sealed is not None:
             records = _records(self.sealed, self.path)
@@ -86,7 +87,7 @@ class CheckpointSource:
 
 @contextmanager
 def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[CheckpointSource]:
-    """Opens a checkpoint as a source of weights. Raises ValueError where it is no whole checkpoint of this model.
+    """Opens a checkpoint as a source of weights. Raises UserError where it is no whole checkpoint of this model.
 
     path          a converted checkpoint, or in a run `checkpoints/step_…` (its actor) or one of the folders in it
     huggingface   a folder with the config.json and the tokenizer of its model (None: those that the checkpoint has, or
@@ -134,11 +135,11 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
         files = resolve(str(huggingface or description), key="--hf")
         return files, read_config(files)
     if sealed is None:
-        raise ValueError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
+        raise UserError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
     try:
         config = Config.model_validate(sealed.state["config"])
     except ValidationError:
-        raise ValueError(f"{path}: its run's recipe is of another version of megarl; give --hf") from None
+        raise UserError(f"{path}: its run's recipe is of another version of megarl; give --hf") from None
     role = path.name
     model_source = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
     files = resolve(model_source, key="--hf")
@@ -153,7 +154,7 @@ def _format(folder: TorchDistFolder) -> dict[str, Any]:
 def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], folder: TorchDistFolder) -> None:
     for extent in extents:
         if extent.key not in folder.tensors:
-            raise ValueError(f"{path}: {extent.key} is missing, which a model with this config.json has")
+            raise UserError(f"{path}: {extent.key} is missing, which a model with this config.json has")
         _check_shape(path, extent, folder.tensors[extent.key], ModelShape.of(hf_config).vocab)
 
 
@@ -173,11 +174,11 @@ def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
 def refuse_unexpected(path: Path, names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise ValueError(f"{path}: {names[0]}{more}: unexpected, a model with this config.json has no such tensor")
+        raise UserError(f"{path}: {names[0]}{more}: unexpected, a model with this config.json has no such tensor")
 
 
 def _check_shape(path: Path, extent: Extent, stored: StoredTensor, vocab: int) -> None:
     found, expected = stored.shape, extent.global_shape
     repadded = extent.resizable and min(found[0], expected[0]) >= vocab and found[1:] == expected[1:]
     if found != expected and not repadded:
-        raise ValueError(f"{path}: {extent.key} has shape {found}, but config.json makes it {expected}")
+        raise UserError(f"{path}: {extent.key} has shape {found}, but config.json makes it {expected}")

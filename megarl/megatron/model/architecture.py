@@ -26,7 +26,7 @@ and exported model would compute something else."""
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields for a config. Raises ValueError for features that are not supported."""
+    """Returns the fields for a config. Raises UserError for features that are not supported."""
     shape, model = ModelShape.of(hf_config), completed(hf_config)
     return dict(
         **_experts(shape, model),

@@ -8,6 +8,7 @@ import torch
 
 from megarl.config.schema import Trained
 from megarl.core import device
+from megarl.core.errors import UserError
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
@@ -18,7 +19,7 @@ CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "m
 
 
 def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig for number formats. Raises ValueError where this machine has no such
+    """Returns the fields of TransformerConfig for number formats. Raises UserError where this machine has no such
     fp8."""
     fields: dict[str, Any] = dict(
         params_dtype=dtype,
@@ -34,14 +35,14 @@ def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
 
 def check_fp8(key: str, recipe: str) -> None:
     if not uses_transformer_engine():
-        raise ValueError(
+        raise UserError(
             f"{key}={recipe}: fp8 is Transformer Engine's, which needs a CUDA device and the package "
             f"transformer-engine, and this trainer has not both; install it or set {key}=null"
         )
     needed, found = CAPABILITIES[recipe], device.capability()
     if found < needed:
         choices = [name for name, least in CAPABILITIES.items() if found >= least] or ["null"]
-        raise ValueError(
+        raise UserError(
             f"{key}={recipe}: it needs compute capability {needed[0]}.{needed[1]}, and this device has "
             f"{found[0]}.{found[1]}; choose from {', '.join(choices)}"
         )

@@ -145,7 +145,7 @@ class TrainerWorker(ModelWorker, ABC):
         write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
 
     def check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
-        """Verifies this rank's share of the role's files. Raises ValueError that names a damaged one."""
+        """Verifies this rank's share of the role's files. Raises UserError that names a damaged one."""
         files = [record for record in checkpoint.files if record.path.startswith(f"{role}/")]
         checkpoint.verify(files[self._rank :: self._settings.layout.world_size])
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from megarl.config.huggingface import weights_dtype
+from megarl.core.errors import UserError
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, Canonical
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.shard_builder import ShardBuilder, Share
@@ -54,7 +55,7 @@ def megatron_holder(
     transformer_engine  whether the layer spec is its, in which norms are part of the linear layers after them
     vocab_multiple      the vocabulary is padded to a multiple of this times tp
 
-    Raises ValueError where the model does not divide by the layout. In a run the config's rules have refused that
+    Raises UserError where the model does not divide by the layout. In a run the config's rules have refused that
     layout before, with the role that it is of.
     """
     return _holders(hf_config, layout, [rank], dtype, transformer_engine, vocab_multiple)[0]
@@ -133,7 +134,7 @@ def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
     """Returns the layers of each virtual stage of each pipeline stage, as [virtual][stage]. A microbatch goes through
     all pipeline stages once for every virtual stage, so layers are counted in this order.
 
-    Raises ValueError where they do not divide evenly.
+    Raises UserError where they do not divide evenly.
     """
     chunks: list[list[range]] = []
     start = 0
@@ -141,7 +142,7 @@ def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
         chunks.append([])
         for stage, count in enumerate(stage_sizes(num_layers, layout)):
             if count % layout.vpp:
-                raise ValueError(
+                raise UserError(
                     f"vpp={layout.vpp}: the {count} layers of pipeline stage {stage} do not divide into "
                     f"{layout.vpp} virtual stages; choose a divisor of {count}"
                 )
@@ -151,7 +152,7 @@ def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
 
 
 def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
-    """Returns how many layers each pipeline stage has. Raises ValueError where they do not divide evenly among the
+    """Returns how many layers each pipeline stage has. Raises UserError where they do not divide evenly among the
     stages."""
     first, last = layout.first_stage_layers, layout.last_stage_layers
     fixed = {0: first, layout.pp - 1: last}
@@ -159,7 +160,7 @@ def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
     left, stages_left = num_layers - sum(filter(None, counts)), counts.count(None)
     even = left == 0 if stages_left == 0 else left > 0 and left % stages_left == 0
     if not even:
-        raise ValueError(
+        raise UserError(
             f"pp={layout.pp}, first_stage_layers={first}, last_stage_layers={last}: "
             f"{left} of {num_layers} layers are left for {stages_left} stages; they must divide evenly"
         )
@@ -177,4 +178,4 @@ def _check_sizes(model: ModelShape, layout: Layout) -> None:
         sizes.append(("tp", tp, "the shared experts' intermediate size", experts.shared_intermediate))
     for key, ranks, name, size in sizes:
         if size % ranks:
-            raise ValueError(f"{key}={ranks}: {name} {size} does not divide by {ranks}; choose a divisor")
+            raise UserError(f"{key}={ranks}: {name} {size} does not divide by {ranks}; choose a divisor")

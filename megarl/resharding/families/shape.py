@@ -16,6 +16,7 @@ from megarl.config.huggingface import (
     latent_attention,
     unsupported,
 )
+from megarl.core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelShape:
-        """Returns the shape that a Hugging Face config.json describes. Raises ValueError for an unknown family, a
+        """Returns the shape that a Hugging Face config.json describes. Raises UserError for an unknown family, a
         missing key, or a feature that is not supported."""
         model = _checked(hf_config)
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
@@ -119,14 +120,14 @@ def _checked(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         model = completed(hf_config)
     except ValueError as error:
-        raise ValueError(f"config.json: {error}") from None
+        raise UserError(f"config.json: {error}") from None
     if features := unsupported(model):
-        raise ValueError(f"config.json: {', '.join(features)}: not supported for {model['model_type']}")
+        raise UserError(f"config.json: {', '.join(features)}: not supported for {model['model_type']}")
     return model
 
 
 def _number(model: Mapping[str, Any], key: str) -> int:
     value = model.get(key)
     if not isinstance(value, int):
-        raise ValueError(f"config.json: {key} must be an integer, found {value!r}")
+        raise UserError(f"config.json: {key} must be an integer, found {value!r}")
     return value

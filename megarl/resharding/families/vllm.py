@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.huggingface import weights_dtype
+from megarl.core.errors import UserError
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, HEAD, Canonical
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.shard_builder import ShardBuilder, Share
@@ -29,7 +30,7 @@ def vllm_holder(
     dtype            of the weights, such as "bfloat16" (None: the checkpoint's)
     expert_parallel  whether workers have whole experts, in runs as equal as can be, not a share of each expert
 
-    Raises ValueError where the model does not divide by tp.
+    Raises UserError where the model does not divide by tp.
     """
     return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype, expert_parallel))
 
@@ -89,9 +90,9 @@ def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bo
     }
     for key, size in sizes.items():
         if size % tp:
-            raise ValueError(f"rollout.tp={tp}: {key} {size} does not divide by {tp}; choose a divisor")
+            raise UserError(f"rollout.tp={tp}: {key} {size} does not divide by {tp}; choose a divisor")
     if model.kv_heads % tp and tp % model.kv_heads:
-        raise ValueError(
+        raise UserError(
             f"rollout.tp={tp}: num_key_value_heads {model.kv_heads} neither divides by {tp} nor divides it; "
             "choose a divisor or a multiple"
         )

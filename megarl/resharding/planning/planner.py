@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
+from megarl.core.errors import UserError
 from megarl.resharding.piece import ITEM_BYTES, Holder, Place, Rectangle, cut, num_elements
 from megarl.resharding.planning.balance import Balance, Way
 from megarl.resharding.planning.collector import without_collector
@@ -27,7 +28,7 @@ def make_plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_
 
     bucket_bytes    bytes of a buffer that travels, at most (None: a 64th of the largest destination, at most 256 MiB)
 
-    Raises ValueError for an element that no source holds.
+    Raises UserError for an element that no source holds.
     """
     return _Planner(sources, destinations, bucket_bytes or bucket_size(destinations)).plan()
 
@@ -54,7 +55,7 @@ class _Planner:
             for wanted, wanting in rectangles.items():
                 division = divide(cuts, wanted)
                 if division.missing:
-                    raise ValueError(f"{tensor}: no source holds the elements {_range(division.missing)}")
+                    raise UserError(f"{tensor}: no source holds the elements {_range(division.missing)}")
                 for part, numbers in division.parts:
                     self._send(part, [keep for number in numbers for keep in keeps[number]], wanting)
         return Plan(

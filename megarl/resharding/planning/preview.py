@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megarl.core.errors import UserError
 from megarl.data.model_folder import default_cache
 from megarl.resharding.planning.collector import without_collector
 from megarl.resharding.planning.figures import Figures, figures
@@ -27,12 +28,12 @@ def reshard(
     source, destination   see side_holders
     colocated             whether they share devices, rank i of both the same one; otherwise they are on different nodes
 
-    Raises ValueError for what cannot be read, or does not fit the model.
+    Raises UserError for what cannot be read, or does not fit the model.
     """
     hf_config = _read(model)
     speeds = Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")))
     if ranks_per_node < 1:
-        raise ValueError(f"--nodes-of {ranks_per_node}: expected at least one rank on a node")
+        raise UserError(f"--nodes-of {ranks_per_node}: expected at least one rank on a node")
 
     def compute() -> dict[str, Any]:
         with without_collector():
@@ -82,9 +83,9 @@ def _read(model: Path) -> Mapping[str, Any]:
     hold that."""
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
-        raise ValueError(f"--model {model}: {path} does not exist; give a config.json, or the folder that has it")
+        raise UserError(f"--model {model}: {path} does not exist; give a config.json, or the folder that has it")
     try:
         hf_config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"--model {model}: not JSON: {error}") from None
+        raise UserError(f"--model {model}: not JSON: {error}") from None
     return {**hf_config, "quantization_config": None}

@@ -11,6 +11,7 @@ from typing import Any
 from megarl.config.huggingface import completed
 from megarl.config.layout_rules import check_layout
 from megarl.config.schema import Layout
+from megarl.core.errors import UserError
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
@@ -25,7 +26,7 @@ def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source
 
     option     where it was given, such as --from
 
-    Raises ValueError, naming the option, for what cannot be read, or does not fit the model.
+    Raises UserError, naming the option, for what cannot be read, or does not fit the model.
     """
     kind, _, values = text.rpartition(":") if ":" in text or text != "hf" else ("hf", "", "")
     try:
@@ -35,9 +36,9 @@ def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source
             return _engines(values, hf_config)
         if kind in ("", "megatron"):
             return megatron_holders(hf_config, _layout(values, hf_config))
-        raise ValueError(f"{kind} is not a {'source' if is_source else 'destination'}; give {FORMS}")
+        raise UserError(f"{kind} is not a {'source' if is_source else 'destination'}; give {FORMS}")
     except ValueError as error:
-        raise ValueError(f"{option} {text}: {error}") from None
+        raise UserError(f"{option} {text}: {error}") from None
 
 
 def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list[Holder]:
@@ -50,13 +51,13 @@ def colocate(
 ) -> tuple[list[Holder], list[Holder]]:
     """Returns the holders with rank i of both sides on device i. source, destination: as they were given.
 
-    Raises ValueError where not every device has one of each.
+    Raises UserError where not every device has one of each.
     """
     for option, text in (("--from", source), ("--to", destination)):
         if text == "hf":
-            raise ValueError(f"--colocated: {option} hf is a folder, which is on no device; leave one of them away")
+            raise UserError(f"--colocated: {option} hf is a folder, which is on no device; leave one of them away")
     if len(sources) != len(destinations):
-        raise ValueError(
+        raise UserError(
             f"--colocated: {source} has {len(sources):,} ranks, {destination} has {len(destinations):,}, and each "
             f"device has one of both; {_remedy(len(sources), destinations)}"
         )
@@ -76,17 +77,17 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
 
 
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
-    """Reads e.g. "inter=50GB/s,intra=400GB/s"; a small b stands for bits. Raises ValueError for what cannot be read."""
+    """Reads e.g. "inter=50GB/s,intra=400GB/s"; a small b stands for bits. Raises UserError for what cannot be read."""
     given = dict(item.partition("=")[::2] for item in text.split(","))
     if given.keys() != set(names):
-        raise ValueError(f"{option} {text}: give {' and '.join(names)}, such as inter=50GB/s,intra=400GB/s")
+        raise UserError(f"{option} {text}: give {' and '.join(names)}, such as inter=50GB/s,intra=400GB/s")
     return {name: _bandwidth(f"{option} {name}={given[name]}", given[name]) for name in names}
 
 
 def _bandwidth(key: str, text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?|)([bB])/s", text)
     if found is None or float(found[1]) == 0:
-        raise ValueError(f"{key}: expected a positive number and a unit, such as 50GB/s, 400Gb/s or 1.5GiB/s")
+        raise UserError(f"{key}: expected a positive number and a unit, such as 50GB/s, 400Gb/s or 1.5GiB/s")
     return float(found[1]) * _UNITS[found[2]] * _BITS[found[3]] / 8
 
 
@@ -94,7 +95,7 @@ def _engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
     given = _fields(text, ("tp", "replicas", "ep"))
     whole_experts = given.pop("ep", "false")
     if whole_experts not in ("true", "false"):
-        raise ValueError(f"ep={whole_experts}: expected true or false")
+        raise UserError(f"ep={whole_experts}: expected true or false")
     sizes = {"tp": 1, "replicas": 1} | {name: _positive(name, value) for name, value in given.items()}
     return vllm_holders(hf_config, **sizes, expert_parallel=whole_experts == "true")
 
@@ -108,13 +109,13 @@ def _layout(text: str, hf_config: Mapping[str, Any]) -> Layout:
 
 
 def _check_stages(layout: Layout, num_layers: int) -> None:
-    """Raises ValueError for an uneven division that was not asked for, as Megatron wants it."""
+    """Raises UserError for an uneven division that was not asked for, as Megatron wants it."""
     if num_layers % layout.pp == 0 or any(layout.uneven_stages.values()):
         return
     each = -(-num_layers // layout.pp)
     last = num_layers - each * (layout.pp - 1)
     remedy = f"add last_stage_layers={last}, which leaves {each} for each of the others" if last > 0 else "lower pp"
-    raise ValueError(
+    raise UserError(
         f"num_hidden_layers {num_layers} does not divide by pp {layout.pp} ({num_layers} = {layout.pp} x "
         f"{num_layers // layout.pp} + {num_layers % layout.pp}); {remedy}"
     )
@@ -128,14 +129,14 @@ def _fields(text: str, known: Collection[str]) -> dict[str, str]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"the known ones are {', '.join(known)}"
-            raise ValueError(f"{name} is unknown; {hint}")
+            raise UserError(f"{name} is unknown; {hint}")
         if name in given:
-            raise ValueError(f"{name} is given twice")
+            raise UserError(f"{name} is given twice")
         given[name] = value
     return given
 
 
 def _positive(name: str, value: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", value):
-        raise ValueError(f"{name}={value}: expected a positive integer")
+        raise UserError(f"{name}={value}: expected a positive integer")
     return int(value)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.core.errors import UserError
 from megarl.core.files import Progress
 
 
@@ -29,11 +30,9 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def verify(
     checksums: Mapping[str, int], read: Callable[[str], torch.Tensor], folder: Path, progress: Progress, total: int
 ) -> None:
-    """Raises ValueError for a tensor that reads back from the folder other than it was. checksums: by its name."""
+    """Raises UserError for a tensor that reads back from the folder other than it was. checksums: by its name."""
     for name, expected in checksums.items():
         tensor = read(name)
         if checksum(tensor) != expected:
-            raise ValueError(
-                f"{name} reads back other than it was written: the disk of {folder} is faulty; use another"
-            )
+            raise UserError(f"{name} reads back other than it was written: the disk of {folder} is faulty; use another")
         progress("verified", tensor.nbytes, total)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from megarl.core.errors import UserError
 from megarl.resharding.piece import ITEM_BYTES, Holder, Rectangle
 from megarl.resharding.transports.checksum import raw_bytes
 from megarl.resharding.transports.transport import Readable, dtype_name
@@ -34,7 +35,7 @@ class SafetensorsFolder(Readable):
     """
 
     def __init__(self, folder: Path):
-        """Raises ValueError for a folder without safetensors weights, or with an incomplete set of shards."""
+        """Raises UserError for a folder without safetensors weights, or with an incomplete set of shards."""
         self._folder = folder
         self._files = _files_by_tensor(folder)
         self._open: dict[Path, Any] = {}
@@ -48,12 +49,12 @@ class SafetensorsFolder(Readable):
         self._stack.close()
 
     def described(self, holder: Holder) -> Holder:
-        """Returns the holder with the dtypes of the files. Raises ValueError for a tensor that is missing here, or has
+        """Returns the holder with the dtypes of the files. Raises UserError for a tensor that is missing here, or has
         another shape."""
         for name, shape in holder.shapes.items():
             found = tuple(self._slice(name).get_shape())
             if found != shape:
-                raise ValueError(f"{self._folder}: {name} has shape {found}, but config.json makes it {shape}")
+                raise UserError(f"{self._folder}: {name} has shape {found}, but config.json makes it {shape}")
         dtypes = {name: dtype_name(self.dtype(holder.name, name)) for name in holder.shapes}
         return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
@@ -64,7 +65,7 @@ class SafetensorsFolder(Readable):
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         name = self._slice(parameter).get_dtype()
         if name not in DTYPES:
-            raise ValueError(f"{self._folder}: {parameter} is {name}; supported: {', '.join(DTYPES)}")
+            raise UserError(f"{self._folder}: {parameter} is {name}; supported: {', '.join(DTYPES)}")
         return DTYPES[name]
 
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
@@ -72,7 +73,7 @@ class SafetensorsFolder(Readable):
 
     def _slice(self, parameter: str) -> Any:
         if parameter not in self._files:
-            raise ValueError(f"{self._folder}: the checkpoint has no tensor {parameter}")
+            raise UserError(f"{self._folder}: the checkpoint has no tensor {parameter}")
         path = self._files[parameter]
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
@@ -88,10 +89,10 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as opened:
             files = dict.fromkeys(opened.keys(), single)
     else:
-        raise ValueError(f"{folder}: holds neither model.safetensors nor {INDEX}; save the weights as safetensors")
+        raise UserError(f"{folder}: holds neither model.safetensors nor {INDEX}; save the weights as safetensors")
     for path in set(files.values()):
         if not path.is_file():
-            raise ValueError(f"{folder}: {path.name}, which {INDEX} names, is missing")
+            raise UserError(f"{folder}: {path.name}, which {INDEX} names, is missing")
     return files
 
 

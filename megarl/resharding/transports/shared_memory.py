@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 
+from megarl.core.errors import UserError
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.published import Published, PublishedMemory, PublishedParameter
 
@@ -42,7 +43,7 @@ def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
     """Moves the storages of CPU tensors into shared memory, in place.
 
     The caller keeps the tensors, and does not reallocate them. Their addresses change: nothing may hold a raw pointer.
-    Doing it again changes nothing. Raises ValueError where /dev/shm is too small.
+    Doing it again changes nothing. Raises UserError where /dev/shm is too small.
     """
     return {
         name: PublishedParameter.of(tensor, _shared(tensor.untyped_storage())) for name, tensor in parameters.items()
@@ -52,7 +53,7 @@ def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
 def _shared(storage: torch.UntypedStorage) -> Segment:
     free = shutil.disk_usage("/dev/shm").free
     if not storage.is_shared() and storage.nbytes() > free:
-        raise ValueError(
+        raise UserError(
             f"/dev/shm has {free / 2**20:.0f} MiB free, but the weights need {storage.nbytes() / 2**20:.0f} MiB; "
             "enlarge it (mount -o remount,size=…, docker run --shm-size=…)"
         )

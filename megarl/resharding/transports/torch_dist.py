@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import BytesStorageMetadata, FileSystemReader, Metadata, TensorStorageMetadata
 
+from megarl.core.errors import UserError
 from megarl.resharding.checkpoint import Extent
 from megarl.resharding.piece import Rectangle, contains, moved, shape_of, whole
 from megarl.resharding.transports.transport import Readable, dtype_name, view
@@ -37,7 +38,7 @@ class TorchDistFolder:
     files until then."""
 
     def __init__(self, folder: Path):
-        """Raises ValueError for a folder that is no such checkpoint, or lacks a file."""
+        """Raises UserError for a folder that is no such checkpoint, or lacks a file."""
         self._folder = folder
         metadata = _metadata(folder)
         self._items = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
@@ -69,7 +70,7 @@ class TorchDistFolder:
             if contains(rectangle, place):
                 chunk = self._chunk(key, rectangle)
                 return view(chunk, moved(place, rectangle, whole(shape_of(rectangle))))
-        raise ValueError(f"{self._folder}: no file holds {key} at {place} as a whole")
+        raise UserError(f"{self._folder}: no file holds {key} at {place} as a whole")
 
     def read_object(self, key: str) -> bytes:
         """Returns the bytes of an object as it was saved."""
@@ -77,7 +78,7 @@ class TorchDistFolder:
         return self._map(info.relative_path)[info.offset : info.offset + info.length]
 
     def _check_files(self) -> None:
-        """Raises ValueError for a file that is missing or cut short: to read beyond the end of a mapped file would end
+        """Raises UserError for a file that is missing or cut short: to read beyond the end of a mapped file would end
         the process."""
         ends: dict[str, int] = {}
         for info in self._items.values():
@@ -85,9 +86,9 @@ class TorchDistFolder:
         for name, end in ends.items():
             file = self._folder / name
             if not file.is_file():
-                raise ValueError(f"{self._folder}: {name}, which {METADATA} names, is missing")
+                raise UserError(f"{self._folder}: {name}, which {METADATA} names, is missing")
             if (size := file.stat().st_size) < end:
-                raise ValueError(f"{self._folder}: {name} is damaged: it has {size:,} bytes and had {end:,}")
+                raise UserError(f"{self._folder}: {name} is damaged: it has {size:,} bytes and had {end:,}")
 
     def _chunk(self, key: str, rectangle: Rectangle) -> torch.Tensor:
         index = key, tuple(start for start, _ in rectangle)
@@ -98,7 +99,7 @@ class TorchDistFolder:
             data.madvise(mmap.MADV_WILLNEED, start, info.offset + info.length - start)
             chunk = _mapped(data, info.offset, info.length)
             if tuple(chunk.shape) != shape_of(rectangle) or dtype_name(chunk.dtype) != self.tensors[key].dtype:
-                raise ValueError(f"{self._folder}: {info.relative_path} is damaged: {key} is not what {METADATA} says")
+                raise UserError(f"{self._folder}: {info.relative_path} is damaged: {key} is not what {METADATA} says")
             self._chunks[index] = chunk
         return self._chunks[index]
 
@@ -172,10 +173,10 @@ def _stored(entry: TensorStorageMetadata) -> StoredTensor:
 
 def _metadata(folder: Path) -> Metadata:
     if not (folder / METADATA).is_file():
-        raise ValueError(
+        raise UserError(
             f"{folder}: holds no {METADATA}; give the folder of a checkpoint in Megatron's torch_dist format"
         )
     try:
         return FileSystemReader(folder).read_metadata()
     except (pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{folder}: {METADATA} is damaged ({error})") from error
+        raise UserError(f"{folder}: {METADATA} is damaged ({error})") from error

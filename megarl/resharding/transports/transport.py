@@ -20,7 +20,7 @@ class Transport(Protocol):
     """The bytes allocated for what is on its way, at their peak in the last delivery."""
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
-        """Returns the dtype of a source's parameter. Raises ValueError for one that the source does not have."""
+        """Returns the dtype of a source's parameter. Raises UserError for one that the source does not have."""
 
     def forget(self) -> None:
         """Notes that what was delivered last has been rewritten since."""

@@ -13,6 +13,7 @@ from vllm import EngineArgs
 from megarl.config.huggingface import completed, latent_attention
 from megarl.config.vllm_arguments import ADJUSTABLE, GIVEN, EngineSection
 from megarl.core import device
+from megarl.core.errors import UserError
 from megarl.data.model_folder import read_config
 
 FREE_SHARE = 0.01
@@ -38,7 +39,7 @@ def engine_arguments(
     own     arguments of this kind of engine alone
     extra   vllm_overrides of the section, which replace those that are not megarl's alone to give
 
-    Raises ValueError for an extra that vLLM does not have or that the model needs otherwise, and for a model that vLLM
+    Raises UserError for an extra that vLLM does not have or that the model needs otherwise, and for a model that vLLM
     cannot compute on this device.
     """
     given = dict(
@@ -67,25 +68,25 @@ def engine_arguments(
 def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mapping[str, Any]) -> None:
     for name in latent.keys() & extra.keys():
         needed = f"this model's attention is right with {latent[name]} alone, here"
-        raise ValueError(f"{section}.vllm_overrides.{name}={extra[name]}: {needed}; leave it out")
+        raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: {needed}; leave it out")
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in extra.keys() - known:
         near = difflib.get_close_matches(name, known)
         remedy = f"did you mean {' or '.join(near)}?" if near else "leave it out"
-        raise ValueError(f"{section}.vllm_overrides.{name}={extra[name]}: vLLM has no such engine argument; {remedy}")
+        raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: vLLM has no such engine argument; {remedy}")
 
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
     """Returns on CPU the kernel of latent attention that leaves kv_b_proj in its place, to be written into.
 
-    Raises ValueError where vLLM has none for the model's latent.
+    Raises UserError where vLLM has none for the model's latent.
     """
     latent = None if device.on_cuda() else latent_attention(completed(read_config(folder)))
     if latent is None:
         return {}
     size = latent.kv_rank + latent.position_dim
     if size != CPU_LATENT_SIZE:
-        raise ValueError(
+        raise UserError(
             f"{folder}: kv_lora_rank {latent.kv_rank} + qk_rope_head_dim {latent.position_dim} = {size}, and vLLM's "
             f"CPU build has latent attention for {CPU_LATENT_SIZE} only; run this model on GPUs"
         )
