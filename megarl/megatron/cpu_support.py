@@ -12,9 +12,27 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-import megatron.core
 import torch
 from packaging.version import Version
+
+
+def _import_uncompiled() -> None:
+    """Imports megatron.core with its functions as they are written. Megatron marks many of them for torch's compiler,
+    whose import alone takes as long as all else that a rank imports. On CPU that gains nothing: the few that are called
+    are small, and would need a C++ compiler and leave its files behind."""
+    compiler = torch.compile
+    torch.compile = lambda function: function
+    try:
+        from megatron.core import jit
+    finally:
+        torch.compile = compiler
+    jit.disable_jit_fuser()  # for modules of it that are imported from now on
+
+
+if not torch.cuda.is_available():
+    _import_uncompiled()
+
+import megatron.core  # noqa: E402
 
 # Each module:function has a constant that names the CUDA device ("cuda", or the type "torch.cuda.FloatTensor").
 DEVICE_LITERALS = (
