@@ -79,9 +79,11 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._watchdog.stop()
-        ray.shutdown()
+        # A signal to all processes of the run has ended Ray's, too: it would be waited for in vain.
+        if kind is not KeyboardInterrupt:
+            ray.shutdown()
 
     def watch(self, actors: Mapping[str, ActorHandle]) -> None:
         """Makes the loss of these processes (by name) end every wait from now on, also one for others."""

@@ -11,8 +11,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megarl.cluster.supervision import processes, segments
@@ -20,13 +20,16 @@ from megarl.cluster.supervision import processes, segments
 DEADLINE_S = 15
 """The seconds that the child may take to end after an interrupt, before it is killed: one of its calls may hang."""
 
+INTERRUPTED = "interrupted; the run ends"
+
 
 @contextmanager
 def supervised() -> Iterator[Path]:
     """Runs its body in a child process; the parent exits with the child's status and never enters the body.
 
-    Yields a scratch folder. However the body ends, no process that it started is left, nor the folder. SIGINT, and
-    SIGTERM to the parent, end it with a KeyboardInterrupt and then exit status 130.
+    Yields a scratch folder. However the body ends, no process that it started is left, nor the folder. SIGINT, SIGTERM
+    and SIGHUP, to one of the two or to all processes of the run, end it with a KeyboardInterrupt and then exit status
+    130.
     """
     # The folder is not in $TMPDIR, which may be long: paths of the sockets in it are limited to 107 bytes.
     scratch = Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
@@ -37,12 +40,12 @@ def supervised() -> Iterator[Path]:
     if child:
         sys.exit(_guard(child, scratch))
     processes.interrupt_with_parent()
-    signal.signal(signal.SIGINT, _interrupt)
+    _interrupt_by({signal.SIGINT, *_heard()})
     try:
         yield scratch
     except KeyboardInterrupt:
         _end(scratch)
-        _say("interrupted; the run ends")
+        _say(INTERRUPTED)
         # The interpreter's shutdown is skipped: Ray crashes there if the interrupt met it while it was starting.
         os._exit(130)
     finally:
@@ -52,29 +55,56 @@ def supervised() -> Iterator[Path]:
 def _guard(child: int, scratch: Path) -> int:
     """Waits for the child and ends what it left. Returns the exit status."""
 
+    is_interrupted = False
+
     def interrupt(*_) -> None:
-        os.kill(child, signal.SIGINT)
+        nonlocal is_interrupted
+        is_interrupted = True
+        kill(signal.SIGINT)
         signal.alarm(DEADLINE_S)
 
-    signals = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    def kill(number: int) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(child, number)
+
+    signals = _heard()
     for number in signals:
         signal.signal(number, interrupt)
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.signal(signal.SIGALRM, lambda *_: kill(signal.SIGKILL))
     _, status = os.waitpid(child, 0)
     for number in (*signals, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
     _end(scratch)
     code = os.waitstatus_to_exitcode(status)
+    if is_interrupted and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
+        _say(INTERRUPTED)  # the child had the signal, too, before it could handle it
+        return 130
     if code >= 0:
         return code
     _say(f"the driver process {child} was ended by {signal.Signals(-code).name}; the run ends")
     return 1
 
 
-def _interrupt(*_) -> None:
-    # Only the first counts: a second one, as from an impatient Ctrl-C, would interrupt the clean-up.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
+def _heard() -> list[int]:
+    """Returns the signals that end a run: nohup, for one, makes it ignore SIGHUP."""
+    return [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+
+
+def _interrupt_by(signals: Iterable[int]) -> None:
+    """Makes the first of these signals raise KeyboardInterrupt in this process. Forked ones that go on with its code
+    end by theirs as any other process."""
+    driver, heard = os.getpid(), []
+
+    def interrupt(number: int, _) -> None:
+        if os.getpid() != driver:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not heard:  # a second one, as from an impatient Ctrl-C, would interrupt the clean-up
+            heard.append(number)
+            raise KeyboardInterrupt
+
+    for number in signals:
+        signal.signal(number, interrupt)
 
 
 def _end(scratch: Path) -> None:

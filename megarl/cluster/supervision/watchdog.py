@@ -10,6 +10,8 @@ import time
 import psutil
 
 POLL_S = 1.0
+SIGNAL_S = 1.0
+"""The time in which the driver hears of a signal that has ended them, where all processes of the run got it."""
 FATAL = ("raylet", "gcs_server")
 
 
@@ -29,10 +31,13 @@ class Watchdog:
 
     def check(self) -> None:
         """Ends this process if one of Ray's is lost. It is called, too, where an error may be a consequence of that."""
-        with self._lock:
-            for name, process in self._watched.items():
-                if not self._stopped and not _runs(process):
-                    print(f"megarl: error: {self.phase}: Ray's {name} died; the run ends", file=sys.stderr, flush=True)
+        lost = [name for name, process in self._watched.items() if not _runs(process)]
+        if lost and not self._stopped:
+            time.sleep(SIGNAL_S)
+            with self._lock:
+                if not self._stopped:
+                    line = f"megarl: error: {self.phase}: Ray's {lost[0]} died; the run ends"
+                    print(line, file=sys.stderr, flush=True)
                     os._exit(1)
 
     def stop(self) -> None:

@@ -96,6 +96,27 @@ def test_a_signal_to_the_parent_interrupts(number: int) -> None:
         assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_processes_interrupts_once(number: int) -> None:
+    """As Slurm sends it."""
+    waiting = "try: print('waiting', flush=True); time.sleep(60)"
+    clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
+    with program(clean_up) as run:
+        assert run.process.stdout.readline() == "waiting\n"
+        for _ in range(3):
+            os.killpg(run.process.pid, number)
+            time.sleep(0.05)
+        assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
+        assert run.process.stdout.read() == "clean\n"
+
+
+def test_a_signal_before_the_child_can_handle_it_interrupts() -> None:
+    with program("signal.signal(signal.SIGTERM, signal.SIG_DFL); print(flush=True); time.sleep(60)") as run:
+        run.process.stdout.readline()
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
+
+
 def test_an_impatient_ctrl_c_interrupts_once() -> None:
     waiting = "try: print('waiting', flush=True); time.sleep(60)"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))

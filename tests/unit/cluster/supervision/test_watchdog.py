@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ def run(body: str, folder: Path) -> tuple[int, str, str]:
     try:
         code = process.wait(20)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return code, output.read_text(), errors.read_text()
 
 
@@ -39,6 +41,24 @@ def run(body: str, folder: Path) -> tuple[int, str, str]:
 def test_a_loss_ends_the_process_with_its_phase(name: str, then: str, tmp_path: Path) -> None:
     body = f"ray['{name}'].kill(); {then.replace('NAME', repr(name))}; print('goes on')"
     assert run(body, tmp_path) == (1, "", f"megarl: error: update: Ray's {name} died; the run ends\n")
+
+
+def test_a_signal_that_ends_them_and_the_driver_is_no_loss(tmp_path: Path) -> None:
+    body = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+try:
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(20)
+except KeyboardInterrupt:
+    for process in ray.values():
+        process.wait()
+    time.sleep(0.3)  # it ends one thing after the other
+    watchdog.stop()
+    time.sleep(2)
+    print("interrupted")
+"""
+    assert run(body, tmp_path) == (0, "interrupted\n", "")
 
 
 def test_after_stop_they_may_end(tmp_path: Path) -> None:
