@@ -26,6 +26,7 @@ from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
@@ -342,6 +343,11 @@ MODELS = {
         dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0], norm_topk_prob=True),
         EXPERTS,
     ),
+    "Qwen3, experts that vLLM pads": (
+        "qwen3_moe",
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True),
+        EXPERTS,
+    ),
     "DeepSeek-V3": ("deepseek_v3", LATENT | dict(q_lora_rank=24), EXPERTS_OF_ROWS),
     "DeepSeek-V3, direct queries, YaRN": (
         "deepseek_v3",
@@ -351,9 +357,14 @@ MODELS = {
 }
 """Family, what its config.json has beside the sizes, and the layout of the trainer's two ranks."""
 
-OVER_TWO_WORKERS = ("Llama, tied", "Llama, all biases", "Qwen3, experts", "DeepSeek-V3")
-EVERY_TIME = {("Llama, tied", 1), ("DeepSeek-V3", 1), ("Llama, tied", 2), ("Qwen3, experts", 2)}
-"""Dense and tied, latent, and over two workers. The others are exhaustive."""
+OVER_TWO_WORKERS = (
+    *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
+)
+EVERY_TIME = {
+    *(("Llama, tied", 1), ("DeepSeek-V3", 1), ("Qwen3, experts that vLLM pads", 1)),
+    *(("Llama, tied", 2), ("Qwen3, experts", 2)),
+}
+"""Dense and tied, latent, padded, and over two workers. The others are exhaustive."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
@@ -413,7 +424,9 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     config, hf_config = config_of(folder, layout, tp, truncated), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes("spawn", EngineSide, config, folder, False)
-    targets = [vllm_holder(hf_config, tp, rank, replica=0) for rank in range(tp)]
+    padded = padded_experts(engine.call("parameters")[0])
+    assert "pads" not in name or padded > changes["moe_intermediate_size"] / tp
+    targets = [vllm_holder(hf_config, tp, rank, replica=0, padded_experts=padded) for rank in range(tp)]
     plan, shared_memory = ordered(make_plan(trainers.holders, targets, BUCKET_BYTES)), trainers.shared_memory()
     assert not any(
         target.shard.mismatched_params(own) for target, own in zip(targets, engine.call("parameters"), strict=True)
@@ -458,7 +471,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         assert difference(sample.response_logprobs, from_fresh[sample.id].response_logprobs) <= 1e-5
 
     engines = [engine, fresh]
-    plan, right = connect_by_p2p(trainers, engines, hf_config, tp)
+    plan, right = connect_by_p2p(trainers, engines, hf_config, tp, padded)
     check_wrong_weights_are_refused(trainers, engines, right)
     check_refits_by_p2p(trainers, engines, plan, right, bytes_of_model, expected)
     assert [remote.call("greedy", prompts()) for remote in engines] == [after, after]
@@ -481,11 +494,14 @@ def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sam
 
 
 def connect_by_p2p(
-    trainers: Trainers, engines: Sequence[Remote], hf_config, tp: int
+    trainers: Trainers, engines: Sequence[Remote], hf_config, tp: int, padded: int | None
 ) -> tuple[Plan, dict[Region, Checksum]]:
     """Engines on a machine of their own: what both want is sent there once, and handed on. Returns the plan, and what
     each engine should have."""
-    holders = [[replace(vllm_holder(hf_config, tp, k, replica), node=1) for k in range(tp)] for replica in range(2)]
+    holders = [
+        [replace(vllm_holder(hf_config, tp, k, replica, padded_experts=padded), node=1) for k in range(tp)]
+        for replica in range(2)
+    ]
     plan = ordered(make_plan(trainers.holders, [holder for own in holders for holder in own], BUCKET_BYTES))
     assert any(bucket.onward for bucket in plan.buckets)
     trainers.call("connect", plan, rendezvous := trainers.rendezvous())

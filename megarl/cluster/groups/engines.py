@@ -24,6 +24,7 @@ from megarl.config.schema import Config
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.model_folder import read_config
 from megarl.resharding.families import huggingface_holder, vllm_holders
+from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.rollout.engine import SamplingRequest
@@ -107,14 +108,19 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         super().__init__(session, config, model_folder, processes, tp)
         self._started_with = len(processes)
         self._sleeps = config.rollout.sleep
-        holders = vllm_holders(
-            read_config(model_folder),
-            tp,
-            len(processes),
-            config.model.dtype,
-            expert_parallel=bool(extra.get("enable_expert_parallel")),
-        )
-        self._holders = {p.name: p.hold(holders[p.index * tp : (p.index + 1) * tp]) for p in processes}
+
+        def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
+            holders = vllm_holders(
+                read_config(model_folder),
+                tp,
+                len(processes),
+                config.model.dtype,
+                expert_parallel=bool(extra.get("enable_expert_parallel")),
+                padded_experts=padded_experts,
+            )
+            return {p.name: p.hold(holders[p.index * tp : (p.index + 1) * tp]) for p in processes}
+
+        self._hold, self._holders = hold, hold(None)
         self._whole_model = huggingface_holder(read_config(model_folder), config.model.dtype)
         self.by_loader = False
         """Whether they take weights by vLLM's own loader, which does not keep them as they arrive."""
@@ -129,8 +135,9 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return self._submit_to_first("parameters of the engine", "parameters", lambda engine: engine.parameters())
 
     def _check_parameters(self, workers: Sequence[Mapping[str, tuple[tuple[int, ...], str]]]) -> None:
-        """Takes whole tensors if parameters differ from the model's family. workers: shapes and dtypes of the
-        parameters of each worker of the first engine."""
+        """Takes whole tensors if parameters differ from the model's family, but for experts that are padded. workers:
+        shapes and dtypes of the parameters of each worker of the first engine."""
+        self._holders = self._hold(padded_experts(workers[0]))
         mismatched_params = [
             f"{holder.name}: {line}"
             for holder, parameters in zip(self._holders[self.names[0]], workers, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from megarl.resharding.families.shape import ModelShape
@@ -44,11 +44,12 @@ class Part:
             for local, tiling in tilings.items()
         }
 
-    def vllm_tilings(self, experts: Iterable[int]) -> dict[str, Tiling]:
-        """Returns local parameter -> tiling for a worker that has the experts with these numbers."""
+    def vllm_tilings(self, experts: Iterable[int], padded: int | None = None) -> dict[str, Tiling]:
+        """Returns local parameter -> tiling for a worker that has the experts with these numbers. padded: the size to
+        which the worker pads its share of their intermediate size."""
         if not self.per_expert:
             return dict(self.vllm)
-        return {local: tiling.of_experts(experts) for local, tiling in self.vllm.items()}
+        return {local: replace(tiling.of_experts(experts), padded=padded) for local, tiling in self.vllm.items()}
 
     def _experts(self, model: ModelShape) -> range:
         return range(model.experts.count) if self.per_expert and model.experts else range(1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megarl.resharding.families.canonical import Canonical, Shape
 from megarl.resharding.families.tiling import Tiling
-from megarl.resharding.piece import Piece, Shard, shape_of, span
+from megarl.resharding.piece import Piece, Rectangle, Shard, shape_of, span
 
 
 class Share(NamedTuple):
@@ -49,13 +49,18 @@ class ShardBuilder:
         axis, along = tiling.axis, tiling.axis if tiling.along is None else tiling.along
         sizes = [shapes[name][axis] for name in tiling.tensors]
         position, shape = 0, shapes[tiling.tensors[0]]
+        rectangles: list[Rectangle] = []
         for tensor, start, stop in tiling.blocks(sizes, self._canonical.model, *share):
             canonical_rectangle = span(shape if tensor is None else shapes[tiling.tensors[tensor]], axis, start, stop)
-            shape = shape_of(canonical_rectangle)
-            rectangle = span(shape, along, position, position + shape[along])
+            if tensor is None and along != axis:  # padding lies beside the block that it fills up
+                rectangle = tuple((start, stop) if i == axis else side for i, side in enumerate(rectangles[-1]))
+            else:
+                shape = shape_of(canonical_rectangle)
+                rectangle = span(shape, along, position, position + shape[along])
+                position += shape[along]
             canonical = None if tensor is None else prefix + tiling.tensors[tensor]
             self._pieces.append(
                 Piece(canonical, rectangle if canonical is None else canonical_rectangle, local, rectangle)
             )
-            position += shape[along]
-        self._shapes[local] = (*shape[:along], position, *shape[along + 1 :])
+            rectangles.append(rectangle)
+        self._shapes[local] = tuple(max(stop for _, stop in sides) for sides in zip(*rectangles, strict=True))

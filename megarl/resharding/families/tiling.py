@@ -53,11 +53,21 @@ class Whole(Tiling):
         return [Block(i, 0, size) for i, size in enumerate(sizes)]
 
 
+@dataclass(frozen=True, slots=True)
 class Split(Tiling):
-    """The rank's share of each tensor, one after the other: [gate_r; up_r]."""
+    """The rank's share of each tensor, one after the other: [gate_r; up_r].
+
+    padded   the size to which zeros behind it fill up each share (None: its own)
+    """
+
+    padded: int | None = None
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
-        return [_share(i, size, tp, rank) for i, size in enumerate(sizes)]
+        shares = [_share(i, size, tp, rank) for i, size in enumerate(sizes)]
+        return [block for share in shares for block in (share, *self._padding(share.stop - share.start))]
+
+    def _padding(self, size: int) -> list[Block]:
+        return [Block(None, size, self.padded)] if self.padded is not None and self.padded > size else []
 
 
 class Grouped(Tiling):

@@ -16,6 +16,9 @@ from megarl.resharding.piece import Holder, Shard
 VOCABULARY_MULTIPLE = 64
 """The multiple to which vLLM pads the vocabulary, whatever tp is."""
 
+DOWN_PROJECTIONS = ".experts.routed_experts.w2_weight"
+"""The end of the name of a stack of experts' down-projections, whose last axis is the intermediate size."""
+
 
 def vllm_holder(
     hf_config: Mapping[str, Any],
@@ -24,15 +27,18 @@ def vllm_holder(
     replica: int,
     dtype: str | None = None,
     expert_parallel: bool = False,
+    padded_experts: int | None = None,
 ) -> Holder:
     """Returns the holder of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}".
 
     dtype            of the weights, such as "bfloat16" (None: the checkpoint's)
     expert_parallel  whether workers have whole experts, in runs as equal as can be, not a share of each expert
+    padded_experts   the size to which a worker pads its share of the experts' intermediate size with zeros (None: it
+                     does not), see `padded_experts`
 
     Raises UserError where the model does not divide by tp.
     """
-    return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype, expert_parallel))
+    return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts))
 
 
 def vllm_holders(
@@ -41,30 +47,45 @@ def vllm_holders(
     replicas: int,
     dtype: str | None = None,
     expert_parallel: bool = False,
+    padded_experts: int | None = None,
 ) -> list[Holder]:
     """Returns the holders of all workers of all engines; the arguments are those of `vllm_holder`."""
-    shards = [_shard(hf_config, tp, rank, dtype, expert_parallel) for rank in range(tp)]
+    shards = [_shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts) for rank in range(tp)]
     return [Holder(f"vllm:{replica}.{rank}", shards[rank]) for replica in range(replicas) for rank in range(tp)]
 
 
-def _shard(hf_config: Mapping[str, Any], tp: int, rank: int, dtype: str | None, expert_parallel: bool) -> Shard:
+def padded_experts(parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> int | None:
+    """Returns the size to which a worker with these parameters (name -> shape and dtype) has padded its share of the
+    experts' intermediate size, None without experts. Kernels of vLLM's CPU build ask for multiples of their own, which
+    only the running engine knows."""
+    return next((shape[-1] for name, (shape, _) in parameters.items() if name.endswith(DOWN_PROJECTIONS)), None)
+
+
+def _shard(
+    hf_config: Mapping[str, Any],
+    tp: int,
+    rank: int,
+    dtype: str | None,
+    expert_parallel: bool,
+    padded: int | None,
+) -> Shard:
     canonical = Canonical(hf_config)
     model = canonical.model
-    padded = -(-model.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    _check_tp(model, padded, tp, expert_parallel)
+    vocab = -(-model.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    _check_tp(model, vocab, tp, expert_parallel)
     builder, share = ShardBuilder(canonical, dtype or weights_dtype(hf_config)), Share(tp, rank)
     count = model.experts.count if model.experts else 0
     experts, expert_share = range(count), share
     if expert_parallel:
         experts, expert_share = _run(count, tp, rank), Share(1, 0)
-    builder.add(EMBEDDING, Padded((EMBEDDING,), padded=padded), share)
+    builder.add(EMBEDDING, Padded((EMBEDDING,), padded=vocab), share)
     for layer in range(model.num_layers):
         for part in canonical.layer_parts(layer):
             cut = expert_share if part.per_expert else share
-            builder.add_layer(layer, canonical.layer_prefix(layer), part.vllm_tilings(experts), cut)
+            builder.add_layer(layer, canonical.layer_prefix(layer), part.vllm_tilings(experts, padded), cut)
     builder.add(FINAL_NORM, Whole((FINAL_NORM,)), share)
     if not model.tied:
-        builder.add(HEAD, Padded((HEAD,), padded=padded), share)
+        builder.add(HEAD, Padded((HEAD,), padded=vocab), share)
     return builder.build()
 
 

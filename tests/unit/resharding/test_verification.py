@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holder, vllm_holders
+from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder, num_elements
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.verification import (
@@ -22,7 +23,7 @@ from megarl.resharding.verification import (
     regions,
     sample,
 )
-from tests.unit.resharding.cases import config_of, configs, layout_of, random_checkpoint, vllm_shard
+from tests.unit.resharding.cases import NUM_EXPERTS, config_of, configs, layout_of, random_checkpoint, vllm_shard
 from tests.unit.resharding.test_round_trip import Weights, resharded
 
 VOCAB_MULTIPLE = 4
@@ -69,6 +70,39 @@ def test_a_sample_of_the_weights_is_found_right(case, num_elements):
     expected = expected_of(config, ranks, weights, engines, wanted)
     for rank, holder in enumerate(engines):
         check_weights(holder, vllm_shard(config, random_checkpoint(config), tp, rank), expected)
+
+
+@settings(max_examples=25)
+@given(configs(), st.integers(0, 5))
+def test_padding_of_experts_is_written_and_checked(case, extra):
+    """vLLM's kernel wants more rows and columns than an expert has, in every layout of both sides."""
+    config, layout, tp = case
+    ranks, weights = trained(config, layout)
+    for rank in range(tp):
+        own = with_padded_experts(vllm_shard(config, random_checkpoint(config), tp, rank), extra)
+        padded = padded_experts({name: (tuple(tensor.shape), "float32") for name, tensor in own.items()})
+        engine = vllm_holder(config, tp, rank, 0, padded_experts=padded)
+        written = resharded(ranks, weights, [engine])[engine.name]
+        assert written.keys() == own.keys() and all(torch.equal(written[name], own[name]) for name in own)
+        expected = expected_of(config, ranks, weights, [engine])
+        check_weights(engine, written, expected)
+        if padded is not None and extra:
+            stack = next(name for name in own if name.endswith("w2_weight"))
+            written[stack][0, -1] = 1.0
+            with pytest.raises(RuntimeError, match=f"padding of vllm:0.{rank} {stack} is not zero"):
+                check_weights(engine, written, expected)
+
+
+def with_padded_experts(own: Weights, extra: int) -> Weights:
+    """What vLLM's CPU build makes of its stacks of experts."""
+    padded = dict(own)
+    for name, stack in own.items():
+        if name.endswith("w2_weight"):
+            padded[name] = torch.nn.functional.pad(stack, (0, extra))
+        elif name.endswith("w13_weight"):
+            gates_and_ups = stack.view(NUM_EXPERTS, 2, -1, stack.shape[-1])
+            padded[name] = torch.nn.functional.pad(gates_and_ups, (0, 0, 0, extra)).flatten(0, 2)
+    return padded
 
 
 CONFIG = config_of(num_key_value_heads=2)

@@ -30,7 +30,10 @@ class FakeActor:
     seen: dict[str, list[str]]
     dying: set[str]
     """Those that die when they are next asked."""
+    model: dict[str, Any]
     misfit = False
+    padded: int | None = None
+    """The size to which its kernels pad experts."""
     connected: list[tuple]
     put: list
     """Into Ray's object store."""
@@ -67,7 +70,7 @@ class FakeEngine:
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """As a family has them that calls the norm by another name."""
-        shard = vllm_holders(config_of(), 1, 1, "float32")[0].shard
+        shard = vllm_holders(FakeActor.model, 1, 1, "float32", padded_experts=FakeActor.padded)[0].shard
         own = {name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()}
         if FakeActor.misfit:
             own["model.other.weight"] = own.pop("model.norm.weight")
@@ -104,7 +107,7 @@ class FakeSession:
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """start(replicas, *overrides): an EngineGroup of such engines."""
     FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.asleep = {}, set(), [], []
-    FakeActor.misfit, FakeActor.put = False, []
+    FakeActor.misfit, FakeActor.padded, FakeActor.put, FakeActor.model = False, None, [], config_of()
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     made = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
     monkeypatch.setattr(EngineGroup, "actor_class", made)
@@ -166,6 +169,18 @@ def test_the_last_engine_is_watched(start) -> None:
 def test_a_run_without_engines_ends(start) -> None:
     with pytest.raises(RunFailure, match=r"^refit: no engine is left; see logs$"):
         start(2).drop({"engine-0", "engine-1"}, "refit")
+
+
+def test_an_engine_that_pads_its_experts_is_written_in_place(start, tmp_path) -> None:
+    """All replicas are, by what the first one says."""
+    model = config_of(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=6)
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    engines = start(2)
+    FakeActor.model, FakeActor.padded = model, 8
+    engines.start().result()
+    assert not engines.by_loader
+    stack = "model.layers.0.mlp.experts.routed_experts.w2_weight"
+    assert [holder.shapes[stack][1] for holder in engines.holders] == [8, 8]
 
 
 @pytest.mark.parametrize("misfit", [False, True])
