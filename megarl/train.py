@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl import report
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.machine import check_gpu_memory, check_machine
+from megarl.cluster.machine import check_engine_kernels, check_gpu_memory, check_machine
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import find_models
 from megarl.cluster.rank_batch import Scores
@@ -37,6 +37,7 @@ def run(config: Config, scratch: Path) -> None:
     check_machine(config)
     models = find_models(config)
     check_gpu_memory(config, models)
+    check_engine_kernels(config, models)
     check_megatron_settings(config, models)
     with Loop.prepare(config, models, load_prompts(config, models.actor)) as loop:
         with Session(config, loop.folder.logs, scratch) as session:

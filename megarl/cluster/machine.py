@@ -13,6 +13,10 @@ from megarl.config.violations import raise_all
 from megarl.core import device
 from megarl.data.model_folder import read_config
 from megarl.planning.shared_gpu import Load, fullest_phase
+from megarl.resharding.families.shape import ModelShape
+
+CPU_EXPERTS_MULTIPLE = 32
+"""The divisor of the hidden size that vLLM's kernels for experts ask for on CPU."""
 
 
 def check_machine(config: Config) -> None:
@@ -29,6 +33,19 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
     for gpu in gpu_spans(config)[ENGINE]:
         load = fullest_phase(config, models.hf_config, trained, reward, gpu)
         raise_all([fits(gpu, device.memory_bytes(gpu), load)])
+
+
+def check_engine_kernels(config: Config, models: ModelFolders) -> None:
+    """Raises ValueError for a model whose experts vLLM's CPU build cannot compute. It pads their intermediate size, but
+    not the hidden size."""
+    if device.on_cuda() or config.is_offline:
+        return
+    model = ModelShape.of(read_config(models.actor))
+    if model.experts and model.hidden % CPU_EXPERTS_MULTIPLE:
+        raise ValueError(
+            f"{models.actor}: hidden_size {model.hidden}, and vLLM's CPU build has experts for multiples of "
+            f"{CPU_EXPERTS_MULTIPLE} only; run this model on GPUs"
+        )
 
 
 def fits(gpu: int, memory_bytes: int, load: Load) -> str | None:

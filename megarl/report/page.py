@@ -98,6 +98,11 @@ def notes(run: Run) -> list[str]:
     found += [
         f"{metric} was NaN or infinite at {_listed('step', steps)}." for metric, steps in history.nonfinite.items()
     ]
+    found += [
+        f"{metric}: {count:.0f} updates were skipped, since their gradient was NaN or infinite."
+        for metric in history.columns
+        if metric.endswith("/skipped_updates") and (count := max(history.finite(metric), default=0))
+    ]
     broken = [step.step for step in run.rollouts.steps if step.unreadable]
     if broken:
         found.append(f"The rollout file of {_listed('step', broken)} has lines that could not be read.")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from megarl.cluster.machine import check_gpu_memory, check_machine, fits
+from megarl.cluster.machine import check_engine_kernels, check_gpu_memory, check_machine, fits
 from megarl.cluster.model_folders import ModelFolders
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -17,6 +19,7 @@ from megarl.planning.shared_gpu import Load, fullest_phase
 from megarl.train import run
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
+from tests.unit.resharding.cases import config_of
 
 
 def config(*overrides: str) -> Config:
@@ -176,3 +179,22 @@ def test_the_memory_of_every_gpu_that_is_shared_is_checked(monkeypatch: pytest.M
     check_gpu_memory(config(*SHARING, "cluster.placement=disaggregated"), models)
     sizes[3] = sizes[0]
     check_gpu_memory(settings, models)
+
+
+EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=40)
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize(("sizes", "refused"), [({}, False), (EXPERTS, True), (EXPERTS | dict(hidden_size=64), False)])
+def test_experts_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes: dict, refused: bool) -> None:
+    """Whatever their intermediate size, which it pads."""
+    (tmp_path / "config.json").write_text(json.dumps(config_of(**dict(hidden_size=48) | sizes)))
+    models = ModelFolders(tmp_path, None, None, None)
+    with pytest.raises(ValueError, match=r"hidden_size 48, .* multiples of 32 only") if refused else nullcontext():
+        check_engine_kernels(config(), models)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_on_gpus_experts_may_have_any_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(**EXPERTS | dict(hidden_size=48))))
+    check_engine_kernels(config(), ModelFolders(tmp_path, None, None, None))

@@ -101,11 +101,13 @@ def test_any_length(tmp_path, num_steps):
 
 
 def test_notes_say_what_is_missing(tmp_path):
-    tail = '{"step": 4, "policy/loss": null, "nonfinite": ["policy/loss"]}\n{"step": 5, "rew'
+    nonfinite = '"policy/loss": null, "nonfinite": ["policy/loss"]'
+    tail = f'{{"step": 4, {nonfinite}, "policy/skipped_updates": 2.0}}\n{{"step": 5, "rew'
     notes = Page(write(make_run(tmp_path, 3, tail=tail))).texts["notes"]
     assert "The run has reached step 4 of 14." in notes
     assert "metrics.jsonl: line 5 could not be read" in notes
     assert "policy/loss was NaN or infinite at step 4." in notes
+    assert "policy/skipped_updates: 2 updates were skipped, since their gradient was NaN or infinite." in notes
 
 
 def test_a_complete_run_has_no_notes(tmp_path):
