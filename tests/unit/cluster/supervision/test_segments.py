@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -23,9 +24,9 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> Iterator[list[Path]]:
+def paths() -> Iterator[list[Path]]:
     """Segments that do not exist yet."""
-    paths = [segments.SHARED_MEMORY / f"{tmp_path.name}-{i}" for i in range(6)]
+    paths = [segments.SHARED_MEMORY / f"megarl-test-{uuid4().hex}" for _ in range(6)]
     yield paths
     for path in paths:
         path.unlink(missing_ok=True)
@@ -43,7 +44,7 @@ def test_those_that_a_killed_process_made_are_removed(tmp_path: Path, paths: lis
             [sys.executable, "-c", CHILD, *held], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as child:
             child.stdout.readline()
-            mapped = {segment for segment in segments.mapped() if segment.name.startswith(tmp_path.name)}
+            mapped = {segment for segment in segments.mapped() if segment.name.startswith("megarl-test-")}
             assert {segment.name for segment in mapped} == {path.name for path in (noted, late, earlier, served)}
             segments.note(tmp_path)
             child.kill()
@@ -82,12 +83,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_semaphore_is_known_from_the_moment_it_exists(tmp_path: Path) -> None:
     """Of a process that was killed before anything could be noted, and whose tracker did not remove it."""
-    segments.note_earlier(tmp_path)
-    subprocess.run([sys.executable, "-c", WITH_SEMAPHORE, str(tmp_path)])
-    [semaphore] = segments.made(tmp_path)
-    assert semaphore.name.startswith(f"sem.{tmp_path.name}-")
+    scratch = tmp_path / f"megarl-test-{uuid4().hex}"
+    scratch.mkdir()
+    segments.note_earlier(scratch)
+    subprocess.run([sys.executable, "-c", WITH_SEMAPHORE, str(scratch)])
+    [semaphore] = segments.made(scratch)
+    assert semaphore.name.startswith(f"sem.{scratch.name}-")
     segments.remove({semaphore})
-    assert segments.made(tmp_path) == set()
+    assert segments.made(scratch) == set()
 
 
 def test_nothing_was_made_by_a_run_whose_folder_is_gone(tmp_path: Path, paths: list[Path]) -> None:

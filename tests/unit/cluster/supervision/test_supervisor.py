@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -147,8 +148,8 @@ def test_loss_of_the_child() -> None:
 
 
 @pytest.mark.parametrize("last", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_shared_memory_of_others_stays(last: str, tmp_path: Path) -> None:
-    foreign, made = (Path("/dev/shm", f"{tmp_path.name}-{i}") for i in range(2))
+def test_shared_memory_of_others_stays(last: str) -> None:
+    foreign, made = (Path("/dev/shm", f"megarl-test-{uuid4().hex}") for _ in range(2))
     foreign.write_bytes(bytes(16))
     opening = f"maps = [mmap.mmap(os.open(p, os.O_RDWR | os.O_CREAT), 16) for p in {[str(foreign), str(made)]}]"
     body = ("import mmap", f"open('{made}', 'wb').truncate(16)", opening, "if os.fork() == 0: time.sleep(60)", last)
