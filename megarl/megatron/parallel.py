@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,9 +19,18 @@ _host_group: dist.ProcessGroup | None = None
 
 
 def open_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Opens the rendezvous of a new process group, on a free port that the operating system chooses."""
+    """Opens the rendezvous of a new process group, on a free port that the operating system chooses. It listens on the
+    interface that has this address, not on all, as torch would by itself."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
     return dist.TCPStore(
-        host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        host,
+        port,
+        world_size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
     )
 
 

@@ -9,6 +9,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,8 +53,20 @@ def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> Non
 def test_ctrl_c(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:
         run.wait_for_step(2)
+        check_strangers_are_refused(run)
         # The terminal sends it to every process of the foreground group.
         check_end(run, lambda: os.killpg(run.pid, signal.SIGINT), 130, INTERRUPTED)
+
+
+def check_strangers_are_refused(run: Run) -> None:
+    """Whoever can reach Ray's port, but does not have the run's token."""
+    [address] = [word.partition("=")[2] for word in run.find("raylet").cmdline() if word.startswith("--gcs-address=")]
+    code = f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.get(ray.remote(lambda: 'ran').remote()))"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    stranger = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert stranger.returncode != 0 and "ran" not in stranger.stdout
+    assert "auth" in stranger.stderr.lower() or "token" in stranger.stderr.lower()
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import BytesStorageMetadata, FileSystemReader, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import metadata as torch_metadata
 
 from megarl.core.errors import UserError
 from megarl.resharding.checkpoint import Extent
@@ -177,6 +178,44 @@ def _metadata(folder: Path) -> Metadata:
             f"{folder}: holds no {METADATA}; give the folder of a checkpoint in Megatron's torch_dist format"
         )
     try:
-        return FileSystemReader(folder).read_metadata()
+        with (folder / METADATA).open("rb") as file:
+            return _MetadataUnpickler(file).load()
     except (pickle.UnpicklingError, EOFError) as error:
         raise UserError(f"{folder}: {METADATA} is damaged ({error})") from error
+
+
+_CLASSES = {
+    (kind.__module__, name)
+    for name, kind in vars(torch_metadata).items()
+    if isinstance(kind, type) and kind.__module__ == torch_metadata.__name__
+}
+
+_DTYPES = {
+    ("torch", str(kind).removeprefix("torch.")) for kind in vars(torch).values() if isinstance(kind, torch.dtype)
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads the metadata of a checkpoint that somebody else may have made: a pickle, which can name any function to be
+    called. Only what torch writes there is known."""
+
+    KNOWN = frozenset(
+        {
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+            ("torch", "Size"),
+            ("pathlib", "PosixPath"),
+            ("collections", "OrderedDict"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        # A name with dots would lead from a class to what its module imports.
+        is_part = (
+            module == torch_metadata.__name__
+            and getattr(getattr(torch_metadata, name, None), "__module__", None) == module
+        )
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in self.KNOWN or is_part or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")

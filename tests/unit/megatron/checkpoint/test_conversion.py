@@ -372,6 +372,16 @@ def test_damaged_checkpoints(tmp_path, checkpoint):
         entry.chunks = []
         (copy / ".metadata").write_bytes(pickle.dumps(metadata))
 
+    class Attack:
+        def __reduce__(self):
+            return (tmp_path / "attacked").touch, ()
+
+    def call_a_function(copy: Path) -> None:
+        metadata = torch_checkpoint.FileSystemReader(copy).read_metadata()
+        metadata.planner_data = Attack()
+        (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    assert "it names builtins.getattr, which no checkpoint needs" in error(call_a_function)
     assert "holds no .metadata; give the folder of a checkpoint" in error(lambda copy: (copy / ".metadata").unlink())
     assert ".metadata is damaged" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
     assert "__1_0.distcp, which .metadata names, is missing" in error(lambda copy: (copy / "__1_0.distcp").unlink())
