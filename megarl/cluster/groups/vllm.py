@@ -26,7 +26,7 @@ class VllmActor(ProcessActor):
         super().__init__(process, logs)
         # Elsewhere the sockets between vLLM's processes would stay behind, and the files by which its ranks meet.
         folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
-        os.environ.update(environment(tp, process.threads, process.index), **folders)
+        os.environ.update(environment(tp, process.threads, process.index, bool(process.gpus)), **folders)
         tempfile.tempdir = None  # Python has read the variable when Ray imported it
         segments.name_semaphores(scratch)
         self._config, self._model_folder, self._scratch = config, model_folder, scratch

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 
 
-def environment(tp: int, threads: int, index: int) -> dict[str, str]:
+def environment(tp: int, threads: int, index: int, on_gpu: bool = False) -> dict[str, str]:
     """Returns the environment of an engine's process. A GPU engine ignores the variables for CPU.
 
     tp        ranks of the engine
     threads   CPU threads of one of them
     index     the engine's number among those of its kind
     """
-    return {
+    # On CPU vLLM calls one function compiled, which counts tokens: it would begin with a C++ compiler's seconds.
+    compiler = {} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
+    return compiler | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if tp == 1 else _binding(tp, threads, index),
         "OMP_NUM_THREADS": str(threads),
