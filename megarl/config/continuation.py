@@ -34,6 +34,8 @@ FREE = (
     "rollout.verify_refit",
     "reward_model.engine",
     "rewards.failure_limit",
+    "rewards.processes",
+    "rewards.timeout_s",
     "checkpoint.*",
     "cluster.*",
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.config.continuation import check_continues
+from megarl.config.saved import complete
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, Checkpoint
 from megarl.core.errors import UserError
@@ -103,7 +104,7 @@ def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
 
 def _open(path: Path, config: Config, data: PromptSet | OfflineData) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
-    check_continues(config, checkpoint.state["config"], checkpoint.step, str(path))
+    check_continues(config, complete(checkpoint.state["config"], checkpoint.format), checkpoint.step, str(path))
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:
         raise UserError(
             f"data.source={config.data.source}: its {config.data.rows} have changed since {path} was saved (hash "
