@@ -13,6 +13,7 @@ ADDED: dict[int, dict[str, Any]] = {
         "implicit_reward.optimizer.nonfinite_limit": 3,
         # Before, each two responses were compared in one order, which is no longer one to choose.
         "rewards.judge_order": "both",
+        "model.revision": None,
         "rewards.processes": None,
         "rewards.timeout_s": 60.0,
     },

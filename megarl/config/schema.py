@@ -60,6 +60,7 @@ class Run(Section):
 
 class Model(Section):
     path: Annotated[str, Field(min_length=1)]
+    revision: Annotated[str, Field(min_length=1)] | None
     dtype: Dtype
 
 

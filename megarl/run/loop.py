@@ -61,8 +61,9 @@ class Loop:
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place(config, on_gpus=device.on_cuda())
         with run_lock(RunFolder.of(config).path):
-            resume_point = start(config, data, num_bytes)
-            saver = Saver(resume_point.folder.checkpoints, config, num_bytes, data.data_hash)
+            identities = models.identify()
+            resume_point = start(config, data, num_bytes, identities)
+            saver = Saver(resume_point.folder.checkpoints, config, num_bytes, data.data_hash, identities)
             print_run_summary(config, resume_point, models.actor, data, placement.describe())
             yield cls(config, data, resume_point, saver, placement)
 

@@ -143,7 +143,8 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
         raise UserError(f"{path}: its run's recipe is of another version of megarl; give --hf") from None
     role = path.name
     model_source = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
-    files = resolve(model_source, key="--hf")
+    revision = config.model.revision if model_source == config.model.path else None
+    files = resolve(model_source, key="--hf", revision=revision)
     return files, trained_hf_config(config, role, read_config(files))
 
 

@@ -145,7 +145,9 @@ def test_paths_are_absolute(config, tmp_path, monkeypatch):
 
 
 def test_manifest(config):
-    manifest = json.loads(RunFolder.create(config, data_hash="abc123").manifest.read_text())
+    models = {"model.path": {"folder": "/models/tiny", "hash": "def456"}}
+    manifest = json.loads(RunFolder.create(config, data_hash="abc123", models=models).manifest.read_text())
+    assert manifest["models"] == models
     assert (manifest["name"], manifest["model"]) == ("first", "models/tiny")
     assert (manifest["seed"], manifest["data_hash"]) == (7, "abc123")
     assert datetime.fromisoformat(manifest["started"]).tzinfo is not None

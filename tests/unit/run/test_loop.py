@@ -18,7 +18,7 @@ from megarl.run.loop import Loop
 from tests.paths import BASE
 
 PROMPTS = PromptSet((Prompt("0", "", (1,)),), "hash of the prompts")
-MODELS = SimpleNamespace(actor=None, trained=lambda config: {})
+MODELS = SimpleNamespace(actor=None, trained=lambda config: {}, identify=dict)
 
 
 @contextmanager

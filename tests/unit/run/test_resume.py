@@ -11,9 +11,11 @@ import pytest
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.checkpoint import seal
+from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.run.checkpoints import Checkpoints
+from megarl.run.folder import Models
 from megarl.run.resume import ResumePoint, RunState
 from megarl.run.resume import start as start_with_space
 from tests.paths import BASE
@@ -24,8 +26,11 @@ PROMPTS = PromptSet(tuple(Prompt(str(i), "", (i,)) for i in range(5)), "hash of 
 CHECKPOINT_BYTES = 100
 
 
-def start(settings: Config, prompts: PromptSet) -> ResumePoint:
-    return start_with_space(settings, prompts, CHECKPOINT_BYTES)
+MODELS = {"model.path": {"folder": "/models/m", "hash": "1234567890"}}
+
+
+def start(settings: Config, prompts: PromptSet, models: Models = MODELS) -> ResumePoint:
+    return start_with_space(settings, prompts, CHECKPOINT_BYTES, models)
 
 
 @pytest.fixture
@@ -48,6 +53,7 @@ def save(resume_point: ResumePoint, settings: Config, step: int) -> Path:
     weights = checkpoints.begin(step) / "weights"
     weights.write_bytes(bytes([step] * 8))
     state = {"config": settings.model_dump(), "data_hash": PROMPTS.data_hash, "run": resume_point.state.dump()}
+    state["models"] = MODELS
     return checkpoints.commit(step, state, [seal(weights, weights.parent)]).path
 
 
@@ -192,6 +198,25 @@ def test_what_is_refused_leaves_the_folder_untouched(root, prepare, prompts, pro
         start(config(root, "resume=auto", override), prompts)
     assert sorted(root.rglob("*")) == before
     assert len((root / "a" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("path", ["/models/m", "some/model"])
+def test_another_model_under_the_same_path_is_refused(root: Path, path: str) -> None:
+    settings = config(root, f"model.path={path}")
+    saved = save(start(settings, PROMPTS), settings, 2)
+    changed = {"model.path": {"folder": "/models/other", "hash": "abcdefghij"}}
+    before = sorted(root.rglob("*"))
+    with pytest.raises(UserError) as refused:
+        start(config(root, f"model.path={path}", "resume=auto"), PROMPTS, changed)
+    remedy = " (model.revision chooses a commit)" if path == "some/model" else ""
+    assert str(refused.value) == (
+        f"model.path=/models/other: its weights (hash abcdefgh…) are not those that the run of {saved} started from, "
+        f"then in /models/m (hash 12345678…); restore them{remedy}, or start another run with resume=never and a new "
+        "run.name"
+    )
+    assert sorted(root.rglob("*")) == before
+    again = start(config(root, f"model.path={path}", "model.revision=v1", "resume=auto"), PROMPTS)
+    assert again.state.step == 2
 
 
 def test_the_newest_run_is_found_by_its_link(root: Path) -> None:
