@@ -17,6 +17,7 @@ FREE = (
     "run.folder",
     "run.steps",
     "run.export",
+    "run.replace",
     "model.revision",  # the weights are compared themselves
     "*.layout.*",
     "*.tokens_per_microbatch",

@@ -16,6 +16,7 @@ ADDED: dict[int, dict[str, Any]] = {
         "model.revision": None,
         "rewards.processes": None,
         "rewards.timeout_s": 60.0,
+        "run.replace": True,
     },
 }
 """The keys that came with each format of checkpoints (megarl.core.checkpoint.FORMAT), with the values that runs had

@@ -56,6 +56,7 @@ class Run(Section):
     seed: NonNegativeInt
     steps: PositiveInt
     export: bool
+    replace: bool
 
 
 class Model(Section):

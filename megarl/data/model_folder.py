@@ -59,6 +59,12 @@ def real_path(path: str) -> str:
     return str(folder.resolve()) if names_folder(path) and folder.exists() else path
 
 
+def model_paths(config: Config) -> dict[str, str]:
+    """Returns the paths of models that the config names, by their keys."""
+    paths = {f"{name}.path": getattr(config, name).path for name in MODEL_SECTIONS}
+    return {key: path for key, path in paths.items() if path is not None}
+
+
 def with_real_paths(config: Config) -> Config:
     """Returns the config with the paths of models' folders absolute and links followed: the link runs/latest moves when
     the run begins, and workers have other working directories."""

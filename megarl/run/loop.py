@@ -96,9 +96,11 @@ class Loop:
             saver.finish()
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Writes the trained model by `write`, if run.export asks for it; else removes the one of an earlier step."""
+        """Ends the run after its last step: writes the trained model by `write`, if run.export asks for it; else
+        removes the one of an earlier step."""
         if self.config.run.export:
             with self.folder.new_model() as path:
                 write(path)
         elif self.folder.model.exists():
             shutil.rmtree(self.folder.model)
+        self.folder.finish(self.state.step)

@@ -67,7 +67,8 @@ def test_a_model_of_an_earlier_step_does_not_stay(tmp_path: Path) -> None:
         (ours.folder.model / "earlier").touch()
         ours.export(Path.mkdir)
         assert not list(ours.folder.model.iterdir())
-    with loop(tmp_path, "run.export=false") as ours:
+        assert ours.folder.finished_after == ours.state.step == 0
+    with loop(tmp_path, "run.name=b", "run.export=false") as ours:
         ours.folder.model.mkdir()
         ours.export(Path.mkdir)
         assert not ours.folder.model.exists()

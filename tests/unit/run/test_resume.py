@@ -61,8 +61,42 @@ def test_never_starts_anew_and_keeps_the_earlier_folder(root: Path) -> None:
     first = start(config(root), PROMPTS)
     assert (first.state.step, first.checkpoint) == (0, None)
     save(first, config(root), 1)
-    second = start(config(root), PROMPTS)
+    before = sorted(root.rglob("*"))
+    with pytest.raises(UserError) as refused:
+        start(config(root), PROMPTS)
+    assert str(refused.value) == (
+        f"run.name=a: {root}/a has 2 steps of an earlier run; set resume=auto to go on with it, or another run.name, "
+        "or run.replace=true, which moves it aside"
+    )
+    assert sorted(root.rglob("*")) == before
+    second = start(config(root, "run.replace=true"), PROMPTS)
     assert (second.state.step, second.checkpoint, second.folder.moved) == (0, None, root / "a.1")
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_start_that_failed_leaves_no_folder_aside(root: Path, resume: str) -> None:
+    first = start(config(root), PROMPTS)
+    (first.folder.logs / "engine-0.log").write_text("out of memory")
+    second = start(config(root, f"resume={resume}", "run.seed=3"), PROMPTS)
+    assert (second.state.step, second.folder.attempt, second.folder.moved) == (0, 2, None)
+    assert (first.folder.logs / "engine-0.log").read_text() == "out of memory"
+    assert names(root) == ["a", "latest"]
+
+
+def test_auto_moves_steps_aside_of_which_nothing_was_saved(root: Path) -> None:
+    start(config(root), PROMPTS).folder.metrics.write_text('{"step": 1}\n')
+    again = start(config(root, "resume=auto"), PROMPTS)
+    assert (again.state.step, again.folder.moved) == (0, root / "a.1")
+
+
+def test_a_model_in_the_folder_is_not_moved_aside_with_it(root: Path) -> None:
+    save(start(config(root), PROMPTS), config(root), 1)
+    (root / "a" / "model").mkdir()
+    with pytest.raises(
+        UserError, match=r"^model.path=.*/a/model: it lies in .*/a, .* move aside; set another run.name"
+    ):
+        start(config(root, "run.replace=true", f"model.path={root}/a/model"), PROMPTS)
+    assert names(root) == ["a", "latest"]
 
 
 def test_auto_goes_on_from_the_newest(root: Path) -> None:
