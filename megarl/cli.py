@@ -82,6 +82,11 @@ def train(file: Recipe, overrides: Overrides = None) -> None:
     from megarl.config.load import load
 
     config = load(file, overrides or ())
+    from megarl.run.beginning import check_beginning
+
+    if line := check_beginning(config):
+        typer.echo(line)
+        return
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:

@@ -17,6 +17,7 @@ from megarl.config.trained_model import trained_hf_config
 from megarl.core.metrics import values
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Sample
+from megarl.data.model_folder import with_real_paths
 from megarl.data.offline import load_offline_data
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
@@ -33,6 +34,7 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
+    config = with_real_paths(config)
     check_machine(config)
     models = find_models(config)
     check_megatron_settings(config, models)

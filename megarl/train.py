@@ -17,6 +17,7 @@ from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, values
 from megarl.core.timing import Stopwatch
+from megarl.data.model_folder import with_real_paths
 from megarl.data.prompts import load_prompts
 from megarl.run.loop import Loop, exit_status
 from megarl.step.baselines import attach_baselines, update_reward_average
@@ -34,6 +35,7 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
+    config = with_real_paths(config)
     check_machine(config)
     models = find_models(config)
     check_gpu_memory(config, models)

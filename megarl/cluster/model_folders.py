@@ -15,6 +15,7 @@ from megarl.config.trained_model import trained_hf_config
 from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here, read_config, resolve
 from megarl.data.tokenizer import load_tokenizer
+from megarl.data.weights_hash import weights_hash
 from megarl.resharding.selection import check_selections
 
 
@@ -26,6 +27,15 @@ class ModelFolders:
     critic: Path | None
     reward_model: Path | None
     implicit_reward: Path | None
+
+    def identify(self) -> dict[str, dict[str, str]]:
+        """Returns folder and hash of the weights of each model, by the key of its path. A model with the actor's folder
+        is left out."""
+        folders = {"model.path": self.actor}
+        for name in ("critic", "reward_model", "implicit_reward"):
+            if (folder := getattr(self, name)) not in (None, self.actor):
+                folders[f"{name}.path"] = folder
+        return {key: {"folder": str(folder), "hash": weights_hash(folder)} for key, folder in folders.items()}
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -44,7 +54,7 @@ class ModelFolders:
 
 def find_models(config: Config) -> ModelFolders:
     """Finds all models of a run. Raises UserError for one that is missing, or does not fit the config or the actor."""
-    actor = resolve(config.model.path)
+    actor = resolve(config.model.path, revision=config.model.revision)
     hf_config = read_config(actor)
     _check_actor(config, hf_config)
     folders = ModelFolders(
@@ -62,9 +72,11 @@ def check_models_here(config: Config) -> list[str]:
     which says that it was checked or why it could not be. Raises UserError as `find_models` does."""
     lines: list[str] = []
 
-    def look(key: str, path: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+    def look(
+        key: str, path: str, check: Callable[[dict[str, Any]], None], revision: str | None = None
+    ) -> dict[str, Any] | None:
         try:
-            hf_config = config_here(path, key=key)
+            hf_config = config_here(path, key=key, revision=revision)
         except NotHere as why:
             lines.append(f"{key}={path}: not checked, as {why}")
             return None
@@ -72,7 +84,7 @@ def check_models_here(config: Config) -> list[str]:
         lines.append(f"{key}={path}: the keys fit its config.json")
         return hf_config
 
-    actor = look("model.path", config.model.path, partial(_check_actor, config))
+    actor = look("model.path", config.model.path, partial(_check_actor, config), config.model.revision)
     if actor is None:
         return lines  # the other models are checked against the actor
     for there, placed, check in (

@@ -17,6 +17,8 @@ FREE = (
     "run.folder",
     "run.steps",
     "run.export",
+    "run.replace",
+    "model.revision",  # the weights are compared themselves
     "*.layout.*",
     "*.tokens_per_microbatch",
     "*.recompute",
@@ -34,6 +36,8 @@ FREE = (
     "rollout.verify_refit",
     "reward_model.engine",
     "rewards.failure_limit",
+    "rewards.processes",
+    "rewards.timeout_s",
     "checkpoint.*",
     "cluster.*",
 )

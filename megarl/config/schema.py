@@ -56,10 +56,12 @@ class Run(Section):
     seed: NonNegativeInt
     steps: PositiveInt
     export: bool
+    replace: bool
 
 
 class Model(Section):
     path: Annotated[str, Field(min_length=1)]
+    revision: Annotated[str, Field(min_length=1)] | None
     dtype: Dtype
 
 

@@ -16,6 +16,9 @@ from megarl.core.files import number_in, numbered
 MANIFEST = "manifest.json"
 PREFIX = "step_"
 NAME = PREFIX + "{:06d}"
+FORMAT = 2
+"""The version of what a manifest holds. It grows by one with keys of the config that an earlier save does not have; the
+values that they then have are in megarl.config.saved. A manifest of version 1 does not name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,17 @@ def seal(file: Path, checkpoint: Path) -> FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint. state: the driver's state, from which a run goes on, as JSON values."""
+    """A complete checkpoint.
+
+    state    the driver's state, from which a run goes on, as JSON values
+    format   the version of its manifest
+    """
 
     path: Path
     step: int
     state: Mapping[str, Any]
     files: tuple[FileRecord, ...]
+    format: int
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -58,8 +66,12 @@ class Checkpoint:
             intact = False
         if not intact:
             raise UserError(f"{path}: {MANIFEST} is damaged; {_remedy(path)}")
+        if (version := content.get("format", 1)) > FORMAT:
+            raise UserError(
+                f"{path}: a later megarl saved it, in format {version}; this one reads up to {FORMAT}: update megarl"
+            )
         files = tuple(FileRecord(**record) for record in content["files"])
-        checkpoint = cls(path, content["step"], content["state"], files)
+        checkpoint = cls(path, content["step"], content["state"], files, version)
         for record in files:
             checkpoint._check_size(record)
         return checkpoint
@@ -105,7 +117,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 def write_manifest(folder: Path, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> None:
     """Makes a checkpoint of a folder, for `Checkpoint.open` to read. files: all files in it, already on the disk."""
-    content = {"step": step, "state": state, "files": [asdict(record) for record in files]}
+    content = {"format": FORMAT, "step": step, "state": state, "files": [asdict(record) for record in files]}
     write_synced(folder / MANIFEST, json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n")
 
 

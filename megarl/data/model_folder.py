@@ -12,46 +12,88 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megarl.config.schema import Config
 from megarl.core.errors import UserError
 
 PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
 
+MODEL_SECTIONS = ("model", "critic", "reward_model", "implicit_reward")
+"""The sections whose key `path` names a model."""
 
-def resolve(path: str, cache: Path | None = None, key: str = "model.path") -> Path:
-    """Returns the Hugging Face folder that `path` names.
 
-    path    an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted
-            once into `cache`), or a hub id (downloaded into Hugging Face's own cache)
-    key     the config key that the path was given for
-    cache   default: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl
+def resolve(path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None) -> Path:
+    """Returns the Hugging Face folder that `path` names, absolute and with links followed: a link such as runs/latest
+    may later point elsewhere.
+
+    path      an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted
+              once into `cache`), or a hub id (downloaded into Hugging Face's own cache)
+    key       the config key that the path was given for
+    cache     default: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl
+    revision  a hub id's branch, tag or commit (None: its main branch)
 
     Raises UserError, with the remedy, where there is no such model.
     """
+    if not is_hub_id(path):
+        _refuse_revision(key, path, revision)
     if path.startswith(PACKAGE_PREFIX):
-        return _from_package(key, path.removeprefix(PACKAGE_PREFIX), cache or default_cache())
+        return _from_package(key, path.removeprefix(PACKAGE_PREFIX), cache or default_cache()).resolve()
+    if names_folder(path):
+        return _checked(key, path, Path(path).expanduser()).resolve()
+    return _from_hub(key, path, revision)
+
+
+def names_folder(path: str) -> bool:
+    """Returns whether the path of a model is that of a folder, rather than a package's name or a hub id."""
+    is_package = path.startswith(PACKAGE_PREFIX)
+    return not is_package and (path.startswith((".", "/", "~")) or Path(path).expanduser().exists())
+
+
+def is_hub_id(path: str) -> bool:
+    return not path.startswith(PACKAGE_PREFIX) and not names_folder(path)
+
+
+def real_path(path: str) -> str:
+    """Returns the path of a folder, absolute and with links followed; every other path as it is."""
     folder = Path(path).expanduser()
-    if folder.exists() or path.startswith((".", "/", "~")):
-        return _checked(key, path, folder)
-    return _from_hub(key, path)
+    return str(folder.resolve()) if names_folder(path) and folder.exists() else path
+
+
+def model_paths(config: Config) -> dict[str, str]:
+    """Returns the paths of models that the config names, by their keys."""
+    paths = {f"{name}.path": getattr(config, name).path for name in MODEL_SECTIONS}
+    return {key: path for key, path in paths.items() if path is not None}
+
+
+def with_real_paths(config: Config) -> Config:
+    """Returns the config with the paths of models' folders absolute and links followed: the link runs/latest moves when
+    the run begins, and workers have other working directories."""
+    sections = {name: getattr(config, name) for name in MODEL_SECTIONS}
+    given = {name: section for name, section in sections.items() if section.path is not None}
+    return config.model_copy(
+        update={name: section.model_copy(update={"path": real_path(section.path)}) for name, section in given.items()}
+    )
 
 
 class NotHere(Exception):
     """The reason why a model's config.json is not on this machine."""
 
 
-def config_here(path: str, cache: Path | None = None, key: str = "model.path") -> dict[str, Any]:
+def config_here(
+    path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None
+) -> dict[str, Any]:
     """Returns the config.json of the model that `path` names, with nothing downloaded or converted. The arguments are
     those of `resolve`.
 
     Raises NotHere where that takes more, and UserError where there is no such model.
     """
+    if not is_hub_id(path):
+        _refuse_revision(key, path, revision)
     if path.startswith(PACKAGE_PREFIX):
         return _config_of_package(key, path.removeprefix(PACKAGE_PREFIX), cache or default_cache())
-    folder = Path(path).expanduser()
-    if folder.exists() or path.startswith((".", "/", "~")):
-        return read_config(_checked(key, path, folder))
-    return _config_of_hub_id(path)
+    if names_folder(path):
+        return read_config(_checked(key, path, Path(path).expanduser()))
+    return _config_of_hub_id(path, revision)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -77,29 +119,37 @@ def _checked(key: str, path: str, folder: Path) -> Path:
     return folder
 
 
-def _from_hub(key: str, hub_id: str) -> Path:
+def _refuse_revision(key: str, path: str, revision: str | None) -> None:
+    if revision is not None:
+        raise UserError(
+            f"model.revision={revision}: {key}={path} is no hub id, and has no revisions; set model.revision=null"
+        )
+
+
+def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     # Many repositories hold copies of the weights in other formats than safetensors.
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return _checked(key, hub_id, Path(snapshot_download(hub_id, allow_patterns=wanted)))
+        return _checked(key, hub_id, Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted)))
     except (HFValidationError, OSError) as error:  # OSError: all that the network and the hub's answers raise
         reason = str(error).strip().splitlines()[0]
+        named = hub_id if revision is None else f"{hub_id} at model.revision={revision}"
         raise UserError(
-            f"{key}: {hub_id} is no folder here, and as a hub id it could not be fetched ({reason}); "
+            f"{key}: {named} is no folder here, and as a hub id it could not be fetched ({reason}); "
             "check the spelling, the network, HF_HUB_OFFLINE and (gated models) HF_TOKEN, or give a folder"
         ) from error
 
 
-def _config_of_hub_id(hub_id: str) -> dict[str, Any]:
-    """Returns the config.json of the newest download. Raises NotHere where there is none."""
+def _config_of_hub_id(hub_id: str, revision: str | None) -> dict[str, Any]:
+    """Returns the config.json of the newest download of this revision. Raises NotHere where there is none."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        file = try_to_load_from_cache(hub_id, "config.json")
+        file = try_to_load_from_cache(hub_id, "config.json", revision=revision)
     except HFValidationError:
         file = None
     if not isinstance(file, str):

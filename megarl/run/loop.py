@@ -20,6 +20,7 @@ from megarl.core import device
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.planning.checkpoint_size import checkpoint_bytes
+from megarl.run.early_end import early_end
 from megarl.run.folder import RunFolder
 from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
@@ -55,16 +56,18 @@ class Loop:
     @classmethod
     @contextmanager
     def prepare(cls, config: Config, models: ModelFolders, data: PromptSet | OfflineData) -> Iterator[Loop]:
-        """Locks and opens the run's folder and prints the run's summary, before any process is started. Raises
-        UserError for a folder in use, for a `resume` that is no checkpoint, and for a disk without room for the next
-        checkpoint."""
+        """Locks and opens the run's folder and prints the run's summary, before any process is started; at an early end
+        prints how to go on. Raises UserError for a folder in use, for a `resume` that is no checkpoint, and for a disk
+        without room for the next checkpoint."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place(config, on_gpus=device.on_cuda())
         with run_lock(RunFolder.of(config).path):
-            resume_point = start(config, data, num_bytes)
-            saver = Saver(resume_point.folder.checkpoints, config, num_bytes, data.data_hash)
+            identities = models.identify()
+            resume_point = start(config, data, num_bytes, identities)
+            saver = Saver(resume_point.folder.checkpoints, config, num_bytes, data.data_hash, identities)
             print_run_summary(config, resume_point, models.actor, data, placement.describe())
-            yield cls(config, data, resume_point, saver, placement)
+            with early_end(resume_point.folder):
+                yield cls(config, data, resume_point, saver, placement)
 
     @property
     def state(self) -> RunState:
@@ -95,9 +98,11 @@ class Loop:
             saver.finish()
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Writes the trained model by `write`, if run.export asks for it; else removes the one of an earlier step."""
+        """Ends the run after its last step: writes the trained model by `write`, if run.export asks for it; else
+        removes the one of an earlier step."""
         if self.config.run.export:
             with self.folder.new_model() as path:
                 write(path)
         elif self.folder.model.exists():
             shutil.rmtree(self.folder.model)
+        self.folder.finish(self.state.step)

@@ -9,14 +9,16 @@ from typing import Any
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.config.continuation import check_continues
+from megarl.config.saved import complete
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, Checkpoint
 from megarl.core.errors import UserError
 from megarl.data.cursor import PromptCursor
+from megarl.data.model_folder import MODEL_SECTIONS, is_hub_id, real_path
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.folder import RunFolder
+from megarl.run.folder import Models, RunFolder
 
 
 @dataclass
@@ -54,12 +56,12 @@ class ResumePoint:
         return f"goes on after step {self.state.step}, from {self.checkpoint.path}"
 
 
-def start(config: Config, data: PromptSet | OfflineData, num_bytes: int) -> ResumePoint:
+def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
     """Opens the run's folder as the key `resume` says. num_bytes: the size of a checkpoint. Raises UserError, and
     leaves the folder as it was, for a checkpoint that is missing, damaged, or of another run, and for a disk without
     room for those to come."""
     path = _checkpoint_path(config)
-    checkpoint = None if path is None else _open(path, config, data)
+    checkpoint = None if path is None else _open(path, config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"])
     goes_on = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
@@ -76,10 +78,10 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int) -> Resu
         # The order matters: a run that is killed in between is one that was killed before it went on, and later
         # checkpoints are removed when the folder is ready for others.
         checkpoints.point_to(checkpoint.path)
-        folder = RunFolder.reopen(config, checkpoint.step, data.data_hash)
+        folder = RunFolder.reopen(config, checkpoint.step, data.data_hash, models)
         checkpoints.go_back_to(checkpoint.step)
     else:
-        folder = RunFolder.create(config, data.data_hash)
+        folder = RunFolder.create(config, data.data_hash, models)
     return ResumePoint(folder, state, checkpoint)
 
 
@@ -101,15 +103,37 @@ def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
     return False
 
 
-def _open(path: Path, config: Config, data: PromptSet | OfflineData) -> Checkpoint:
+def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
-    check_continues(config, checkpoint.state["config"], checkpoint.step, str(path))
+    check_continues(config, _saved_config(checkpoint), checkpoint.step, str(path))
+    _check_models(config, checkpoint, models)
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:
         raise UserError(
             f"data.source={config.data.source}: its {config.data.rows} have changed since {path} was saved (hash "
             f"{data.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with resume=never"
         )
     return checkpoint
+
+
+def _saved_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    saved = complete(checkpoint.state["config"], checkpoint.format)
+    if checkpoint.format == 1:  # which has the paths as they were given
+        for section in (saved[name] for name in MODEL_SECTIONS):
+            section["path"] = section["path"] and real_path(section["path"])
+    return saved
+
+
+def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> None:
+    """Raises UserError for a model whose weights are not those that the run started from: the reference, a reward model
+    and an implicit reward's start are read from its folder again."""
+    for key, saved in checkpoint.state.get("models", {}).items():  # format 1 has none
+        if key in models and (found := models[key])["hash"] != saved["hash"]:
+            remedy = " (model.revision chooses a commit)" if is_hub_id(config.model.path) else ""
+            raise UserError(
+                f"{key}={found['folder']}: its weights (hash {found['hash'][:8]}…) are not those that the run of "
+                f"{checkpoint.path} started from, then in {saved['folder']} (hash {saved['hash'][:8]}…); restore "
+                f"them{remedy}, or start another run with resume=never and a new run.name"
+            )
 
 
 def _checkpoint_path(config: Config) -> Path | None:

@@ -13,16 +13,17 @@ from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import join
 from megarl.config.schema import Config
 from megarl.run.checkpoints import Checkpoints
+from megarl.run.folder import Models
 
 
 class Saver:
     """Saves every checkpoint.every_steps steps and after the last one. At most one save is under way."""
 
-    def __init__(self, folder: Path, config: Config, num_bytes: int, data_hash: str):
+    def __init__(self, folder: Path, config: Config, num_bytes: int, data_hash: str, models: Models):
         """num_bytes: the size of one checkpoint."""
         self._config, self._num_bytes = config, num_bytes
         self._checkpoints = Checkpoints(folder)
-        self._fixed = {"config": config.model_dump(), "data_hash": data_hash}
+        self._fixed = {"config": config.model_dump(), "data_hash": data_hash, "models": models}
         self._unfinished: Unfinished | None = None
         self._metrics: dict[str, float] = {}
 

@@ -159,8 +159,9 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_train_exits_with_the_code_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[tuple[Config, Path]] = []
     replace(monkeypatch, "train", main=lambda config, scratch: seen.append((config, scratch)) or 7)
-    assert run(monkeypatch, "train", QUICKSTART, "run.steps=3") == 7
-    assert seen == [(load(QUICKSTART, ["run.steps=3"]), tmp_path)]
+    keys = ["run.steps=3", f"run.folder={tmp_path}"]
+    assert run(monkeypatch, "train", QUICKSTART, *keys) == 7
+    assert seen == [(load(QUICKSTART, keys), tmp_path)]
 
 
 def test_reshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str) -> None:
@@ -196,22 +197,24 @@ def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_user_errors_are_lines_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def fail(config: Config, scratch: Path) -> int:
         raise UserError("one thing is wrong\nand another")
 
     replace(monkeypatch, "train", main=fail)
-    assert run(monkeypatch, "train", QUICKSTART) == 2
+    assert run(monkeypatch, "train", QUICKSTART, f"run.folder={tmp_path}") == 2
     assert capsys.readouterr().err == "megarl: error: one thing is wrong\nmegarl: error: and another\n"
     assert run(monkeypatch, "train", "none.yaml") == 2
     assert capsys.readouterr().err.startswith("megarl: error: none.yaml: cannot be read")
 
 
 @pytest.mark.parametrize(("bug", "kind"), [(lambda: {}["bug"], KeyError), (lambda: int("bug"), ValueError)])
-def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch, bug: Callable, kind: type[Exception]) -> None:
+def test_other_errors_are_not_hidden(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bug: Callable, kind: type[Exception]
+) -> None:
     replace(monkeypatch, "train", main=lambda config, scratch: bug())
-    monkeypatch.setattr(sys, "argv", ["megarl", "train", QUICKSTART])
+    monkeypatch.setattr(sys, "argv", ["megarl", "train", QUICKSTART, f"run.folder={tmp_path}"])
     with pytest.raises(kind):
         cli.main()
 

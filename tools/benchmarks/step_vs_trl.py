@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def measure_megarl(config: Config, steps: int, work: Path) -> dict[str, Any]:
-    overrides = [f"run.steps={steps}", "run.export=false", f"run.folder={work}", "run.name=megarl"]
+    overrides = [f"run.steps={steps}", "run.export=false", f"run.folder={work}", "run.name=megarl", "run.replace=true"]
     command = [sys.executable, "-m", "megarl.cli", "train", str(RECIPE), *overrides]
     conditions = run(command, steps, work / "megarl.log")
     manifest = json.loads((work / "megarl" / "manifest.json").read_text(encoding="utf-8"))

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch
 from pydantic import ValidationError
 
+from megarl.config.saved import complete
 from megarl.config.schema import Config, Layout, Role
 from megarl.config.trained_model import trained_hf_config
 from megarl.config.value_head import with_value_head
@@ -137,12 +138,13 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
     if sealed is None:
         raise UserError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
     try:
-        config = Config.model_validate(sealed.state["config"])
+        config = Config.model_validate(complete(sealed.state["config"], sealed.format))
     except ValidationError:
         raise UserError(f"{path}: its run's recipe is of another version of megarl; give --hf") from None
     role = path.name
     model_source = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
-    files = resolve(model_source, key="--hf")
+    revision = config.model.revision if model_source == config.model.path else None
+    files = resolve(model_source, key="--hf", revision=revision)
     return files, trained_hf_config(config, role, read_config(files))
 
 

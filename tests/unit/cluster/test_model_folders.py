@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import model_folders
-from megarl.cluster.model_folders import find_models
+from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.config.load import load
+from megarl.data.model_folder import with_real_paths
 from tests.paths import BASE
 
 DEEPSEEK = dict(
@@ -30,6 +31,31 @@ def folder(path: Path, **changes: object) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(DEEPSEEK | changes))
     return path
+
+
+def test_paths_of_folders_are_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's folder moves the link `latest` before its workers load the model."""
+    real = folder(tmp_path / "first")
+    (tmp_path / "latest").symlink_to("first")
+    monkeypatch.chdir(tmp_path)
+    paths = ["model.path=latest", "critic.path=./first", "implicit_reward.path=some/model"]
+    overrides = ["data.source=arithmetic", "algorithm.advantage.estimator=gae", "implicit_reward.coefficient=1"]
+    config = with_real_paths(load(BASE, [*paths, *overrides]))
+    assert (config.model.path, config.critic.path) == (str(real), str(real))
+    assert (config.implicit_reward.path, config.reward_model.path) == ("some/model", None)
+    assert find_models(load(BASE, ["model.path=latest", "data.source=arithmetic"])).actor == real
+
+
+def test_each_model_is_known_by_its_weights(tmp_path: Path) -> None:
+    actor, other = folder(tmp_path / "actor"), folder(tmp_path / "other")
+    for path in (actor, other):
+        (path / "model.safetensors").write_text(path.name)
+    identities = ModelFolders(actor, actor, None, other).identify()
+    assert {key: value["folder"] for key, value in identities.items()} == {
+        "model.path": str(actor),
+        "implicit_reward.path": str(other),
+    }
+    assert identities["model.path"]["hash"] != identities["implicit_reward.path"]["hash"]
 
 
 def test_each_model_says_what_of_it_is_left_out(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]):

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from megarl.data import model_folder
-from megarl.data.model_folder import NotHere, config_here, default_cache, read_config, resolve
+from megarl.data.model_folder import NotHere, config_here, default_cache, read_config, real_path, resolve
 
 
 @pytest.fixture
@@ -45,6 +45,31 @@ def test_a_folder_is_itself(tmp_path, monkeypatch):
     assert resolve("~/models/tiny") == folder
 
 
+def test_a_link_is_followed_once(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
+    link = tmp_path / "latest"
+    link.symlink_to("first")
+    assert real_path(str(link)) == str(tmp_path / "first")
+    found = resolve(str(link))
+    link.unlink()
+    link.symlink_to("second")
+    assert read_config(found) == {"model_type": "first"}
+    for other in ("some/model", "package:name", "./absent"):
+        assert real_path(other) == other
+
+
+@pytest.mark.parametrize("look", [resolve, config_here])
+def test_what_is_no_hub_id_has_no_revision(tmp_path, look):
+    (tmp_path / "config.json").write_text("{}")
+    for path in (str(tmp_path), "package:name"):
+        with pytest.raises(
+            ValueError, match=rf"^model\.revision=v1: model\.path={path} is no hub id, .*revision=null$"
+        ):
+            look(path, revision="v1")
+
+
 @pytest.mark.parametrize("path", ["./absent", "../absent", "/absent/model", "~/absent"])
 def test_a_path_that_does_not_exist_is_refused(path):
     with pytest.raises(ValueError, match=rf"^model\.path: {path} does not exist; give a Hugging Face folder"):
@@ -60,16 +85,18 @@ def test_a_folder_without_a_config_is_refused(tmp_path, monkeypatch):
 
 def test_hub_ids_come_from_the_hubs_cache_when_offline(tmp_path):
     repository = tmp_path / "hub" / "models--some--model"
-    snapshot = repository / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc")
+    (repository / "refs").mkdir(parents=True)
+    for revision, commit in (("main", "abc"), ("v1", "def")):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}" if revision == "main" else '{"revision": 1}')
+        (repository / "refs" / revision).write_text(commit)
     code = textwrap.dedent("""
         import sys
         from megarl.data.model_folder import resolve
         from megarl.data.model_folder import NotHere, config_here
         print(resolve("some/model"), config_here("some/model"))
+        print(resolve("some/model", revision="v1"), config_here("some/model", revision="v1"))
         try:
             config_here("some/absent")
         except NotHere as why:
@@ -83,8 +110,10 @@ def test_hub_ids_come_from_the_hubs_cache_when_offline(tmp_path):
     """)
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    found, not_here, absent, malformed = done.stdout.splitlines()
-    assert found == f"{snapshot} {{}}"
+    found, revised, not_here, absent, malformed = done.stdout.splitlines()
+    snapshots = repository / "snapshots"
+    assert found == f"{snapshots / 'abc'} {{}}"
+    assert revised == f"{snapshots / 'def'} {{'revision': 1}}"
     assert not_here == "it is no folder here, and as a hub id it has not been downloaded"
     assert absent.startswith("model.path: some/absent is no folder here, and as a hub id it could not be fetched (")
     assert "HF_HUB_OFFLINE" in absent

@@ -49,8 +49,9 @@ def test_a_new_run(config):
 
 def test_earlier_runs_of_the_name_are_kept(config):
     root = Path(config.run.folder)
+    replacing = config.model_copy(update={"run": config.run.model_copy(update={"replace": True})})
     for number, moved in enumerate([None, root / "first.1", root / "first.2"]):
-        folder = RunFolder.create(config)
+        folder = RunFolder.create(replacing)
         assert folder.moved == moved
         folder.metrics.write_text(str(number))
     assert [(root / name / "metrics.jsonl").read_text() for name in ("first.1", "first.2", "first")] == list("012")
@@ -87,6 +88,25 @@ def test_a_run_that_goes_on_keeps_what_it_had_by_then(config):
     ]
     assert yaml.safe_load((folder.logs / "config.resolved.yaml").read_text())["run"]["steps"] == config.run.steps
     assert RunFolder.reopen(longer, step=2).logs == folder.path / "logs" / "attempt_3"
+
+
+def test_a_folder_that_is_no_runs_is_not_used(config):
+    path = Path(config.run.folder) / "first"
+    path.mkdir(parents=True)
+    assert RunFolder.create(config).path == path  # an empty one
+    for name in ("config.resolved.yaml", "manifest.json"):
+        (path / name).unlink()
+    with pytest.raises(ValueError, match=r"^run.name=first: .*/first has something else in it; set resume=auto"):
+        RunFolder.create(config)
+
+
+def test_a_run_that_goes_on_is_no_longer_finished(config):
+    folder = RunFolder.create(config)
+    assert folder.finished_after is None
+    folder.finish(3)
+    assert folder.finished_after == 3
+    assert json.loads(folder.manifest.read_text())["name"] == "first"
+    assert RunFolder.reopen(config, step=3).finished_after is None
 
 
 def test_a_run_that_goes_on_at_once_has_no_metrics(config):
@@ -145,7 +165,9 @@ def test_paths_are_absolute(config, tmp_path, monkeypatch):
 
 
 def test_manifest(config):
-    manifest = json.loads(RunFolder.create(config, data_hash="abc123").manifest.read_text())
+    models = {"model.path": {"folder": "/models/tiny", "hash": "def456"}}
+    manifest = json.loads(RunFolder.create(config, data_hash="abc123", models=models).manifest.read_text())
+    assert manifest["models"] == models
     assert (manifest["name"], manifest["model"]) == ("first", "models/tiny")
     assert (manifest["seed"], manifest["data_hash"]) == (7, "abc123")
     assert datetime.fromisoformat(manifest["started"]).tzinfo is not None

@@ -18,7 +18,7 @@ from megarl.run.loop import Loop
 from tests.paths import BASE
 
 PROMPTS = PromptSet((Prompt("0", "", (1,)),), "hash of the prompts")
-MODELS = SimpleNamespace(actor=None, trained=lambda config: {})
+MODELS = SimpleNamespace(actor=None, trained=lambda config: {}, identify=dict)
 
 
 @contextmanager
@@ -39,6 +39,13 @@ def test_the_folder_of_a_running_one_stays_as_it_is(tmp_path: Path, resume: str)
     with run_lock(tmp_path / "a"), refused, loop(tmp_path, f"resume={resume}"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [".a.lock"]
+
+
+def test_an_early_end_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), loop(tmp_path):
+        raise KeyboardInterrupt
+    expected = f"ended before its first step was done; start again: megarl train {tmp_path}/a/config.resolved.yaml\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_the_folder_is_this_ones_until_the_end(tmp_path: Path) -> None:
@@ -67,7 +74,8 @@ def test_a_model_of_an_earlier_step_does_not_stay(tmp_path: Path) -> None:
         (ours.folder.model / "earlier").touch()
         ours.export(Path.mkdir)
         assert not list(ours.folder.model.iterdir())
-    with loop(tmp_path, "run.export=false") as ours:
+        assert ours.folder.finished_after == ours.state.step == 0
+    with loop(tmp_path, "run.name=b", "run.export=false") as ours:
         ours.folder.model.mkdir()
         ours.export(Path.mkdir)
         assert not ours.folder.model.exists()

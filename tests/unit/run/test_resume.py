@@ -11,9 +11,11 @@ import pytest
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.checkpoint import seal
+from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.run.checkpoints import Checkpoints
+from megarl.run.folder import Models
 from megarl.run.resume import ResumePoint, RunState
 from megarl.run.resume import start as start_with_space
 from tests.paths import BASE
@@ -24,8 +26,11 @@ PROMPTS = PromptSet(tuple(Prompt(str(i), "", (i,)) for i in range(5)), "hash of 
 CHECKPOINT_BYTES = 100
 
 
-def start(settings: Config, prompts: PromptSet) -> ResumePoint:
-    return start_with_space(settings, prompts, CHECKPOINT_BYTES)
+MODELS = {"model.path": {"folder": "/models/m", "hash": "1234567890"}}
+
+
+def start(settings: Config, prompts: PromptSet, models: Models = MODELS) -> ResumePoint:
+    return start_with_space(settings, prompts, CHECKPOINT_BYTES, models)
 
 
 @pytest.fixture
@@ -48,6 +53,7 @@ def save(resume_point: ResumePoint, settings: Config, step: int) -> Path:
     weights = checkpoints.begin(step) / "weights"
     weights.write_bytes(bytes([step] * 8))
     state = {"config": settings.model_dump(), "data_hash": PROMPTS.data_hash, "run": resume_point.state.dump()}
+    state["models"] = MODELS
     return checkpoints.commit(step, state, [seal(weights, weights.parent)]).path
 
 
@@ -55,8 +61,42 @@ def test_never_starts_anew_and_keeps_the_earlier_folder(root: Path) -> None:
     first = start(config(root), PROMPTS)
     assert (first.state.step, first.checkpoint) == (0, None)
     save(first, config(root), 1)
-    second = start(config(root), PROMPTS)
+    before = sorted(root.rglob("*"))
+    with pytest.raises(UserError) as refused:
+        start(config(root), PROMPTS)
+    assert str(refused.value) == (
+        f"run.name=a: {root}/a has 2 steps of an earlier run; set resume=auto to go on with it, or another run.name, "
+        "or run.replace=true, which moves it aside"
+    )
+    assert sorted(root.rglob("*")) == before
+    second = start(config(root, "run.replace=true"), PROMPTS)
     assert (second.state.step, second.checkpoint, second.folder.moved) == (0, None, root / "a.1")
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_start_that_failed_leaves_no_folder_aside(root: Path, resume: str) -> None:
+    first = start(config(root), PROMPTS)
+    (first.folder.logs / "engine-0.log").write_text("out of memory")
+    second = start(config(root, f"resume={resume}", "run.seed=3"), PROMPTS)
+    assert (second.state.step, second.folder.attempt, second.folder.moved) == (0, 2, None)
+    assert (first.folder.logs / "engine-0.log").read_text() == "out of memory"
+    assert names(root) == ["a", "latest"]
+
+
+def test_auto_moves_steps_aside_of_which_nothing_was_saved(root: Path) -> None:
+    start(config(root), PROMPTS).folder.metrics.write_text('{"step": 1}\n')
+    again = start(config(root, "resume=auto"), PROMPTS)
+    assert (again.state.step, again.folder.moved) == (0, root / "a.1")
+
+
+def test_a_model_in_the_folder_is_not_moved_aside_with_it(root: Path) -> None:
+    save(start(config(root), PROMPTS), config(root), 1)
+    (root / "a" / "model").mkdir()
+    with pytest.raises(
+        UserError, match=r"^model.path=.*/a/model: it lies in .*/a, .* move aside; set another run.name"
+    ):
+        start(config(root, "run.replace=true", f"model.path={root}/a/model"), PROMPTS)
+    assert names(root) == ["a", "latest"]
 
 
 def test_auto_goes_on_from_the_newest(root: Path) -> None:
@@ -192,6 +232,25 @@ def test_what_is_refused_leaves_the_folder_untouched(root, prepare, prompts, pro
         start(config(root, "resume=auto", override), prompts)
     assert sorted(root.rglob("*")) == before
     assert len((root / "a" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("path", ["/models/m", "some/model"])
+def test_another_model_under_the_same_path_is_refused(root: Path, path: str) -> None:
+    settings = config(root, f"model.path={path}")
+    saved = save(start(settings, PROMPTS), settings, 2)
+    changed = {"model.path": {"folder": "/models/other", "hash": "abcdefghij"}}
+    before = sorted(root.rglob("*"))
+    with pytest.raises(UserError) as refused:
+        start(config(root, f"model.path={path}", "resume=auto"), PROMPTS, changed)
+    remedy = " (model.revision chooses a commit)" if path == "some/model" else ""
+    assert str(refused.value) == (
+        f"model.path=/models/other: its weights (hash abcdefgh…) are not those that the run of {saved} started from, "
+        f"then in /models/m (hash 12345678…); restore them{remedy}, or start another run with resume=never and a new "
+        "run.name"
+    )
+    assert sorted(root.rglob("*")) == before
+    again = start(config(root, f"model.path={path}", "model.revision=v1", "resume=auto"), PROMPTS)
+    assert again.state.step == 2
 
 
 def test_the_newest_run_is_found_by_its_link(root: Path) -> None:

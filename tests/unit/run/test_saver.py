@@ -41,7 +41,7 @@ def config(*overrides: str) -> Config:
 
 
 def saver(folder: Path, *overrides: str) -> Saver:
-    return Saver(folder, config(*overrides), num_bytes=100, data_hash="hash")
+    return Saver(folder, config(*overrides), num_bytes=100, data_hash="hash", models={})
 
 
 def latest(folder: Path) -> int | None:
@@ -65,7 +65,7 @@ def test_a_checkpoint_is_complete_when_its_files_are_written(tmp_path: Path) -> 
     assert metrics["checkpoint/bytes"] == len("content")
     assert metrics["checkpoint/seconds"] > metrics["time/checkpoint"] > 0
     state = Checkpoint.open(Checkpoints(tmp_path).latest()).state
-    assert state == {"config": config().model_dump(), "data_hash": "hash", "run": {"step": 3}}
+    assert state == {"config": config().model_dump(), "data_hash": "hash", "models": {}, "run": {"step": 3}}
 
 
 def test_without_background_it_is_complete_after_its_step(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""What is known of a run before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.run.beginning import check_beginning
+from tests.paths import BASE, ROOT
+from tests.unit.run.test_resume import PROMPTS, config, save, start
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The folder of runs, where a is finished after its third step."""
+    settings = config(tmp_path, "run.steps=3")
+    run = start(settings, PROMPTS)
+    save(run, settings, 3)
+    run.folder.finish(3)
+    return tmp_path
+
+
+def test_a_finished_run_has_nothing_left_to_do(finished: Path) -> None:
+    assert check_beginning(config(finished, "run.steps=3", "resume=auto")) == f"{finished}/a: already at step 3 of 3"
+    assert check_beginning(config(finished, "run.steps=4", "resume=auto")) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("run.seed=1", r"^run.seed=1: .*/a is of a run with 0; set it back"),
+        ("run.steps=2", r"^run.steps=2: .*/a has 3 steps done; set run.steps to at least 3"),
+    ],
+)
+def test_a_finished_run_of_another_recipe_is_not_this_one(finished: Path, override: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        check_beginning(config(finished, "run.steps=3", "resume=auto", override))
+
+
+def test_a_name_that_is_taken_is_refused_and_a_run_that_is_under_way_goes_on(tmp_path: Path) -> None:
+    assert check_beginning(config(tmp_path)) is None
+    save(start(config(tmp_path), PROMPTS), config(tmp_path), 2)
+    assert check_beginning(config(tmp_path, "resume=auto")) is None
+    assert check_beginning(config(tmp_path, "run.replace=true")) is None
+    with pytest.raises(UserError, match=r"^run.name=a: .* resume=auto .* another run.name, or run.replace=true"):
+        check_beginning(config(tmp_path))
+
+
+def test_the_command_says_so_with_nothing_heavy_loaded(finished: Path) -> None:
+    code = """if True:
+        import sys
+        from megarl.cli import main
+        try:
+            main()
+        finally:
+            print(sorted({"torch", "ray", "vllm", "transformers"} & set(sys.modules)))
+    """
+    keys = [f"run.folder={finished}", "run.name=a", "model.path=m", "data.source=arithmetic", "run.steps=3"]
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    for resume, expected in (("auto", (0, f"{finished}/a: already at step 3 of 3\n[]\n")), ("never", (2, "[]\n"))):
+        command = [sys.executable, "-c", code, "train", str(BASE), *keys, f"resume={resume}"]
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == expected
+    assert done.stderr.startswith(
+        f"megarl: error: run.name=a: {finished}/a has 4 steps of an earlier run; set resume=auto"
+    )
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
