@@ -8,20 +8,18 @@ from pathlib import Path
 from megarl import report
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.machine import check_machine
-from megarl.cluster.megatron_settings import check_megatron_settings
-from megarl.cluster.model_folders import ModelFolders, find_models
+from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.config.trained_model import trained_hf_config
 from megarl.core.metrics import values
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Sample
-from megarl.data.offline import load_offline_data
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.run.loop import Loop, exit_status
+from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.passes import make_policy_passes
 from megarl.step.scoring import Metrics, ScoredSample
@@ -33,12 +31,10 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    check_machine(config)
-    models = find_models(config)
-    check_megatron_settings(config, models)
-    with Loop.prepare(config, models, load_offline_data(config, models.actor)) as loop:
+    found = preflight(config)
+    with Loop.prepare(config, found.models, found.data) as loop:
         with Session(config, loop.folder.logs, scratch) as session:
-            learn(session, config, models, loop)
+            learn(session, config, found.models, loop)
         print(f"report: {report.write(loop.folder.path)}")
 
 

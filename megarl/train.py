@@ -8,17 +8,14 @@ from pathlib import Path
 from megarl import report
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.machine import check_gpu_memory, check_machine
-from megarl.cluster.megatron_settings import check_megatron_settings
-from megarl.cluster.model_folders import find_models
 from megarl.cluster.rank_batch import Scores
 from megarl.cluster.session import Session
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, values
 from megarl.core.timing import Stopwatch
-from megarl.data.prompts import load_prompts
 from megarl.run.loop import Loop, exit_status
+from megarl.run.preflight import preflight
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import dispatch, updates_of
 from megarl.step.metrics import step_metrics, update_rate
@@ -34,13 +31,10 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    check_machine(config)
-    models = find_models(config)
-    check_gpu_memory(config, models)
-    check_megatron_settings(config, models)
-    with Loop.prepare(config, models, load_prompts(config, models.actor)) as loop:
+    found = preflight(config)
+    with Loop.prepare(config, found.models, found.data) as loop:
         with Session(config, loop.folder.logs, scratch) as session:
-            workers = launch_workers(session, config, models, loop.placement, loop.resume_point.checkpoint)
+            workers = launch_workers(session, config, found.models, loop.placement, loop.resume_point.checkpoint)
             learn(config, workers, loop)
         print(f"report: {report.write(loop.folder.path)}")
 

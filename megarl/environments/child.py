@@ -1,7 +1,7 @@
 """A process that calls functions of the user, for a `FunctionPool`, which may kill it at any time.
 
-It reads pickled calls from stdin, (name, arguments), and answers each with a line of JSON. The functions' own stdin is
-empty, and what they print goes to stderr.
+It first says which function it imports, in a line of JSON each. Then it reads pickled calls from stdin, (name,
+arguments), and answers each with such a line. The functions' own stdin is empty, and what they print goes to stderr.
 """
 
 from __future__ import annotations
@@ -22,15 +22,21 @@ from megarl.core.errors import UserError
 from megarl.rewards import judge as comparisons
 from megarl.rewards.registry import from_file, resolve
 
+JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
+
 
 def main(functions: Sequence[str], judge: str | None) -> None:
     calls, answers = _take_pipes()
     faulthandler.enable()
     stacks.write_on_request()
     try:
-        known = {name: resolve(name) for name in functions}
+        known = {}
+        for name in functions:
+            _write(answers, {"importing": f"rewards.functions: {name}"})
+            known[name] = resolve(name)
         if judge is not None:
-            known[comparisons.NAME] = from_file("rewards.judge", judge, "prompt, first, second, answer")
+            _write(answers, {"importing": f"rewards.judge: {judge}"})
+            known[comparisons.NAME] = from_file("rewards.judge", judge, JUDGE_ARGUMENTS)
     except UserError as error:
         _write(answers, {"refused": str(error)})
         return

@@ -21,6 +21,9 @@ from megarl.core.errors import UserError
 from megarl.rewards.result import Result
 
 READ_BYTES = 65536
+IMPORT_S = 60.0
+"""The time that one function's file has to be imported, unless a call has longer."""
+
 STACKS_S = 0.1
 """The time that a process has to write its stacks, which takes a hundredth of it."""
 
@@ -33,7 +36,8 @@ class FunctionPool:
     """
 
     def __init__(self, functions: Sequence[str], judge: str | None, num_processes: int, timeout_s: float):
-        """Returns when all processes have found the functions. Raises UserError for one that is not there.
+        """Returns when all processes have found the functions. Raises UserError for one that is not there, or cannot
+        be called, and for a file whose import does not end in time, or ends the process.
 
         functions   names as in rewards.functions
         judge       the name of the function of rewards.judge, which is called as judge.NAME
@@ -46,9 +50,9 @@ class FunctionPool:
         self._closed = False
         try:
             for child in self._children:
-                child.await_start()
+                child.await_start(timeout_s)
                 self._idle.put(child)
-        except UserError:
+        except BaseException:
             self._kill_all()
             raise
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="rewards")
@@ -75,7 +79,7 @@ class FunctionPool:
         self._children.remove(child)
         new = _Child(self._arguments)
         self._children.add(new)
-        new.await_start()
+        new.await_start(self._timeout_s)
         return new
 
     def close(self) -> None:
@@ -109,14 +113,25 @@ class _Child:
     def runs(self) -> bool:
         return self._process.poll() is None
 
-    def await_start(self) -> None:
-        """Returns when the process has found its functions. Raises UserError if it has not."""
-        try:
-            answer = self._read(deadline=None)
-        except _Ended as end:
-            raise UserError(f"rewards: the process that imports the functions ended ({end}); fix the file") from None
-        if "refused" in answer:
-            raise UserError(answer["refused"])
+    def await_start(self, timeout_s: float) -> None:
+        """Returns when the process has found its functions. Raises UserError if it has not. timeout_s: the wall-clock
+        time of a call, and of an import if it is longer than IMPORT_S."""
+        answer, limit_s = {"importing": "rewards"}, None  # this process's own imports are not the user's
+        while "ready" not in answer:
+            importing = answer["importing"]
+            try:
+                answer = self._read(None if limit_s is None else time.monotonic() + limit_s)
+            except _Ended as end:
+                raise UserError(f"{importing}: importing it ended the process ({end}); fix the file") from None
+            except TimeoutError:
+                self.show_stacks()
+                raise UserError(
+                    f"{importing}: importing it did not end within {limit_s:g} s; mend the file, or raise "
+                    "rewards.timeout_s"
+                ) from None
+            limit_s = max(timeout_s, IMPORT_S)
+            if "refused" in answer:
+                raise UserError(answer["refused"])
 
     def call(self, function: str, arguments: Sequence[Any], timeout_s: float) -> Result:
         """Raises TimeoutError, or _Ended if the process ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ def resolve(name: str) -> RewardFunction:
     if name in FUNCTIONS:
         return FUNCTIONS[name]
     if ":" in name:
-        return from_file("rewards.functions", name, "prompt, response, answer")
+        return from_file("rewards.functions", name, ("prompt", "response", "answer"))
     if name.endswith(".py"):
         raise UserError(f"rewards.functions: {name} names a file but no function; write {name}:FUNCTION")
     close = difflib.get_close_matches(name, FUNCTIONS, n=1)
@@ -36,17 +37,31 @@ def resolve(name: str) -> RewardFunction:
     )
 
 
-def from_file(key: str, name: str, arguments: str) -> Callable[..., float | bool]:
+def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., float | bool]:
     """Returns the function of `path/to/file.py:function`, which a key of the config names. Raises UserError if there
-    is none."""
+    is none, or it cannot be called with these arguments."""
     file, _, function = name.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"{key}: {path} is not a Python file; check the path (now in {Path.cwd()})")
     found = getattr(_load(key, path), function, None)
+    definition = f"define it as {function}({', '.join(arguments)})"
     if not callable(found):
-        raise UserError(f"{key}: {path} has no function {function!r}; define it as {function}({arguments})")
+        raise UserError(f"{key}: {path} has no function {function!r}; {definition}")
+    if (signature := _signature(found)) is not None:
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            raise UserError(f"{key}: {name} takes {signature}, {error}; {definition}") from None
     return found
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns the function's signature, None for one that is compiled and does not tell it."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
 
 
 def _load(key: str, path: Path) -> ModuleType:

@@ -41,7 +41,10 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
-        """Returns the folder run.folder/run.name, whether it exists or not."""
+        """Returns the folder run.folder/run.name, whether it exists or not. Raises UserError for a name that is not for
+        runs."""
+        if config.run.name == "latest":
+            raise UserError("run.name=latest: this name is the link to the newest run; choose another one")
         # Absolute, because worker processes have other working directories.
         return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
 
@@ -51,8 +54,6 @@ class RunFolder:
 
         An earlier folder of that name is kept under the first free of NAME.1, NAME.2 …
         """
-        if config.run.name == "latest":
-            raise UserError("run.name=latest: this name is the link to the newest run; choose another one")
         path = cls.of(config).path
         folder = cls(path, moved=_move_aside(path))
         (path / "rollouts").mkdir(parents=True)

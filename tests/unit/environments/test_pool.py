@@ -112,11 +112,25 @@ def test_a_long_response_and_one_that_no_encoding_knows_arrive(pool, file):
     assert pool.call("exact_match", "", "\ud800", "\ud800").result().value == 1.0
 
 
+def test_a_file_whose_import_hangs_is_named_and_its_process_is_killed(tmp_path, monkeypatch):
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)\n")
+    before = set(psutil.Process().children())
+    monkeypatch.setattr("megarl.environments.pool.IMPORT_S", 0.5)
+    refusal = (
+        r"^rewards.functions: .*hangs.py:f: importing it did not end within 1 s; mend the file, or raise rewards.ti"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        FunctionPool([f"{tmp_path / 'hangs.py'}:f"], None, 1, TIMEOUT_S)
+    assert set(psutil.Process().children()) == before
+
+
 def test_what_cannot_be_found_is_refused_before_any_call(file, tmp_path):
     with pytest.raises(ValueError, match="has no function 'missing'"):
         FunctionPool([f"{file}:missing"], None, 2, TIMEOUT_S)
     (tmp_path / "leaves.py").write_text("import sys; sys.exit(4)")
-    with pytest.raises(ValueError, match=r"that imports the functions ended \(exit status 4\)"):
+    with pytest.raises(
+        ValueError, match=r"^rewards.functions: .*leaves.py:f: importing it ended the process \(exit status 4\)"
+    ):
         FunctionPool([f"{tmp_path / 'leaves.py'}:f"], None, 2, TIMEOUT_S)
     with pytest.raises(ValueError, match=r"rewards.judge: .*none.py is not a Python file"):
         FunctionPool([], f"{tmp_path}/none.py:judge", 1, TIMEOUT_S)
