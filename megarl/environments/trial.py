@@ -40,7 +40,8 @@ def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
     if rewards.judge is not None:
         samples = [sample, replace(sample, id=f"{sample.id} again")]
         asked = judge.comparisons(samples, rewards.judge_order, config.run.seed)
-        said = [(comparison, pool.call(judge.NAME, *comparison.arguments).result()) for comparison in asked]
+        calls = [pool.call(judge.NAME, *one.arguments, columns=one.columns) for one in asked]
+        said = zip(asked, [call.result() for call in calls], strict=True)
         verdict = judge.verdicts(samples, said)[sample.id]
     score, _ = scorer.score(sample, results, verdict=verdict)
     return Trial(score.parts, score.failure)

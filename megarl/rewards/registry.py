@@ -17,7 +17,8 @@ from megarl.rewards.numeric import numeric_match
 
 RewardFunction = Callable[[str, str, Any], float | bool | Sequence[float | bool]]
 """A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list of them, one
-for each turn, and raises where it cannot tell."""
+for each turn, and raises where it cannot tell. A further parameter gets the column of the data's row that has its name,
+and `row` all columns."""
 
 FUNCTIONS: dict[str, RewardFunction] = {"exact_match": exact_match, "numeric_match": numeric_match}
 
@@ -50,10 +51,20 @@ def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., fl
         raise UserError(f"{key}: {path} has no function {function!r}; {definition}")
     if (signature := _signature(found)) is not None:
         try:
-            signature.bind(*arguments)
+            columns = asked_columns(found, len(arguments))
+            signature.bind(*arguments, **{name: None for name, required in columns.items() if required})
         except TypeError as error:
             raise UserError(f"{key}: {name} takes {signature}, {error}; {definition}") from None
     return found
+
+
+def asked_columns(function: Callable[..., Any], num_arguments: int) -> dict[str, bool]:
+    """Returns the names of a function's parameters after its first ones, each with whether it has no default."""
+    signature = _signature(function)
+    parameters = [] if signature is None else list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    further = {p.name: p.default is p.empty for p in positional[num_arguments:] if p.kind is not p.POSITIONAL_ONLY}
+    return further | {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -50,7 +50,7 @@ def preflight(config: Config) -> Preflight:
         models = attempt(_find_models, config)
         pool = attempt(_function_pool, config)
         with nullcontext() if pool is None else closing(pool):
-            data = None if models is None else attempt(_load_data, config, models)
+            data = None if models is None else attempt(_load_data, config, models, pool)
             if data is not None and folder is not None:
                 attempt(_check_resume_and_disk, config, models, data)
             trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
@@ -84,8 +84,11 @@ def _find_models(config: Config) -> ModelFolders:
     return models
 
 
-def _load_data(config: Config, models: ModelFolders) -> PromptSet | OfflineData:
-    return (load_offline_data if config.is_offline else load_prompts)(config, models.actor)
+def _load_data(config: Config, models: ModelFolders, pool: FunctionPool | None) -> PromptSet | OfflineData:
+    """Returns the rows, prompts with the columns that reward functions ask for."""
+    if config.is_offline:
+        return load_offline_data(config, models.actor)
+    return load_prompts(config, models.actor) if pool is None else load_prompts(config, models.actor, pool.columns)
 
 
 def _function_pool(config: Config) -> FunctionPool | None:

@@ -173,7 +173,11 @@ CASES = [
     (rewards("FOLDER/two.py:f"), ["rewards.functions: FOLDER/two.py:f takes (prompt, response), too many positional"]),
     (
         rewards("FOLDER/four.py:f"),
-        ["rewards.functions: FOLDER/four.py:f takes (prompt, response, answer, level), miss"],
+        ["FOLDER/prompts.jsonl:1: no column 'level' (expected: a JSON value (text, number, true/false, null,"],
+    ),
+    (
+        f"{rewards('FOLDER/four.py:f')}  data.source=arithmetic",
+        ["data.source=arithmetic: no column 'level', which FOLDER/four.py:f takes; give a file"],
     ),
     (
         "rewards.functions=[{function: exact_match}, {function: exact_match}]",

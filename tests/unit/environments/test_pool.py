@@ -34,6 +34,12 @@ async def later(prompt, response, answer):
 
 def judge(prompt, first, second, answer):
     return len(first) > len(second)
+
+def level(prompt, response, answer, level, scale=2):
+    return level * scale
+
+def whole(prompt, response, answer, *, row):
+    return row == {"level": 3, "tags": ["a"]}
 """
 TIMEOUT_S = 1.0
 
@@ -67,6 +73,25 @@ def test_what_functions_return_is_their_result(pool, file):
     assert pool.call("exact_match", "", "12", "12").result() == Result(1.0, "1.0")
     assert pool.call(f"{file}:later", "", "", 0.5).result() == Result(0.5, "0.5")
     assert pool.call("judge", "", "long", "s", None).result() == Result(1.0, "1.0")
+
+
+def test_functions_get_the_columns_that_they_ask_for(file):
+    level, whole = f"{file}:level", f"{file}:whole"
+    pool = FunctionPool(["exact_match", level, whole], None, 1, TIMEOUT_S)
+    try:
+        assert pool.columns == {"level": level, "scale": None, "row": whole}
+
+        def call(name: str, **columns) -> Result:
+            return pool.call(name, "", "12", "12", columns=columns).result()
+
+        assert call("exact_match", level=3) == Result(1.0, "1.0")
+        assert call(level, level=3, tags=["a"]) == Result(6.0, "6.0")
+        assert call(level, level=3, scale=5) == Result(15.0, "15.0")
+        assert call(whole, level=3, tags=["a"]) == Result(1.0, "1.0")
+        assert call(whole) == Result(0.0, "0.0")
+        assert call(level).failure.startswith("raised TypeError: level() missing 1 required positional argument")
+    finally:
+        pool.close()
 
 
 def test_calls_run_side_by_side(pool, file):

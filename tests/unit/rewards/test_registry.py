@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.rewards.exact import exact_match
-from megarl.rewards.registry import resolve
+from megarl.rewards.registry import asked_columns, resolve
 
 
 def test_built_in_functions_by_name():
@@ -28,6 +28,13 @@ def test_two_files_of_one_name_stay_apart(tmp_path):
         (tmp_path / folder / "reward.py").write_text(f"def f(prompt, response, answer):\n    return {value}\n")
     first, second = (resolve(f"{tmp_path / folder / 'reward.py'}:f") for folder in "ab")
     assert (first("", "", None), second("", "", None)) == (1, 2)
+
+
+def test_parameters_after_the_third_ask_for_columns(tmp_path):
+    file = tmp_path / "columns.py"
+    file.write_text("def f(prompt, response, answer, level, *others, row=None, **named):\n    return level\n")
+    assert asked_columns(resolve(f"{file}:f"), 3) == {"level": True, "row": False}
+    assert asked_columns(max, 3) == asked_columns(exact_match, 3) == {}
 
 
 def test_whatever_takes_three_arguments_is_a_function(tmp_path):
@@ -57,20 +64,13 @@ def test_whatever_takes_three_arguments_is_a_function(tmp_path):
             "{folder}/good.py:two",
             r"good\.py:two takes \(prompt, response\), too many positional arguments; define it as two\(prompt, resp",
         ),
-        (
-            "{folder}/good.py:four",
-            r"good\.py:four takes \(.*difficulty\), missing a required argument: 'difficulty'; de",
-        ),
         ("{folder}/broken.py:f", r"importing .*broken\.py raised SyntaxError"),
         ("{folder}/failing.py:f", r"importing .*failing\.py raised ZeroDivisionError: division by zero"),
     ],
 )
 def test_what_cannot_be_found_is_named(tmp_path, name, message):
     (tmp_path / "good.py").write_text(
-        "constant = 1\n"
-        "def f(prompt, response, answer):\n    return 1\n"
-        "def two(prompt, response):\n    return 1\n"
-        "def four(prompt, response, answer, difficulty):\n    return 1\n"
+        "constant = 1\ndef f(prompt, response, answer):\n    return 1\ndef two(prompt, response):\n    return 1\n"
     )
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "failing.py").write_text("1 / 0\n")

@@ -22,6 +22,9 @@ def length(prompt, response, answer):
 def turns(prompt, response, answer):
     return [0.5]
 
+def number(prompt, response, answer, answer_of_next, unknown=1):
+    return answer_of_next * unknown
+
 def nothing(prompt, response, answer):
     pass
 
@@ -86,6 +89,15 @@ def test_what_the_checks_found_is_printed(recipe: Path, tmp_path: Path, capfd: p
     )
     assert rows["disk"].startswith("2 + 1 checkpoints x 0.00 GB in ")
     assert rows["step"] == "4 prompts x 4 samples = 16 samples"
+
+
+def test_functions_get_the_columns_of_the_row(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    data = tmp_path / "data" / "rows.jsonl"
+    data.parent.mkdir()
+    data.write_text('{"prompt": "1 + 1 =", "answer": "2", "answer_of_next": 7}\n' * 4)
+    (tmp_path / "runs").mkdir()
+    rows, errors = check(recipe, tmp_path / "runs", capfd, functions(recipe, "number'"), f"data.source={data}")
+    assert errors == "" and ":number gives 7 for the first row's answer" in rows["rewards"]
 
 
 @pytest.mark.parametrize(
