@@ -13,7 +13,7 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.config.trained_model import trained_hf_config
 from megarl.core.metrics import values
-from megarl.core.timing import Stopwatch
+from megarl.core.timing import Progress, Stopwatch
 from megarl.core.types import Sample
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
@@ -33,7 +33,9 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     found = preflight(config)
     with Loop.prepare(config, found.models, found.data) as loop:
+        progress = Progress()
         with Session(config, loop.folder.logs, scratch) as session:
+            progress.print("Ray: started")
             learn(session, config, found.models, loop)
         print(f"report: {report.write(loop.folder.path)}")
 
@@ -41,7 +43,9 @@ def run(config: Config, scratch: Path) -> None:
 def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) -> None:
     """Starts the trainer ranks, runs all steps on them, and writes the trained model."""
     actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
+    progress = Progress()
     actor.start().result()
+    progress.print("actor: started")
     if loop.resume_point.checkpoint is not None:
         actor.load_checkpoint(loop.resume_point.checkpoint).result()
     print(f"kernels: {actor.kernels}", flush=True)

@@ -13,7 +13,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, values
-from megarl.core.timing import Stopwatch
+from megarl.core.timing import Progress, Stopwatch
 from megarl.run.loop import Loop, exit_status
 from megarl.run.preflight import preflight
 from megarl.step.baselines import attach_baselines, update_reward_average
@@ -33,7 +33,9 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     found = preflight(config)
     with Loop.prepare(config, found.models, found.data) as loop:
+        progress = Progress()
         with Session(config, loop.folder.logs, scratch) as session:
+            progress.print("Ray: started")
             workers = launch_workers(session, config, found.models, loop.placement, loop.resume_point.checkpoint)
             learn(config, workers, loop)
         print(f"report: {report.write(loop.folder.path)}")
@@ -41,8 +43,10 @@ def run(config: Config, scratch: Path) -> None:
 
 def learn(config: Config, workers: Workers, loop: Loop) -> None:
     """Runs all steps, from the first refit of the engines, which may hold any weights, to the trained model."""
+    print(f"kernels: {workers.actor.kernels}", flush=True)
+    progress = Progress()
     workers.refit.run(version=loop.state.step)
-    print(f"kernels: {workers.actor.kernels}\nrefit: by {workers.refit.transport}", flush=True)
+    progress.print(f"refit: by {workers.refit.transport}, the first")
     loop.run(workers.trained, lambda: step(config, workers, loop))
     loop.export(workers.export)
     workers.close()
