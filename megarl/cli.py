@@ -52,7 +52,7 @@ def init(
 
     recipe, *others = starter.write(folder)
     typer.echo(f"wrote {recipe}, {' and '.join(map(str, others))}")
-    typer.echo(f"next: megarl config explain {shlex.quote(str(recipe))}, then megarl train {shlex.quote(str(recipe))}")
+    typer.echo(f"next: megarl check {shlex.quote(str(recipe))}, then megarl train {shlex.quote(str(recipe))}")
 
 
 @config_app.command()
@@ -74,6 +74,24 @@ def explain(file: Recipe, overrides: Overrides = None) -> None:
     typer.echo(explain(config))
     for line in check_models_here(config):
         typer.echo(f"model       {line}")
+
+
+@app.command()
+def check(file: Recipe, overrides: Overrides = None) -> None:
+    """Check all that can be known of a recipe before it runs: rewards, models, data, memory, disk.
+
+    These are the checks that `megarl train` begins with. A model that is not here yet is fetched, as for a run.
+    """
+    from megarl.config.load import load
+
+    config = load(file, overrides or ())
+    from megarl.cluster.supervision.supervisor import supervised
+
+    with supervised() as scratch:
+        from megarl.run.loop import exit_status
+        from megarl.run.preflight import print_checks
+
+        raise typer.Exit(exit_status(print_checks, config, scratch))
 
 
 @app.command()

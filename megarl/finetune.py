@@ -8,21 +8,19 @@ from pathlib import Path
 from megarl import report
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.machine import check_machine
-from megarl.cluster.megatron_settings import check_megatron_settings
-from megarl.cluster.model_folders import ModelFolders, find_models
+from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.config.trained_model import trained_hf_config
 from megarl.core.metrics import values
-from megarl.core.timing import Stopwatch
+from megarl.core.timing import Progress, Stopwatch
 from megarl.core.types import Sample
 from megarl.data.model_folder import with_real_paths
-from megarl.data.offline import load_offline_data
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.run.loop import Loop, exit_status
+from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.passes import make_policy_passes
 from megarl.step.scoring import Metrics, ScoredSample
@@ -35,19 +33,21 @@ def main(config: Config, scratch: Path) -> int:
 
 def run(config: Config, scratch: Path) -> None:
     config = with_real_paths(config)
-    check_machine(config)
-    models = find_models(config)
-    check_megatron_settings(config, models)
-    with Loop.prepare(config, models, load_offline_data(config, models.actor)) as loop:
+    found = preflight(config)
+    with Loop.prepare(config, found.models, found.data) as loop:
+        progress = Progress()
         with Session(config, loop.folder.logs, scratch) as session:
-            learn(session, config, models, loop)
+            progress.print("Ray: started")
+            learn(session, config, found.models, loop)
         print(f"report: {report.write(loop.folder.path)}")
 
 
 def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) -> None:
     """Starts the trainer ranks, runs all steps on them, and writes the trained model."""
     actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
+    progress = Progress()
     actor.start().result()
+    progress.print("actor: started")
     if loop.resume_point.checkpoint is not None:
         actor.load_checkpoint(loop.resume_point.checkpoint).result()
     print(f"kernels: {actor.kernels}", flush=True)

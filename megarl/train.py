@@ -8,18 +8,15 @@ from pathlib import Path
 from megarl import report
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.machine import check_engine_kernels, check_gpu_memory, check_machine
-from megarl.cluster.megatron_settings import check_megatron_settings
-from megarl.cluster.model_folders import find_models
 from megarl.cluster.rank_batch import Scores
 from megarl.cluster.session import Session
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, values
-from megarl.core.timing import Stopwatch
+from megarl.core.timing import Progress, Stopwatch
 from megarl.data.model_folder import with_real_paths
-from megarl.data.prompts import load_prompts
 from megarl.run.loop import Loop, exit_status
+from megarl.run.preflight import preflight
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import dispatch, updates_of
 from megarl.step.metrics import step_metrics, update_rate
@@ -36,22 +33,22 @@ def main(config: Config, scratch: Path) -> int:
 
 def run(config: Config, scratch: Path) -> None:
     config = with_real_paths(config)
-    check_machine(config)
-    models = find_models(config)
-    check_gpu_memory(config, models)
-    check_engine_kernels(config, models)
-    check_megatron_settings(config, models)
-    with Loop.prepare(config, models, load_prompts(config, models.actor)) as loop:
+    found = preflight(config)
+    with Loop.prepare(config, found.models, found.data) as loop:
+        progress = Progress()
         with Session(config, loop.folder.logs, scratch) as session:
-            workers = launch_workers(session, config, models, loop.placement, loop.resume_point.checkpoint)
+            progress.print("Ray: started")
+            workers = launch_workers(session, config, found.models, loop.placement, loop.resume_point.checkpoint)
             learn(config, workers, loop)
         print(f"report: {report.write(loop.folder.path)}")
 
 
 def learn(config: Config, workers: Workers, loop: Loop) -> None:
     """Runs all steps, from the first refit of the engines, which may hold any weights, to the trained model."""
+    print(f"kernels: {workers.actor.kernels}", flush=True)
+    progress = Progress()
     workers.refit.run(version=loop.state.step)
-    print(f"kernels: {workers.actor.kernels}\nrefit: by {workers.refit.transport}", flush=True)
+    progress.print(f"refit: by {workers.refit.transport}, the first")
     loop.run(workers.trained, lambda: step(config, workers, loop))
     loop.export(workers.export)
     workers.close()

@@ -1,4 +1,4 @@
-"""Wall-clock seconds of the phases of a step."""
+"""Wall-clock seconds: of the phases of a step, and of what is under way."""
 
 from __future__ import annotations
 
@@ -24,3 +24,14 @@ class Stopwatch:
         """Returns time/PHASE for each phase, and time/step, in seconds."""
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         return {**times, "time/step": time.perf_counter() - self._start}
+
+
+class Progress:
+    """A clock of something that takes a while, which runs from construction on."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def print(self, what: str) -> None:
+        """Prints that something is done, and how long it took."""
+        print(f"{what} in {time.perf_counter() - self._start:.1f} s", flush=True)

@@ -51,6 +51,7 @@ class Prompt(_HoldsArrays):
     token_ids  int32 [P], which may be given as any sequence
     messages   the conversation that the prompt continues, each message with its role and content
     answer     the reference that rewards compare with (None if they need none)
+    columns    those columns of the data's row that a reward function asks for, as JSON values
     """
 
     id: str
@@ -58,6 +59,7 @@ class Prompt(_HoldsArrays):
     token_ids: NDArray[np.int32]
     answer: Any = None
     messages: tuple[Mapping[str, str], ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._freeze("token_ids", np.int32)
@@ -66,7 +68,7 @@ class Prompt(_HoldsArrays):
         return hash(self.id)
 
     def __reduce__(self) -> tuple:
-        return Prompt, (self.id, self.text, self.token_ids, self.answer, self.messages)
+        return Prompt, (self.id, self.text, self.token_ids, self.answer, self.messages, self.columns)
 
 
 @dataclass(frozen=True, slots=True)

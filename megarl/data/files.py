@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,16 @@ from megarl.data.row import Message, MessageRow, PreferenceRow, Row
 
 MESSAGES_TYPE = "a list of {role, content} messages of text"
 PROMPT_TYPE = f"text or {MESSAGES_TYPE}"
+ALL_COLUMNS = "row"
+"""The name that asks for all columns of a row."""
+
+NO_COLUMNS: Mapping[str, str | None] = {}
+
 ANSWER_TYPE = "a JSON value (text, number, true/false, null, list or object)"
+
+
+Record = dict[str, Any]
+"""The columns of one row, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +35,31 @@ class Column:
     holds: Callable[[Any], bool]
 
 
-def file_rows(path: Path, prompt_column: str, answer_column: str) -> Iterator[Row]:
+def file_rows(
+    path: Path, prompt_column: str, answer_column: str, further: Mapping[str, str | None] = NO_COLUMNS
+) -> Iterator[Row]:
     """Yields the rows of a .jsonl file (blank lines skipped, rows numbered by line) or of a .parquet file.
+
+    further   columns that a row brings along where it has them, ALL_COLUMNS for every one; each with the function
+              that cannot do without it, or None
 
     Raises UserError, with file, row and column, for a missing or unreadable file, a missing column, or a value of
     the wrong type.
     """
     columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
-    for number, (prompt, answer) in _values(path, columns):
-        yield Row(number, _plain(prompt), answer)
+    columns += tuple(
+        Column(f"the parameter of {function}", name, ANSWER_TYPE, _is_json)
+        for name, function in further.items()
+        if function is not None and name != ALL_COLUMNS
+    )
+    for number, record in _records(path, columns, further):
+        wanted = sorted(record if ALL_COLUMNS in further else record.keys() & further.keys())
+        for name in wanted:
+            if not _is_json(record[name]):
+                shown = _shown(record[name])
+                raise UserError(f"{path}:{number}: column {name!r} holds {shown}, expected {ANSWER_TYPE}")
+        prompt, answer = record[prompt_column], record[answer_column]
+        yield Row(number, _plain(prompt), answer, {name: record[name] for name in wanted})
 
 
 def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
@@ -59,20 +84,26 @@ def _text(what: str, name: str) -> Column:
 
 def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[Any]]]:
     """Yields number and values of each row, in the order of the columns."""
+    for number, record in _records(path, columns):
+        yield number, [record[column.name] for column in columns]
+
+
+def _records(path: Path, columns: Sequence[Column], further: Collection[str] = ()) -> Iterator[tuple[int, Record]]:
+    """Yields number and columns of each row, those of `columns` checked."""
     readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
     if path.suffix not in readers:
         raise UserError(f"data.source: {path} is neither arithmetic nor a .jsonl or .parquet file")
     if not path.is_file():
         raise UserError(f"data.source: {path} is not a file; check the path (now in {Path.cwd()})")
-    for number, record in readers[path.suffix](path, columns):
+    for number, record in readers[path.suffix](path, columns, further):
         for column in columns:
             if not column.holds(record[column.name]):
                 shown = _shown(record[column.name])
                 raise UserError(f"{path}:{number}: column {column.name!r} holds {shown}, expected {column.expected}")
-        yield number, [record[column.name] for column in columns]
+        yield number, record
 
 
-def _jsonl_records(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) -> Iterator[tuple[int, Record]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -87,7 +118,7 @@ def _jsonl_records(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int,
             yield number, record
 
 
-def _parquet_records(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[str]) -> Iterator[tuple[int, Record]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -97,8 +128,9 @@ def _parquet_records(path: Path, columns: Sequence[Column]) -> Iterator[tuple[in
         raise UserError(f"data.source: {path} is not a parquet file ({error})") from error
     with file:
         _require_columns(file.schema_arrow.names, columns, f"{path}:1")
+        names = {column.name for column in columns} | (set(file.schema_arrow.names) & set(further))
         number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=[column.name for column in columns]):
+        for batch in file.iter_batches(batch_size=1024, columns=None if ALL_COLUMNS in further else list(names)):
             for record in batch.to_pylist():
                 number += 1
                 yield number, record

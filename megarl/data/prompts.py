@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import as_messages, prompt_ids
-from megarl.data.files import file_rows
+from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
 from megarl.data.row import Row
 from megarl.data.tokenizer import load_tokenizer
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class PromptSet:
     """The tokenised prompts of a data source.
 
-    data_hash     SHA-256 over the token ids and answers of all prompts, in order
+    data_hash     SHA-256 over the token ids, answers and further columns of all prompts, in order
     num_dropped   prompts that were too long
     """
 
@@ -42,15 +42,17 @@ class PromptSet:
         return self.prompts[index]
 
 
-def load_prompts(config: Config, model_folder: Path) -> PromptSet:
+def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str | None] = NO_COLUMNS) -> PromptSet:
     """Reads and tokenises every prompt.
+
+    columns   those that reward functions ask for, as in `file_rows`
 
     Raises UserError, with source and row, for a row that cannot be read or tokenised, for a prompt that leaves no
     room for `rollout.max_new_tokens` (unless data.overlong=drop), and for a source with too few rows.
     """
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
-    read = [_prompt(row, tokenizer, config) for row in _rows(config)]
+    read = [_prompt(row, tokenizer, config) for row in _rows(config, columns)]
     prompts = tuple(prompt for prompt in read if prompt is not None)
     require_size(len(read), len(prompts), config.data)
     return PromptSet(prompts, _hash(prompts), len(read) - len(prompts))
@@ -63,11 +65,16 @@ def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, mo
         )
 
 
-def _rows(config: Config) -> Iterator[Row]:
+def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
     data = config.data
     if data.source == "arithmetic":
+        for name, function in columns.items():
+            if function is not None and name != ALL_COLUMNS:
+                raise UserError(
+                    f"data.source=arithmetic: no column {name!r}, which {function} takes; give a file with it"
+                )
         return arithmetic_rows(config.run.seed, data.size or DEFAULT_SIZE)
-    rows = file_rows(Path(data.source).expanduser(), data.prompt_column, data.answer_column)
+    rows = file_rows(Path(data.source).expanduser(), data.prompt_column, data.answer_column, columns)
     return islice(rows, data.size)
 
 
@@ -97,6 +104,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
         token_ids=token_ids,
         answer=row.answer,
         messages=tuple(as_messages(row.prompt, "user")),
+        columns=row.columns,
     )
 
 
@@ -120,5 +128,6 @@ def too_long(length: int, what: str, config: Config, place: str) -> bool:
 def _hash(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.token_ids.tolist(), prompt.answer], sort_keys=True).encode() + b"\n")
+        hashed = [prompt.token_ids.tolist(), prompt.answer, *([prompt.columns] if prompt.columns else [])]
+        digest.update(json.dumps(hashed, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, str]
@@ -13,13 +14,15 @@ Message = dict[str, str]
 class Row:
     """A prompt and its answer.
 
-    number   1-based, in the file or the procedure
-    answer   anything that JSON can hold
+    number    1-based, in the file or the procedure
+    answer    anything that JSON can hold
+    columns   further ones that were asked for, as JSON values
     """
 
     number: int
     prompt: str | list[Message]
     answer: Any
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

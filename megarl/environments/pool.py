@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
@@ -21,6 +21,11 @@ from megarl.core.errors import UserError
 from megarl.rewards.result import Result
 
 READ_BYTES = 65536
+NO_COLUMNS: Mapping[str, Any] = {}
+
+IMPORT_S = 60.0
+"""The time that one function's file has to be imported, unless a call has longer."""
+
 STACKS_S = 0.1
 """The time that a process has to write its stacks, which takes a hundredth of it."""
 
@@ -33,7 +38,8 @@ class FunctionPool:
     """
 
     def __init__(self, functions: Sequence[str], judge: str | None, num_processes: int, timeout_s: float):
-        """Returns when all processes have found the functions. Raises UserError for one that is not there.
+        """Returns when all processes have found the functions. Raises UserError for one that is not there, or cannot
+        be called, and for a file whose import does not end in time, or ends the process.
 
         functions   names as in rewards.functions
         judge       the name of the function of rewards.judge, which is called as judge.NAME
@@ -44,23 +50,26 @@ class FunctionPool:
         self._children = {_Child(self._arguments) for _ in range(num_processes)}
         self._idle: SimpleQueue[_Child] = SimpleQueue()
         self._closed = False
+        self.columns: dict[str, str | None] = {}
+        """The columns of the data that functions ask for, each with one that cannot do without it, or None."""
         try:
             for child in self._children:
-                child.await_start()
+                self.columns = child.await_start(timeout_s)
                 self._idle.put(child)
-        except UserError:
+        except BaseException:
             self._kill_all()
             raise
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="rewards")
 
-    def call(self, function: str, *arguments: Any) -> Future[Result]:
-        """Calls the function, in the order in which calls come, as soon as a process is free."""
-        return self._threads.submit(self._call, function, arguments)
+    def call(self, function: str, *arguments: Any, columns: Mapping[str, Any] = NO_COLUMNS) -> Future[Result]:
+        """Calls the function, in the order in which calls come, as soon as a process is free. columns: of the data's
+        row, of which the function gets those that it asks for."""
+        return self._threads.submit(self._call, function, arguments, columns)
 
-    def _call(self, function: str, arguments: Sequence[Any]) -> Result:
+    def _call(self, function: str, arguments: Sequence[Any], columns: Mapping[str, Any]) -> Result:
         child = self._idle.get()
         try:
-            return child.call(function, arguments, self._timeout_s)
+            return child.call(function, arguments, columns, self._timeout_s)
         except TimeoutError:
             child.show_stacks()
             child.kill()
@@ -75,7 +84,7 @@ class FunctionPool:
         self._children.remove(child)
         new = _Child(self._arguments)
         self._children.add(new)
-        new.await_start()
+        new.await_start(self._timeout_s)
         return new
 
     def close(self) -> None:
@@ -109,20 +118,33 @@ class _Child:
     def runs(self) -> bool:
         return self._process.poll() is None
 
-    def await_start(self) -> None:
-        """Returns when the process has found its functions. Raises UserError if it has not."""
-        try:
-            answer = self._read(deadline=None)
-        except _Ended as end:
-            raise UserError(f"rewards: the process that imports the functions ended ({end}); fix the file") from None
-        if "refused" in answer:
-            raise UserError(answer["refused"])
+    def await_start(self, timeout_s: float) -> dict[str, str | None]:
+        """Returns the columns that the functions ask for, when the process has found them. Raises UserError if it has
+        not. timeout_s: the wall-clock time of a call, and of an import if it is longer than IMPORT_S."""
+        answer, limit_s = {"importing": "rewards"}, None  # this process's own imports are not the user's
+        while "ready" not in answer:
+            importing = answer["importing"]
+            try:
+                answer = self._read(None if limit_s is None else time.monotonic() + limit_s)
+            except _Ended as end:
+                raise UserError(f"{importing}: importing it ended the process ({end}); fix the file") from None
+            except TimeoutError:
+                self.show_stacks()
+                raise UserError(
+                    f"{importing}: importing it did not end within {limit_s:g} s; mend the file, or raise "
+                    "rewards.timeout_s"
+                ) from None
+            limit_s = max(timeout_s, IMPORT_S)
+            if "refused" in answer:
+                raise UserError(answer["refused"])
+        return answer["columns"]
 
-    def call(self, function: str, arguments: Sequence[Any], timeout_s: float) -> Result:
+    def call(self, function: str, arguments: Sequence[Any], columns: Mapping[str, Any], timeout_s: float) -> Result:
         """Raises TimeoutError, or _Ended if the process ends."""
         deadline = time.monotonic() + timeout_s
         try:
-            pickle.dump((function, tuple(arguments)), self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+            call = (function, tuple(arguments), dict(columns))
+            pickle.dump(call, self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
             self._process.stdin.flush()
         except BrokenPipeError:
             raise _Ended(self._status()) from None

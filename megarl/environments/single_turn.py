@@ -14,7 +14,7 @@ class SingleTurn:
     """A prompt and one response. Its Step has the results of all functions, which are called side by side."""
 
     def __init__(self, pool: FunctionPool, functions: Sequence[str]):
-        """functions: names as in rewards.functions, f(prompt, response, answer)."""
+        """functions: names as in rewards.functions, f(prompt, response, answer), and columns of the prompt's row."""
         self._pool, self._functions = pool, functions
 
     async def reset(self, prompt: Prompt) -> Prompt:
@@ -22,6 +22,9 @@ class SingleTurn:
         return prompt
 
     async def step(self, turn: Turn) -> Step:
-        arguments = self._prompt.text, turn.text, self._prompt.answer
-        calls = [asyncio.wrap_future(self._pool.call(name, *arguments)) for name in self._functions]
+        prompt = self._prompt
+        calls = [
+            asyncio.wrap_future(self._pool.call(name, prompt.text, turn.text, prompt.answer, columns=prompt.columns))
+            for name in self._functions
+        ]
         return Step(dict(zip(self._functions, await asyncio.gather(*calls), strict=True)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
@@ -35,6 +35,10 @@ class Comparison:
     @property
     def arguments(self) -> tuple[str, str, str, Any]:
         return self.first.prompt.text, self.first.text, self.second.text, self.first.prompt.answer
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        return self.first.prompt.columns
 
 
 def comparisons(samples: Sequence[Sample], order: Order, seed: int) -> list[Comparison]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from megarl.rewards.numeric import numeric_match
 
 RewardFunction = Callable[[str, str, Any], float | bool | Sequence[float | bool]]
 """A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list of them, one
-for each turn, and raises where it cannot tell."""
+for each turn, and raises where it cannot tell. A further parameter gets the column of the data's row that has its name,
+and `row` all columns."""
 
 FUNCTIONS: dict[str, RewardFunction] = {"exact_match": exact_match, "numeric_match": numeric_match}
 
@@ -26,7 +28,7 @@ def resolve(name: str) -> RewardFunction:
     if name in FUNCTIONS:
         return FUNCTIONS[name]
     if ":" in name:
-        return from_file("rewards.functions", name, "prompt, response, answer")
+        return from_file("rewards.functions", name, ("prompt", "response", "answer"))
     if name.endswith(".py"):
         raise UserError(f"rewards.functions: {name} names a file but no function; write {name}:FUNCTION")
     close = difflib.get_close_matches(name, FUNCTIONS, n=1)
@@ -36,17 +38,41 @@ def resolve(name: str) -> RewardFunction:
     )
 
 
-def from_file(key: str, name: str, arguments: str) -> Callable[..., float | bool]:
+def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., float | bool]:
     """Returns the function of `path/to/file.py:function`, which a key of the config names. Raises UserError if there
-    is none."""
+    is none, or it cannot be called with these arguments."""
     file, _, function = name.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"{key}: {path} is not a Python file; check the path (now in {Path.cwd()})")
     found = getattr(_load(key, path), function, None)
+    definition = f"define it as {function}({', '.join(arguments)})"
     if not callable(found):
-        raise UserError(f"{key}: {path} has no function {function!r}; define it as {function}({arguments})")
+        raise UserError(f"{key}: {path} has no function {function!r}; {definition}")
+    if (signature := _signature(found)) is not None:
+        try:
+            columns = asked_columns(found, len(arguments))
+            signature.bind(*arguments, **{name: None for name, required in columns.items() if required})
+        except TypeError as error:
+            raise UserError(f"{key}: {name} takes {signature}, {error}; {definition}") from None
     return found
+
+
+def asked_columns(function: Callable[..., Any], num_arguments: int) -> dict[str, bool]:
+    """Returns the names of a function's parameters after its first ones, each with whether it has no default."""
+    signature = _signature(function)
+    parameters = [] if signature is None else list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    further = {p.name: p.default is p.empty for p in positional[num_arguments:] if p.kind is not p.POSITIONAL_ONLY}
+    return further | {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns the function's signature, None for one that is compiled and does not tell it."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
 
 
 def _load(key: str, path: Path) -> ModuleType:

@@ -45,7 +45,10 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
-        """Returns the folder run.folder/run.name, whether it exists or not."""
+        """Returns the folder run.folder/run.name, whether it exists or not. Raises UserError for a name that is not for
+        runs."""
+        if config.run.name == "latest":
+            raise UserError("run.name=latest: this name is the link to the newest run; choose another one")
         # Absolute, because worker processes have other working directories.
         return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
 

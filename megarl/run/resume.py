@@ -60,8 +60,7 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
     """Opens the run's folder as the key `resume` says. num_bytes: the size of a checkpoint. Raises UserError, and
     leaves the folder as it was, for a checkpoint that is missing, damaged, or of another run, and for a disk without
     room for those to come."""
-    path = _checkpoint_path(config)
-    checkpoint = None if path is None else _open(path, config, data, models)
+    checkpoint = find_checkpoint(config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"])
     goes_on = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
@@ -83,6 +82,13 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
     else:
         folder = RunFolder.create(config, data.data_hash, models)
     return ResumePoint(folder, state, checkpoint)
+
+
+def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint | None:
+    """Returns the checkpoint from which the run goes on, as the key `resume` says; None if it begins anew. Raises
+    UserError for one that is missing, damaged, or of another run."""
+    path = _checkpoint_path(config)
+    return None if path is None else _open(path, config, data, models)
 
 
 def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:

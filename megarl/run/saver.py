@@ -42,6 +42,7 @@ class Saver:
                 self._unfinished = Unfinished(groups, step, run, folder, time.perf_counter())
                 for copying in [group.save_checkpoint(folder) for group in groups]:
                     copying.result()
+            print(f"checkpoint: copied after step {step}, and written to {folder.parent}", flush=True)
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -61,8 +62,10 @@ class Saver:
             files = [record for pending in writing for record in pending.result()]
             checkpoint = self._checkpoints.commit(unfinished.step, {**self._fixed, "run": unfinished.run}, files)
             self.keep()
-        self._metrics["checkpoint/seconds"] = time.perf_counter() - unfinished.start
+        self._metrics["checkpoint/seconds"] = seconds = time.perf_counter() - unfinished.start
         self._metrics["checkpoint/bytes"] = checkpoint.num_bytes
+        size = f"{checkpoint.num_bytes / 1e9:.2f} GB"
+        print(f"checkpoint: {checkpoint.path} is complete, {size} in {seconds:.1f} s", flush=True)
 
     def keep(self) -> None:
         """Removes the oldest checkpoints beyond checkpoint.keep."""

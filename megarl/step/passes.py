@@ -90,7 +90,14 @@ def _old_log_probs(config: Config) -> Pass:
 
 
 def describe(config: Config) -> list[str]:
-    return [f"pass {'made' if p.needed else 'left out'}: {p.name} ({p.reason})" for p in passes(config)]
+    """Returns a line for the passes that are made, and one for those that are left out, if there are any."""
+    by_need = {"made": True, "left out": False}
+    chosen = {word: [p for p in passes(config) if p.needed == need] for word, need in by_need.items()}
+    return [
+        f"passes {word}: {'; '.join(f'{p.name} ({p.reason})' for p in listed)}"
+        for word, listed in chosen.items()
+        if listed
+    ]
 
 
 def needed(config: Config, name: PassName) -> bool:

@@ -135,7 +135,7 @@ def test_init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "init", "my runs") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "next: megarl config explain 'my runs/recipe.yaml', then megarl train 'my runs/recipe.yaml'"
+    assert last == "next: megarl check 'my runs/recipe.yaml', then megarl train 'my runs/recipe.yaml'"
     assert run(monkeypatch, "config", "explain", "my runs/recipe.yaml") == 0
     assert run(monkeypatch, "init", "my runs") == 2
     assert capsys.readouterr().err.startswith(

@@ -137,7 +137,10 @@ class RewardWorker:
         if self._rewards.judge is None:
             return {}
         asked = judge.comparisons(samples, self._rewards.judge_order, self._seed)
-        calls = [asyncio.wrap_future(self._pool.call(judge.NAME, *comparison.arguments)) for comparison in asked]
+        calls = [
+            asyncio.wrap_future(self._pool.call(judge.NAME, *comparison.arguments, columns=comparison.columns))
+            for comparison in asked
+        ]
         return judge.verdicts(samples, zip(asked, await asyncio.gather(*calls), strict=True))
 
     def _model_rewards(self, samples: Sequence[Sample], model_scores: Scores) -> dict[str, ModelReward]:

@@ -200,7 +200,7 @@ class Starting:
 
 @pytest.mark.parametrize("on_gpus", [False, True])
 def test_roles_start_side_by_side_unless_engines_must_leave_their_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_gpus: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, on_gpus: bool
 ) -> None:
     """On shared GPUs the engines are asleep when the models take their memory."""
     folder, log = write_tiny_llama(tmp_path), []
@@ -209,7 +209,10 @@ def test_roles_start_side_by_side_unless_engines_must_leave_their_memory(
     for name in ("TrainerGroup", "EngineGroup", "RewardGroup"):
         monkeypatch.setattr(module, name, lambda *_, name=name: Starting(name, log))
     Starting.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
-    launch_workers(None, config, ModelFolders(folder, None, None, None), place(config), None)
+    session = SimpleNamespace(first=lambda pendings: pendings[-1])
+    launch_workers(session, config, ModelFolders(folder, None, None, None), place(config), None)
+    started = [line.partition(": started in ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert started == (["engines", "actor", "rewards"] if on_gpus else ["actor", "rewards", "engines"])
     asleep, actor_begins = log.index("EngineGroup is waited for"), log.index("TrainerGroup begins")
     assert (asleep < actor_begins) == on_gpus
     assert log.index("EngineGroup begins") < actor_begins

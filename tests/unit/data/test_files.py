@@ -44,6 +44,30 @@ def test_messages(tmp_path, suffix):
     assert [(row.prompt, row.answer) for row in rows] == [(MESSAGES, [1, 2]), (MESSAGES[1:], [])]
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_bring_the_columns_that_are_asked_for(tmp_path, suffix):
+    path = write(tmp_path, suffix, RECORDS)
+
+    def columns(**further) -> list[dict]:
+        return [dict(row.columns) for row in file_rows(path, "question", "answer", further)]
+
+    assert columns() == [{}, {}]
+    assert columns(level="f", other=None) == [{"level": 1}, {"level": 2}]
+    assert columns(row="f") == RECORDS
+    missing = (
+        r"rows\.\w+:1: no column 'other' .*; the columns are question, answer, level; set the parameter of f to the"
+    )
+    with pytest.raises(ValueError, match=missing):
+        columns(other="f")
+
+
+def test_a_column_that_json_cannot_hold_is_refused_only_where_it_is_asked_for(tmp_path):
+    path = write(tmp_path, ".parquet", [RECORDS[0] | {"day": datetime.date(2026, 1, 1)}])
+    assert len(list(file_rows(path, "question", "answer", {"level": None}))) == 1
+    with pytest.raises(ValueError, match=r":1: column 'day' holds date datetime.date\(2026, 1, 1\), expected a JSON"):
+        list(file_rows(path, "question", "answer", {"row": None}))
+
+
 def test_fields_that_parquet_fills_with_nulls_are_not_there(tmp_path):
     records = [{"question": [{"name": None, **MESSAGES[1]}], "answer": "2"}]
     path = tmp_path / "rows.parquet"

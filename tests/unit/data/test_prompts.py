@@ -1,5 +1,6 @@
 import hashlib
 import json
+import pickle
 import subprocess
 import sys
 
@@ -77,6 +78,16 @@ def test_the_hash_covers_ids_and_answers_in_order(model_folder, tmp_path):
     assert prompts.data_hash == hashlib.sha256(lines.encode()).hexdigest()
     hashes = {load_prompts(config_of("arithmetic", size=9, seed=seed), model_folder).data_hash for seed in (0, 0, 1)}
     assert len(hashes) == 2
+
+
+def test_columns_that_are_asked_for_stay_with_the_prompt_and_its_copies(model_folder, tmp_path):
+    config = config_of(jsonl(tmp_path, "a", "b"))
+    whole = load_prompts(config, model_folder, {"row": None})
+    assert whole[1].columns == {"prompt": "b", "answer": 1}
+    assert pickle.loads(pickle.dumps(whole[1])) == whole[1]
+    others = load_prompts(config, model_folder, {"other": None})
+    assert others[1].columns == {} and others[1] != whole[1]
+    assert others.data_hash == load_prompts(config, model_folder).data_hash != whole.data_hash
 
 
 def test_a_prompt_may_fill_the_context_but_not_exceed_it(model_folder, tmp_path):

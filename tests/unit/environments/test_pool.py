@@ -34,6 +34,12 @@ async def later(prompt, response, answer):
 
 def judge(prompt, first, second, answer):
     return len(first) > len(second)
+
+def level(prompt, response, answer, level, scale=2):
+    return level * scale
+
+def whole(prompt, response, answer, *, row):
+    return row == {"level": 3, "tags": ["a"]}
 """
 TIMEOUT_S = 1.0
 
@@ -67,6 +73,25 @@ def test_what_functions_return_is_their_result(pool, file):
     assert pool.call("exact_match", "", "12", "12").result() == Result(1.0, "1.0")
     assert pool.call(f"{file}:later", "", "", 0.5).result() == Result(0.5, "0.5")
     assert pool.call("judge", "", "long", "s", None).result() == Result(1.0, "1.0")
+
+
+def test_functions_get_the_columns_that_they_ask_for(file):
+    level, whole = f"{file}:level", f"{file}:whole"
+    pool = FunctionPool(["exact_match", level, whole], None, 1, TIMEOUT_S)
+    try:
+        assert pool.columns == {"level": level, "scale": None, "row": whole}
+
+        def call(name: str, **columns) -> Result:
+            return pool.call(name, "", "12", "12", columns=columns).result()
+
+        assert call("exact_match", level=3) == Result(1.0, "1.0")
+        assert call(level, level=3, tags=["a"]) == Result(6.0, "6.0")
+        assert call(level, level=3, scale=5) == Result(15.0, "15.0")
+        assert call(whole, level=3, tags=["a"]) == Result(1.0, "1.0")
+        assert call(whole) == Result(0.0, "0.0")
+        assert call(level).failure.startswith("raised TypeError: level() missing 1 required positional argument")
+    finally:
+        pool.close()
 
 
 def test_calls_run_side_by_side(pool, file):
@@ -112,11 +137,25 @@ def test_a_long_response_and_one_that_no_encoding_knows_arrive(pool, file):
     assert pool.call("exact_match", "", "\ud800", "\ud800").result().value == 1.0
 
 
+def test_a_file_whose_import_hangs_is_named_and_its_process_is_killed(tmp_path, monkeypatch):
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)\n")
+    before = set(psutil.Process().children())
+    monkeypatch.setattr("megarl.environments.pool.IMPORT_S", 0.5)
+    refusal = (
+        r"^rewards.functions: .*hangs.py:f: importing it did not end within 1 s; mend the file, or raise rewards.ti"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        FunctionPool([f"{tmp_path / 'hangs.py'}:f"], None, 1, TIMEOUT_S)
+    assert set(psutil.Process().children()) == before
+
+
 def test_what_cannot_be_found_is_refused_before_any_call(file, tmp_path):
     with pytest.raises(ValueError, match="has no function 'missing'"):
         FunctionPool([f"{file}:missing"], None, 2, TIMEOUT_S)
     (tmp_path / "leaves.py").write_text("import sys; sys.exit(4)")
-    with pytest.raises(ValueError, match=r"that imports the functions ended \(exit status 4\)"):
+    with pytest.raises(
+        ValueError, match=r"^rewards.functions: .*leaves.py:f: importing it ended the process \(exit status 4\)"
+    ):
         FunctionPool([f"{tmp_path / 'leaves.py'}:f"], None, 2, TIMEOUT_S)
     with pytest.raises(ValueError, match=r"rewards.judge: .*none.py is not a Python file"):
         FunctionPool([], f"{tmp_path}/none.py:judge", 1, TIMEOUT_S)

@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.rewards.exact import exact_match
-from megarl.rewards.registry import resolve
+from megarl.rewards.registry import asked_columns, resolve
 
 
 def test_built_in_functions_by_name():
@@ -30,6 +30,27 @@ def test_two_files_of_one_name_stay_apart(tmp_path):
     assert (first("", "", None), second("", "", None)) == (1, 2)
 
 
+def test_parameters_after_the_third_ask_for_columns(tmp_path):
+    file = tmp_path / "columns.py"
+    file.write_text("def f(prompt, response, answer, level, *others, row=None, **named):\n    return level\n")
+    assert asked_columns(resolve(f"{file}:f"), 3) == {"level": True, "row": False}
+    assert asked_columns(max, 3) == asked_columns(exact_match, 3) == {}
+
+
+def test_whatever_takes_three_arguments_is_a_function(tmp_path):
+    file = tmp_path / "callables.py"
+    file.write_text(
+        "import functools\n"
+        "def any(*arguments, scale=2, **others):\n    return scale\n"
+        "part = functools.partial(any, scale=3)\n"
+        "class Object:\n    def __call__(self, prompt, response, answer=None):\n        return 4\n"
+        "object = Object()\n"
+        "compiled = max\n"
+    )
+    functions = [resolve(f"{file}:{name}") for name in ("any", "part", "object", "compiled")]
+    assert [function(5, 5, 5) for function in functions] == [2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -39,12 +60,18 @@ def test_two_files_of_one_name_stay_apart(tmp_path):
         ("{folder}/good.py", r"names a file but no function; write .*good\.py:FUNCTION"),
         ("{folder}/good.py:g", r"good\.py has no function 'g'; define it as g\(prompt, response, answer\)"),
         ("{folder}/good.py:constant", r"good\.py has no function 'constant'"),
+        (
+            "{folder}/good.py:two",
+            r"good\.py:two takes \(prompt, response\), too many positional arguments; define it as two\(prompt, resp",
+        ),
         ("{folder}/broken.py:f", r"importing .*broken\.py raised SyntaxError"),
         ("{folder}/failing.py:f", r"importing .*failing\.py raised ZeroDivisionError: division by zero"),
     ],
 )
 def test_what_cannot_be_found_is_named(tmp_path, name, message):
-    (tmp_path / "good.py").write_text("constant = 1\ndef f(prompt, response, answer):\n    return 1\n")
+    (tmp_path / "good.py").write_text(
+        "constant = 1\ndef f(prompt, response, answer):\n    return 1\ndef two(prompt, response):\n    return 1\n"
+    )
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "failing.py").write_text("1 / 0\n")
     with pytest.raises(ValueError, match=rf"^rewards\.functions: .*{message}"):

@@ -49,17 +49,21 @@ def latest(folder: Path) -> int | None:
     return path and Checkpoint.open(path).step
 
 
-def test_a_checkpoint_is_complete_when_its_files_are_written(tmp_path: Path) -> None:
+def test_a_checkpoint_is_complete_when_its_files_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     group, ours = Group(), saver(tmp_path)
     assert ours.save([group], 1, {}) == ours.save([group], 2, {}) == {}
     metrics = ours.save([group], 3, {"step": 3})
     assert metrics.keys() == {"time/checkpoint"} and metrics["time/checkpoint"] > 0
     ours.commit()
     assert latest(tmp_path) is None
+    assert capsys.readouterr().out == f"checkpoint: copied after step 3, and written to {tmp_path}\n"
     assert ours.save([group], 4, {}) == {}
     group.written = True
     ours.commit()
     assert latest(tmp_path) == 3
+    assert capsys.readouterr().out.startswith(f"checkpoint: {tmp_path}/step_000003 is complete, 0.00 GB in ")
     metrics = ours.save([group], 5, {})
     assert metrics.keys() == {"time/checkpoint", "checkpoint/seconds", "checkpoint/bytes"}
     assert metrics["checkpoint/bytes"] == len("content")

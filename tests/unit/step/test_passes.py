@@ -70,6 +70,17 @@ def config(*overrides: str):
 def test_passes(overrides, name, needed, reason):
     made = config(*overrides)
     assert passes.needed(made, name) == needed
-    [line] = [line for line in passes.describe(made) if f": {name} (" in line]
-    assert line.startswith("pass made" if needed else "pass left out")
-    assert reason in line
+    [line] = [line for line in passes.describe(made) if f" {name} (" in line]
+    assert line.startswith("passes made: " if needed else "passes left out: ")
+    assert reason in line.partition(f" {name} (")[2].partition(" (")[0]
+
+
+def test_passes_are_told_in_a_line_for_those_made_and_one_for_those_left_out():
+    one, two = passes.describe(config("algorithm.kl.coefficient=0.01"))
+    assert one == (
+        "passes made: reference log-probs (algorithm.kl.coefficient = 0.01; the reference is the model that the run "
+        "starts from)"
+    )
+    assert two.count(");") == 2
+    [alone] = passes.describe(config())
+    assert alone.startswith("passes left out: old log-probs (one update per step")

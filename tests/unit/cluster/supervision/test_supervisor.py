@@ -41,9 +41,12 @@ class Program:
         code = self.process.wait(20)
         deadline = time.monotonic() + 10
         while _runs(self.child) or _runs(self.helper) or self.scratch.exists():
-            assert time.monotonic() < deadline, "something is left"
+            assert time.monotonic() < deadline, f"something is left after exit status {code}: {self.left()}"
             time.sleep(0.01)
         return code, self.process.stderr.read()
+
+    def left(self) -> list:
+        return [_runs(self.child), _runs(self.helper), [*self.scratch.glob("*")], self.process.stderr.read()]
 
 
 def _runs(pid: int) -> bool:

@@ -1,0 +1,63 @@
+"""The trial of a run's reward functions on one row of its data, before the run starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, replace
+
+from megarl.config.schema import Config
+from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.environments.pool import FunctionPool
+from megarl.environments.protocol import Step, Turn
+from megarl.environments.single_turn import SingleTurn
+from megarl.rewards import judge
+from megarl.rewards.scorer import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The result of a trial. parts: what each function says; failure: why some say nothing, or None."""
+
+    parts: dict[str, float]
+    failure: str | None
+
+
+def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
+    """Scores the prompt's answer as if it were the response, as the run scores responses; the reward model is left
+    out. The judge compares the answer with itself."""
+    rewards = config.rewards
+    scorer = Scorer(rewards.functions)
+    sample = _answered(prompt)
+
+    async def step() -> Step:
+        environment = SingleTurn(pool, [entry.function for entry in rewards.functions])
+        await environment.reset(prompt)
+        return await environment.step(Turn.whole_response(sample))
+
+    results = asyncio.run(step()).rewards
+    verdict = None
+    if rewards.judge is not None:
+        samples = [sample, replace(sample, id=f"{sample.id} again")]
+        asked = judge.comparisons(samples, rewards.judge_order, config.run.seed)
+        calls = [pool.call(judge.NAME, *one.arguments, columns=one.columns) for one in asked]
+        said = zip(asked, [call.result() for call in calls], strict=True)
+        verdict = judge.verdicts(samples, said)[sample.id]
+    score, _ = scorer.score(sample, results, verdict=verdict)
+    return Trial(score.parts, score.failure)
+
+
+def _answered(prompt: Prompt) -> Sample:
+    """Returns a sample of one token, whose text is the prompt's answer; of an answer that is no text, its JSON."""
+    answer = prompt.answer
+    text = "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    return Sample(
+        id=prompt.id,
+        prompt=prompt,
+        response_ids=[0],
+        response_logprobs=[0.0],
+        response_mask=[True],
+        versions=(VersionRun(0, 1),),
+        finish_reason="stop",
+        text=text,
+    )

@@ -1,0 +1,163 @@
+"""Everything that can be known of a run before it starts its processes, checked in one place: by `megarl check`, and
+by `megarl train` as the first thing it does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.machine import check_engine_kernels, check_gpu_memory, check_machine
+from megarl.cluster.megatron_settings import check_megatron_settings
+from megarl.cluster.model_folders import ModelFolders, find_models
+from megarl.config.explain import explain
+from megarl.config.schema import Config
+from megarl.core.errors import UserError
+from megarl.core.types import Prompt
+from megarl.data.model_folder import with_real_paths
+from megarl.data.offline import OfflineData, load_offline_data
+from megarl.data.prompts import PromptSet, load_prompts
+from megarl.environments.pool import FunctionPool
+from megarl.environments.trial import Trial, try_rewards
+from megarl.planning.checkpoint_size import checkpoint_bytes
+from megarl.run.checkpoints import Checkpoints
+from megarl.run.folder import RunFolder
+from megarl.run.resume import find_checkpoint
+
+SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The things that a run starts from. trial: of its reward functions; None if it has none."""
+
+    models: ModelFolders
+    data: PromptSet | OfflineData
+    trial: Trial | None
+
+
+def preflight(config: Config) -> Preflight:
+    """Checks machine, folder, models, reward functions, data, checkpoint and disk, and changes nothing but the cache of
+    models. Raises UserError with a line for each thing that is wrong. A reward function that fails on the first row is
+    a warning: it may need more than a bare answer."""
+    with _all_errors() as attempt:
+        attempt(check_machine, config)
+        folder = attempt(_find_folder, config)
+        models = attempt(_find_models, config)
+        pool = attempt(_function_pool, config)
+        with nullcontext() if pool is None else closing(pool):
+            data = None if models is None else attempt(_load_data, config, models, pool)
+            if data is not None and folder is not None:
+                attempt(_check_resume_and_disk, config, models, data)
+            trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
+    if trial is not None and trial.failure is not None:
+        print(f"megarl: warning: {trial.failure}, whose response is the row's answer", file=sys.stderr, flush=True)
+    return Preflight(models, data, trial)
+
+
+@contextmanager
+def _all_errors() -> Iterator[Callable[..., Any]]:
+    """Yields a function that calls another with its arguments, and returns None where that raises UserError. Raises
+    UserError with the lines of all of them at the end."""
+    lines: list[str] = []
+
+    def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return check(*arguments)
+        except UserError as error:
+            lines.append(str(error))
+            return None
+
+    yield attempt
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def _find_models(config: Config) -> ModelFolders:
+    models = find_models(config)
+    check_gpu_memory(config, models)
+    if not config.is_offline:
+        check_engine_kernels(config, models)
+    check_megatron_settings(config, models)
+    return models
+
+
+def _load_data(config: Config, models: ModelFolders, pool: FunctionPool | None) -> PromptSet | OfflineData:
+    """Returns the rows, prompts with the columns that reward functions ask for."""
+    if config.is_offline:
+        return load_offline_data(config, models.actor)
+    return load_prompts(config, models.actor) if pool is None else load_prompts(config, models.actor, pool.columns)
+
+
+def _function_pool(config: Config) -> FunctionPool | None:
+    """Returns a process with the user's functions, None for a run without any."""
+    rewards = config.rewards
+    functions = [entry.function for entry in rewards.functions]
+    if config.is_offline or not (functions or rewards.judge):
+        return None
+    return FunctionPool(functions, rewards.judge, 1, rewards.timeout_s)
+
+
+def _find_folder(config: Config) -> RunFolder:
+    """Returns the run's folder, which may have to be made. Raises UserError where it cannot, or is another run's."""
+    RunFolder.require_free(config)
+    folder = RunFolder.of(config)
+    there = next(path for path in folder.path.parents if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"run.folder={config.run.folder}: it cannot be written ({error.strerror}: {there}); set run.folder to a "
+            "folder of yours"
+        ) from None
+    return folder
+
+
+def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet | OfflineData) -> None:
+    find_checkpoint(config, data, models.identify())
+    if config.checkpoint.every_steps is not None:
+        checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep
+        size = checkpoint_bytes(config, models.trained(config))
+        checkpoints.require_space(size, keep, max(0, keep + 1 - _num_there(config, checkpoints)))
+
+
+def _num_there(config: Config, checkpoints: Checkpoints) -> int:
+    """Returns the number of checkpoints, complete or not, whose room is that of new ones."""
+    if config.resume == "never" or not checkpoints.path.is_dir():
+        return 0
+    return sum(entry.is_dir() for entry in checkpoints.path.iterdir())
+
+
+def print_checks(config: Config, _scratch: Path) -> None:
+    """Prints what a run of this config would be, and what the checks found."""
+    config = with_real_paths(config)
+    found = preflight(config)
+    rows = {"model": str(found.models.actor), "data": _first_row(config, found.data)}
+    if found.trial is not None:
+        said = ", ".join(f"{name} gives {value:g}" for name, value in found.trial.parts.items())
+        rows["rewards"] = f"{said or 'nothing'} for the first row's answer"
+    if config.checkpoint.every_steps is not None:
+        size = checkpoint_bytes(config, found.models.trained(config))
+        rows["disk"] = f"{config.checkpoint.keep} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
+    print(explain(config))
+    print("\n".join(f"{name:<11} {text}" for name, text in rows.items()))
+    print("all checks passed; nothing was started", flush=True)
+
+
+def _first_row(config: Config, data: PromptSet | OfflineData) -> str:
+    size = f"{len(data):,} {config.data.rows}"
+    first = data[0]
+    if not isinstance(first, Prompt):
+        return size
+    return f"{size}; the first: {_shown(first.messages[-1]['content'])}, answer {_shown(first.answer)}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"

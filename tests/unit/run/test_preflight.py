@@ -1,0 +1,130 @@
+"""The checks of a recipe before it runs, by `megarl check` and at the beginning of `megarl train`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl import cli
+from megarl.cluster.supervision import supervisor
+from tests.e2e.run import write_recipe
+
+REWARDS = """
+import time
+
+def length(prompt, response, answer):
+    return len(response)
+
+def turns(prompt, response, answer):
+    return [0.5]
+
+def number(prompt, response, answer, answer_of_next, unknown=1):
+    return answer_of_next * unknown
+
+def nothing(prompt, response, answer):
+    pass
+
+def hangs(prompt, response, answer):
+    time.sleep(600)
+
+def tags(prompt, response, answer):
+    return response.split("<answer>")[1] == answer
+
+def prefers_first(prompt, first, second, answer):
+    return 0.75
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "rewards.py").write_text(REWARDS)
+    return write_recipe(folder)
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Commands run in this process."""
+    monkeypatch.setattr(supervisor, "supervised", lambda: nullcontext(tmp_path / "scratch"))
+
+
+def check(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: str) -> tuple[dict[str, str], str]:
+    """Returns the rows of stdout by their names, and stderr, of a `megarl check` that ends well and leaves nothing."""
+    before = set(psutil.Process().children())
+    sys.argv = ["megarl", "check", str(recipe), f"run.folder={root}", "run.steps=10", *overrides]
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    out, err = capfd.readouterr()
+    assert exit.value.code == 0, err
+    *rows, last = out.splitlines()
+    assert last == "all checks passed; nothing was started"
+    assert not list(root.iterdir()) and set(psutil.Process().children()) == before
+    return dict(row.split(maxsplit=1) for row in rows), err
+
+
+def functions(recipe: Path, *entries: str) -> str:
+    listed = [f"{{function: '{recipe.parent}/rewards.py:{entry}}}" for entry in entries]
+    return f"rewards.functions=[{', '.join(listed)}]"
+
+
+def test_what_the_checks_found_is_printed(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    rows, errors = check(
+        recipe,
+        tmp_path,
+        capfd,
+        functions(recipe, "length'", "turns', per_turn: true"),
+        f"rewards.judge={recipe.parent}/rewards.py:prefers_first",
+        "checkpoint.every_steps=1",
+    )
+    assert errors == ""
+    assert rows["model"] == f"{recipe.parent}/model"
+    assert rows["data"] == "8 prompts; the first: '0 + 0 =', answer '0'"
+    file = f"{recipe.parent}/rewards.py"
+    assert (
+        rows["rewards"] == f"judge gives 0.5, {file}:length gives 1, {file}:turns gives 0.5 for the first row's answer"
+    )
+    assert rows["disk"].startswith("2 + 1 checkpoints x 0.00 GB in ")
+    assert rows["step"] == "4 prompts x 4 samples = 16 samples"
+
+
+def test_functions_get_the_columns_of_the_row(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    data = tmp_path / "data" / "rows.jsonl"
+    data.parent.mkdir()
+    data.write_text('{"prompt": "1 + 1 =", "answer": "2", "answer_of_next": 7}\n' * 4)
+    (tmp_path / "runs").mkdir()
+    rows, errors = check(recipe, tmp_path / "runs", capfd, functions(recipe, "number'"), f"data.source={data}")
+    assert errors == "" and ":number gives 7 for the first row's answer" in rows["rewards"]
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("nothing", "returned NoneType, not a finite number or a bool, on sample prompts.jsonl:1"),
+        ("turns", "returned a list of 1, not a finite number or a bool, on sample prompts.jsonl:1"),
+        ("tags", "raised IndexError: list index out of range on sample prompts.jsonl:1"),
+        ("hangs", "did not return within rewards.timeout_s=1 on sample prompts.jsonl:1"),
+    ],
+)
+def test_a_reward_that_fails_on_the_first_answer_is_a_warning(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, name: str, failure: str
+) -> None:
+    rows, errors = check(recipe, tmp_path, capfd, functions(recipe, f"{name}'"), "rewards.timeout_s=1")
+    warning = f"megarl: warning: rewards.functions: {recipe.parent}/rewards.py:{name} {failure}, whose response is the"
+    assert errors.splitlines()[-1].startswith(warning)
+    assert rows["rewards"] == "nothing for the first row's answer"
+
+
+def test_offline_data_is_checked_without_rewards(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    rows, _ = check(
+        recipe,
+        tmp_path,
+        capfd,
+        "algorithm.objective.name=sft",
+        "algorithm.objective.aggregation=token_mean",
+        "data={rows: messages, source: arithmetic, size: 8}",
+    )
+    assert rows["data"] == "8 messages" and "rewards" not in rows
