@@ -47,7 +47,7 @@ HOLD = Path(__file__).with_name("hold")
 
 
 def digit_share(prompt, response, answer):
-    while HOLD.exists():
+    while HOLD.exists() and response != answer:
         time.sleep(0.1)
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
@@ -60,7 +60,8 @@ def broken(prompt, response, answer):
 def write_recipe(folder: Path) -> Path:
     """A recipe without end; its model, prompts and rewards lie in `folder`.
 
-    While the file folder/hold exists, the rewards do not answer.
+    While the file folder/hold exists, the rewards do not answer, except for the right response, which they are tried on
+    before the run starts.
     """
     write_tiny_llama(folder / "model")
     rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(8)]

@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,16 +22,18 @@ from tests.paths import QUICKSTART
 FUNCTIONS = """
 import os, time
 
-def score(prompt, response, answer):
+def score(prompt, response, answer, bonus=0):
     with open(__file__ + ".calls", "a") as file:
         file.write(ascii(response) + "\\n")
     if response == "hang":
         time.sleep(60)
     if response == "slow":
         time.sleep(0.5)
-    return len(response) / 10
+    return len(response) / 10 + bonus
 
-def judge(prompt, first, second, answer):
+def judge(prompt, first, second, answer, *, row=None):
+    if row:
+        return first == row["favourite"]
     return 0.75 if len(first) > len(second) else 0.25
 """
 
@@ -100,6 +103,13 @@ def test_one_that_is_sampled_anew_is_scored_anew(worker, calls, tmp_path):
 
     scores, _ = asyncio.run(step())
     assert [score.value for score in scores] == [pytest.approx(1.2 + 0.75), pytest.approx(0.2 + 0.25)]
+
+
+def test_functions_and_the_judge_get_the_columns_of_the_prompts_row(worker, tmp_path):
+    prompt = Prompt("prompt 0", "?", [5], columns={"bonus": 10, "favourite": "one"})
+    samples = [replace(sample(f"0.{k}", text), prompt=prompt) for k, text in enumerate(("one", "other"))]
+    scores, _ = asyncio.run(worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl"))
+    assert [score.value for score in scores] == [pytest.approx(2 * 10.3 + 1), pytest.approx(2 * 10.5 + 0)]
 
 
 def test_a_call_that_hangs_is_the_failure_of_its_sample_alone(worker, file, tmp_path):
