@@ -153,8 +153,10 @@ class Run:
         return Path(option.removeprefix("--temp_dir="))
 
     def left_shared_memory(self) -> set[Path]:
-        """Segments that have come since the start and that no process maps: those of other runs are mapped."""
-        new = set(SHARED_MEMORY.iterdir()) - self._shared_memory
+        """Segments that have come since the start and that no process maps: those of other runs are mapped, and those
+        of unit tests have names by which they are known."""
+        new = {path for path in SHARED_MEMORY.iterdir() if not path.name.startswith("megarl-test-")}
+        new -= self._shared_memory
         return new - {path for process in psutil.process_iter() for path in mapped_shared_memory(process)}
 
     def left_files(self) -> list[Path]:
