@@ -170,7 +170,7 @@ def test_required_keys_are_named() -> None:
 
 def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text("run: {name: a, folder: b, seed: 0, export: true}\n")
+    path.write_text("run: {name: a, folder: b, seed: 0, export: true, replace: false}\n")
     remedy = "start the file with `base: base.yaml`, which has a default for every other key"
     assert errors(path) == [
         f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, rollout, algorithm, batch, "

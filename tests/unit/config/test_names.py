@@ -47,7 +47,7 @@ from tests.readme import text_of
         ),
         ("actor.megatron_extra", "megatron_extra is now megatron_overrides"),
         ("rollout.vllm_extra", "vllm_extra is now vllm_overrides"),
-        ("run.quux.zyx", "run has the keys name, folder, seed, steps, export"),
+        ("run.quux.zyx", "run has the keys name, folder, seed, steps, export, replace"),
         ("critic.tp", "did you mean critic.layout.tp?"),
         (
             "quux",
