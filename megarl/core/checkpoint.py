@@ -125,7 +125,7 @@ def _remedy(checkpoint: Path) -> str:
     step = number_in(checkpoint.name.removeprefix("."), NAME) or 0
     earlier = [path for other, path in numbered(checkpoint.parent, NAME).items() if other < step]
     if not earlier:
-        return "there is no earlier one; start anew with resume=never"
+        return "there is no earlier one; start anew with resume=never run.replace=true"
     return f"go on from the one before it: resume={earlier[-1]}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from megarl.config import document
 from megarl.config.continuation import check_continues
@@ -15,9 +16,9 @@ from megarl.run.folder import RunFolder
 def check_beginning(config: Config) -> str | None:
     """Returns a line where resume=auto finds the run finished, so that there is nothing to do; else None. Raises
     UserError where an earlier run has the name, or the finished one is of another recipe."""
-    if config.resume == "never":
-        RunFolder.require_free(config)
     folder = RunFolder.of(config)
+    if not Path(config.resume).expanduser().resolve().is_relative_to(folder.path.resolve()):  # a checkpoint of this run
+        RunFolder.require_free(config)
     step = folder.finished_after if config.resume == "auto" else None
     if step is None or config.run.steps > step or not folder.config.exists():
         return None

@@ -114,7 +114,7 @@ class RunFolder:
             except (ValueError, KeyError, TypeError):
                 raise UserError(
                     f"{self.metrics}: line {number} has no step's metrics; mend or remove it, or start anew with "
-                    "resume=never"
+                    "resume=never run.replace=true"
                 ) from None
         return kept
 
@@ -123,7 +123,7 @@ class RunFolder:
         self.config.write_text(dump(config), encoding="utf-8")
         attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
         manifest = _manifest(config, data_hash) | {"models": models, "format": FORMAT} | attempt
-        self.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _replace(self.manifest, json.dumps(manifest, indent=2) + "\n")
         _link_latest(self.path)
 
     @property

@@ -116,7 +116,8 @@ def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Mod
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:
         raise UserError(
             f"data.source={config.data.source}: its {config.data.rows} have changed since {path} was saved (hash "
-            f"{data.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with resume=never"
+            f"{data.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with "
+            "resume=never and a new run.name"
         )
     return checkpoint
 

@@ -80,7 +80,7 @@ class Run:
         self.folder = folder / "tiny"
         self._shared_memory = set(SHARED_MEMORY.iterdir())
         self._temporary = folder / "temporary"
-        self._temporary.mkdir()
+        self._temporary.mkdir(exist_ok=True)  # of a run in the same folder that went before
         self._output, self._errors = folder / "stdout", folder / "stderr"
         with self._output.open("w") as stdout, self._errors.open("w") as stderr:
             self._process = subprocess.Popen(

@@ -162,6 +162,13 @@ def test_the_folder_shows_what_happened(uninterrupted: Path, resumed: Path) -> N
     assert kept == ["latest", f"step_{STEPS - 1:06d}", f"step_{STEPS:06d}"]
 
 
+def test_a_finished_run_says_so_and_starts_nothing(recipe: Recipe, resumed: Path) -> None:
+    attempts = sorted((resumed / "logs").iterdir())
+    run = recipe.finish(resumed.parent)
+    assert run.output == f"{resumed}: already at step {STEPS} of {STEPS}\n"
+    assert sorted((resumed / "logs").iterdir()) == attempts
+
+
 def test_metrics_say_what_saving_cost(uninterrupted: Path) -> None:
     lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
     assert all(line["time/checkpoint"] > 0 for line in lines)

@@ -47,8 +47,11 @@ def test_a_name_that_is_taken_is_refused_and_a_run_that_is_under_way_goes_on(tmp
     save(start(config(tmp_path), PROMPTS), config(tmp_path), 2)
     assert check_beginning(config(tmp_path, "resume=auto")) is None
     assert check_beginning(config(tmp_path, "run.replace=true")) is None
-    with pytest.raises(UserError, match=r"^run.name=a: .* resume=auto .* another run.name, or run.replace=true"):
-        check_beginning(config(tmp_path))
+    newest = tmp_path / "latest" / "checkpoints" / "step_000002"
+    assert check_beginning(config(tmp_path, f"resume={newest}")) is None
+    for resume in ("never", tmp_path / "b" / "checkpoints" / "step_000002"):
+        with pytest.raises(UserError, match=r"^run.name=a: .* resume=auto .* another run.name, or run.replace=true"):
+            check_beginning(config(tmp_path, f"resume={resume}"))
 
 
 def test_the_command_says_so_with_nothing_heavy_loaded(finished: Path) -> None:

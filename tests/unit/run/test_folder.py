@@ -109,6 +109,15 @@ def test_a_run_that_goes_on_is_no_longer_finished(config):
     assert RunFolder.reopen(config, step=3).finished_after is None
 
 
+def test_a_manifest_is_whole_or_not_there(config, monkeypatch):
+    """A run that is killed while it begins does not stop the next one from reading it."""
+    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception, match="killed"):
+        RunFolder.create(config)
+    assert not RunFolder.of(config).manifest.exists()
+    assert RunFolder.of(config).finished_after is None
+
+
 def test_a_run_that_goes_on_at_once_has_no_metrics(config):
     RunFolder.create(config)
     assert RunFolder.reopen(config, step=0).metrics.read_text() == ""
