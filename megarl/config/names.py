@@ -19,6 +19,8 @@ VERL = {
     "clip_ratio_low": "algorithm.objective.clip_low",
     "cliprange_value": "algorithm.value.clip",
     "context_parallel_size": "actor.layout.cp",
+    "custom_reward_function.name": "rewards.functions (function: path/to/file.py:name)",
+    "custom_reward_function.path": "rewards.functions (function: path/to/file.py:name)",
     "critic_warmup": "critic.warmup_steps",
     "default_local_dir": "run.folder",
     "enable_gradient_checkpointing": "actor.recompute",

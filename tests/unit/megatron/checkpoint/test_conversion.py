@@ -373,15 +373,24 @@ def test_damaged_checkpoints(tmp_path, checkpoint):
         (copy / ".metadata").write_bytes(pickle.dumps(metadata))
 
     class Attack:
-        def __reduce__(self):
-            return (tmp_path / "attacked").touch, ()
+        def __init__(self, *call):
+            self.call = call
 
-    def call_a_function(copy: Path) -> None:
+        def __reduce__(self):
+            function, *arguments = self.call
+            return function, tuple(arguments)
+
+    def call_a_function(copy: Path, *call) -> None:
         metadata = torch_checkpoint.FileSystemReader(copy).read_metadata()
-        metadata.planner_data = Attack()
+        metadata.planner_data = Attack(*call)
         (copy / ".metadata").write_bytes(pickle.dumps(metadata))
 
-    assert "it names builtins.getattr, which no checkpoint needs" in error(call_a_function)
+    assert "for touch, which no checkpoint needs" in error(
+        lambda copy: call_a_function(copy, (tmp_path / "attacked").touch)
+    )
+    assert "it names posix.system, which no checkpoint needs" in error(
+        lambda copy: call_a_function(copy, os.system, f"touch {tmp_path / 'attacked'}")
+    )
     assert "holds no .metadata; give the folder of a checkpoint" in error(lambda copy: (copy / ".metadata").unlink())
     assert ".metadata is damaged" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
     assert "__1_0.distcp, which .metadata names, is missing" in error(lambda copy: (copy / "__1_0.distcp").unlink())
