@@ -134,20 +134,13 @@ def main() -> None:
     logging.disable(logging.WARNING)
     # Tensors in large pages of memory: getting it page by page takes longer than filling it. torch reads this once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    app.callback()(_without_compiler)
+    # All is done on the CPU, whichever machine this is: no GPU's memory is taken, and Megatron loads no compiler.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         app()
     except UserError as error:
         print(f"convert: error: {_with_options(str(error))}", file=sys.stderr)
         sys.exit(2)
-
-
-def _without_compiler() -> None:
-    """Megatron lets torch compile functions when it is imported, which loads a compiler, a third of what the start
-    takes. None of them runs here."""
-    import torch
-
-    torch.compile = lambda function: function
 
 
 def _with_options(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from megarl.run.checkpoints import Checkpoints
 from tests.forked_script import run_script
 from tests.paths import ROOT
 from tests.unit.megatron.checkpoint.test_conversion import left_in, write_model
@@ -58,6 +60,14 @@ def test_what_a_person_sees_of_a_checkpoint(model):
     shown = convert("inspect", model / "checkpoint")
     assert "llama\n" in shown and "GB in 6 files" in shown
     assert "  decoder.layers.0.self_attention.linear_qkv.weight  [24, 12]  bfloat16  in 3\n" in shown
+
+
+def test_a_runs_checkpoint_names_the_model_that_it_began_with(model, tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.begin(1)
+    folder = checkpoints.commit(1, {"config": {"model": {"path": "org/model"}, "actor": {}}}, []).path
+    shutil.copytree(model / "checkpoint", folder / "actor")
+    assert ": the actor of a run after step 1, which began as org/model\n" in convert("inspect", folder)
 
 
 def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from megarl.megatron.checkpoint.source import DESCRIPTION, companion_prefix, model_path
+from megarl.core.checkpoint import Checkpoint
+from megarl.megatron.checkpoint.source import DESCRIPTION, companion_prefix, is_of_a_run, model_path
 from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 
@@ -17,7 +18,7 @@ from megarl.resharding.transports.torch_dist import TorchDistFolder
 class Description:
     """The content of a checkpoint.
 
-    model     the model_type, None where the checkpoint does not say it
+    model     the model_type, or of a run's checkpoint what its role began with; None where the checkpoint does not say
     files     name -> bytes
     tensors   key -> shape, dtype, and the number of parts that the tensor is stored in
     """
@@ -46,18 +47,26 @@ class Description:
 def describe(path: Path) -> Description:
     """Describes the checkpoint at `path`. Raises UserError for a folder that is no whole checkpoint."""
     path = model_path(path)
-    description = path / DESCRIPTION / "config.json"
-    model = json.loads(description.read_text(encoding="utf-8"))["model_type"] if description.is_file() else None
     with TorchDistFolder(path) as folder:
         tensors = {key: (tensor.shape, tensor.dtype, len(tensor.rectangles)) for key, tensor in folder.tensors.items()}
         prefixes = {key: companion_prefix(key, tensors) for key in tensors}
         parameters = [tensors[key][0] for key, prefix in prefixes.items() if prefix is None]
         return Description(
             str(path),
-            model,
+            _model(path),
             sum(map(prod, parameters)),
             sum(prod(shape) * ITEM_BYTES[dtype] for shape, dtype, _ in tensors.values()),
             sorted({prefix for prefix in prefixes.values() if prefix is not None}),
             folder.files,
             dict(sorted(tensors.items())),
         )
+
+
+def _model(path: Path) -> str | None:
+    if is_of_a_run(path):
+        checkpoint = Checkpoint.open(path.parent)
+        config = checkpoint.state["config"]
+        start = config[path.name].get("path") or config["model"]["path"]
+        return f"the {path.name} of a run after step {checkpoint.step}, which began as {start}"
+    description = path / DESCRIPTION / "config.json"
+    return json.loads(description.read_text(encoding="utf-8"))["model_type"] if description.is_file() else None

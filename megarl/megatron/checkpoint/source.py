@@ -95,7 +95,7 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
                   those of the run)
     """
     path = model_path(path)
-    sealed = Checkpoint.open(path.parent) if _is_of_a_run(path) else None
+    sealed = Checkpoint.open(path.parent) if is_of_a_run(path) else None
     if sealed is not None:
         # The metadata is unpickled next.
         sealed.verify(record for record in _records(sealed, path) if Path(record.path).name == METADATA)
@@ -118,7 +118,7 @@ def model_path(path: Path) -> Path:
     return path / "actor" if is_checkpoint(path) else path
 
 
-def _is_of_a_run(path: Path) -> bool:
+def is_of_a_run(path: Path) -> bool:
     """Returns whether the path is one of the models in a run's checkpoint, rather than a folder that somebody put
     there."""
     return path.name in get_args(Role) and is_checkpoint(path.parent)
