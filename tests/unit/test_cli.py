@@ -187,7 +187,8 @@ def test_reshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert "4 -> 4" in capsys.readouterr().out
     assert run(monkeypatch, *arguments[:4], "tp=3", *arguments[5:]) == 2
     error = capsys.readouterr().err
-    assert error == ("megarl: error: --from tp=3: tp=3: num_attention_heads 4 does not divide by 3; choose a divisor\n")
+    reason = "4 num_attention_heads do not divide by 3 (4 / 3 = 1.333); choose from 1, 2, 4"
+    assert error == f"megarl: error: --from tp=3: tp=3: {reason}\n"
 
 
 def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def test_a_runs_checkpoint_names_the_model_that_it_began_with(model, tmp_path):
 def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
     arguments = ["--hf", model / "hf", "--out", tmp_path / "out", "--tp", "2"]
     done = run_script(TOOL, "hf-to-megatron", *arguments, cwd=ROOT)
-    expected = "convert: error: --tp=2: num_key_value_heads 3 does not divide by 2; choose a divisor\n"
+    expected = "convert: error: --tp=2: 3 num_key_value_heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3\n"
     assert (done.returncode, done.stderr) == (2, expected)
     with pytest.raises(ValueError, match=r"^vpp=2: virtual stages .* and pp=1 is a single one"):
         convert("hf-to-megatron", *arguments[:4], "--vpp", 2)

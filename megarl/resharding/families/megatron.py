@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from megarl.config.divisors import divisors, does_not_divide
 from megarl.config.huggingface import weights_dtype
 from megarl.core.errors import UserError
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, Canonical
@@ -173,9 +174,9 @@ def _check_sizes(model: ModelShape, layout: Layout) -> None:
     if experts is None or not all(experts.layers):
         sizes.append(("tp", tp, "intermediate_size", model.intermediate))
     if experts is not None:
-        sizes.append(("ep", layout.ep, "the number of experts", experts.count))
-        sizes.append(("etp", layout.expert_tp, "the experts' intermediate size", experts.intermediate))
-        sizes.append(("tp", tp, "the shared experts' intermediate size", experts.shared_intermediate))
+        sizes.append(("ep", layout.ep, "experts", experts.count))
+        sizes.append(("etp", layout.expert_tp, "of the experts' intermediate size", experts.intermediate))
+        sizes.append(("tp", tp, "of the shared experts' intermediate size", experts.shared_intermediate))
     for key, ranks, name, size in sizes:
-        if size % ranks:
-            raise UserError(f"{key}={ranks}: {name} {size} does not divide by {ranks}; choose a divisor")
+        if message := does_not_divide(key, ranks, name, size, divisors(size)):
+            raise UserError(message)

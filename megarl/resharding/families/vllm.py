@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.divisors import divisors, does_not_divide
 from megarl.config.huggingface import weights_dtype
 from megarl.core.errors import UserError
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, HEAD, Canonical
@@ -100,18 +101,18 @@ def _run(count: int, parts: int, part: int) -> range:
 def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bool) -> None:
     experts = model.experts
     dense = {} if experts and all(experts.layers) else {"intermediate_size": model.intermediate}
-    mixed = {"the experts' intermediate size": experts.intermediate} if experts and not expert_parallel else {}
-    shared = {"the shared experts' intermediate size": experts.shared_intermediate} if experts else {}
+    mixed = {"of the experts' intermediate size": experts.intermediate} if experts and not expert_parallel else {}
+    shared = {"of the shared experts' intermediate size": experts.shared_intermediate} if experts else {}
     sizes = {
         "num_attention_heads": model.heads,
         **dense,
         **mixed,
         **shared,
-        f"vocab_size, padded to a multiple of {VOCABULARY_MULTIPLE},": padded_vocab,
+        f"of vocab_size, padded to a multiple of {VOCABULARY_MULTIPLE},": padded_vocab,
     }
-    for key, size in sizes.items():
-        if size % tp:
-            raise UserError(f"rollout.tp={tp}: {key} {size} does not divide by {tp}; choose a divisor")
+    for name, size in sizes.items():
+        if message := does_not_divide("rollout.tp", tp, name, size, divisors(size)):
+            raise UserError(message)
     if model.kv_heads % tp and tp % model.kv_heads:
         raise UserError(
             f"rollout.tp={tp}: num_key_value_heads {model.kv_heads} neither divides by {tp} nor divides it; "

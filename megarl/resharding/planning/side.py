@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megarl.config.divisors import quotient
 from megarl.config.huggingface import completed
 from megarl.config.rules.layout import check_layout
 from megarl.config.schema import Layout
@@ -116,8 +117,8 @@ def _check_stages(layout: Layout, num_layers: int) -> None:
     last = num_layers - each * (layout.pp - 1)
     remedy = f"add last_stage_layers={last}, which leaves {each} for each of the others" if last > 0 else "lower pp"
     raise UserError(
-        f"num_hidden_layers {num_layers} does not divide by pp {layout.pp} ({num_layers} = {layout.pp} x "
-        f"{num_layers // layout.pp} + {num_layers % layout.pp}); {remedy}"
+        f"pp={layout.pp}: {num_layers} num_hidden_layers do not divide by {layout.pp} "
+        f"({quotient(num_layers, layout.pp)}); {remedy}"
     )
 
 

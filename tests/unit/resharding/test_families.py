@@ -125,30 +125,33 @@ def test_transformer_engine_fuses_norms_into_the_linears():
     [
         (
             lambda: megatron_holder(CONFIGS["SmolLM2-135M"], layout_of(tp=2), 0),
-            "^tp=2: num_attention_heads 9 does not divide by 2",
+            "^tp=2: 9 num_attention_heads do not divide by 2",
         ),
         (
             lambda: megatron_holder(config_of(), layout_of(tp=6), 0),
-            "^tp=6: num_key_value_heads 3 does not divide by 6",
+            "^tp=6: 3 num_key_value_heads do not divide by 6",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=3), 0),
-            "^ep=3: the number of experts 4 does not divide by 3",
+            "^ep=3: 4 experts do not divide by 3",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=4, etp=4), 0),
-            "^etp=4: the experts' intermediate size 18 does not divide by 4",
+            "^etp=4: 18 of the experts' intermediate size do not divide by 4",
         ),
         (
             lambda: vllm_holder(config_of(**MIXTRAL, num_attention_heads=12), 12, 0, 0),
-            "the experts' intermediate size 18",
+            "18 of the experts' intermediate size do not divide by 12",
         ),
-        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: num_attention_heads 6 does not divide by 4"),
+        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: 6 num_attention_heads do not divide by 4"),
         (
             lambda: vllm_holder(config_of(), 2, 0, 0),
             "rollout.tp=2: num_key_value_heads 3 neither divides by 2 nor divides it",
         ),
-        (lambda: vllm_holder(config_of(), 3, 0, 0), "rollout.tp=3: vocab_size, padded to a multiple of 64, 64"),
+        (
+            lambda: vllm_holder(config_of(), 3, 0, 0),
+            "rollout.tp=3: 64 of vocab_size, padded to a multiple of 64, do not divide by 3",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide(holder, message):

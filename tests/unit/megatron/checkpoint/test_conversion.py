@@ -508,7 +508,7 @@ def test_progress_adds_up(tmp_path, verify):
 
 def test_layouts_that_the_model_does_not_divide_by(tmp_path):
     write_model(tmp_path / "hf", config_of())
-    with pytest.raises(ValueError, match="tp=2: num_key_value_heads 3 does not divide by 2"):
+    with pytest.raises(ValueError, match="tp=2: 3 num_key_value_heads do not divide by 2"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=2))
     assert left_in(tmp_path) == {"hf"}
 

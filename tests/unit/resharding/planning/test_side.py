@@ -44,7 +44,7 @@ def test_engines_and_folders():
 @pytest.mark.parametrize(
     ("text", "is_source", "message"),
     [
-        ("tp=2", True, r"--from tp=2: tp=2: num_key_value_heads 3 does not divide by 2; choose a divisor"),
+        ("tp=2", True, r"--from tp=2: tp=2: 3 num_key_value_heads do not divide by 2 "),
         ("tp=3,tq=2", True, "--from tp=3,tq=2: tq is unknown; did you mean tp?"),
         ("x=1", True, "--from x=1: x is unknown; the known ones are tp, pp, vpp, cp, ep, etp, dp, first_stage_layers,"),
         ("tp=1,tp=1", True, "tp is given twice"),
@@ -55,11 +55,15 @@ def test_engines_and_folders():
             True,
             "ep=4: a pipeline stage has tp x cp x dp = 1 x 1 x 1 = 1 ranks, which do not divide by etp",
         ),
-        ("pp=2", True, r"5 does not divide by pp 2 \(5 = 2 x 2 \+ 1\); add last_stage_layers=2, which leaves 3 for"),
-        ("pp=4", True, r"5 does not divide by pp 4 \(5 = 4 x 1 \+ 1\); lower pp"),
+        (
+            "pp=2",
+            True,
+            r"5 num_hidden_layers do not divide by 2 \(5 / 2 = 2.5\); add last_stage_layers=2, which leaves 3 for",
+        ),
+        ("pp=4", True, r"pp=4: 5 num_hidden_layers do not divide by 4 \(5 / 4 = 1.25\); lower pp"),
         ("vllm:tp=1", True, "vllm is not a source; give"),
         ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination; give"),
-        ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: num_attention_heads 6 does not divide by 4"),
+        ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 num_attention_heads do not divide by 4"),
         ("vllm:ep=yes", False, "ep=yes: expected true or false"),
     ],
 )
