@@ -187,32 +187,35 @@ def _metadata(folder: Path) -> Metadata:
 
 _CLASSES = {(torch_metadata.__name__, name) for name, kind in vars(torch_metadata).items() if isinstance(kind, type)}
 _DTYPES = {("torch", name) for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+_OTHERS = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads the metadata of a checkpoint that somebody else may have made: a pickle, which can name any function to be
-    called. Only what torch writes there is known."""
-
-    KNOWN = frozenset(
-        {
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("pathlib", "PosixPath"),
-            ("collections", "OrderedDict"),
-        }
-    )
+    called. Only what describes tensors and files is made; all else, such as plans of who wrote them, is left out."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        if (module, name) in self.KNOWN | _CLASSES | _DTYPES:
+        if (module, name) in _CLASSES | _DTYPES | _OTHERS:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return _enum_member if (module, name) == ("builtins", "getattr") else _LeftOut
 
 
-def _enum_member(kind: Any, name: str) -> Enum:
+class _LeftOut:
+    """Stands in for an object that is not made, whatever it would be called with."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _LeftOut:
+        return super().__new__(cls)
+
+    def __setstate__(self, _: Any) -> None:
+        return
+
+
+def _enum_member(kind: Any, name: str) -> Enum | type[_LeftOut]:
     """Stands in for getattr, by which Python before 3.11.4 pickles the members of an enum."""
-    if isinstance(kind, EnumMeta) and name in kind.__members__:
-        return kind[name]
-    raise pickle.UnpicklingError(f"it asks {kind!r} for {name}, which no checkpoint needs")
+    return kind[name] if isinstance(kind, EnumMeta) and name in kind.__members__ else _LeftOut
