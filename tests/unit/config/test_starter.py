@@ -16,6 +16,7 @@ from megarl.rewards.registry import resolve
 def test_the_recipe_finds_its_data_and_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     recipe, *others = starter.write(Path(name))
+    assert sorted(path.name for path in (recipe, *others)) == sorted(path.name for path in Path(name).iterdir())
     config = load(recipe)
     rows = list(file_rows(Path(config.data.source), config.data.prompt_column, config.data.answer_column))
     assert len(rows) >= config.batch.prompts_per_step
@@ -23,7 +24,6 @@ def test_the_recipe_finds_its_data_and_its_reward(tmp_path: Path, monkeypatch: p
     reward = resolve(entry.function)
     right, wordy, wrong = f"{rows[0].answer}.", f"The answer to this question is {rows[0].answer}.", "I do not know."
     assert [reward(rows[0].prompt, text, rows[0].answer) for text in (right, wordy, wrong)] == [1.0, 0.5, 0.0]
-    assert sorted(path.name for path in (recipe, *others)) == sorted(path.name for path in Path(name).iterdir())
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
