@@ -118,7 +118,9 @@ def train(file: Recipe, overrides: Overrides = None) -> None:
 
 @app.command()
 def reshard(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face config.json, or the folder with it.")],
+    model: Annotated[
+        str, typer.Option(metavar="PATH", help="A Hugging Face config.json, or as model.path in a recipe.")
+    ],
     source: Annotated[str, typer.Option("--from", metavar="LAYOUT", help="tp=8,pp=16,ep=32,etp=1,dp=4 or hf.")],
     destination: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="vllm:tp=8,replicas=32, tp=4 or hf.")],
     nodes_of: Annotated[int, typer.Option(metavar="RANKS", help="Ranks on a node.")] = 8,

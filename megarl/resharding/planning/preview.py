@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.data.model_folder import default_cache
+from megarl.data.model_folder import NotHere, config_here, default_cache
 from megarl.resharding.planning.collector import without_collector
 from megarl.resharding.planning.figures import Figures, figures
 from megarl.resharding.planning.planner import make_plan
@@ -19,12 +18,12 @@ from megarl.resharding.planning.side import bytes_per_second, colocate, on_nodes
 
 
 def reshard(
-    model: Path, source: str, destination: str, ranks_per_node: int, bandwidth: str, colocated: bool = False
+    model: str, source: str, destination: str, ranks_per_node: int, bandwidth: str, colocated: bool = False
 ) -> Figures:
     """Returns the figures of the plan. Nodes are filled in the order of ranks. Figures that have been asked for before
     are not computed again.
 
-    model                 a config.json, or the folder that has it
+    model                 a config.json, or as model.path in a recipe, of what is on this machine
     source, destination   see side_holders
     colocated             whether they share devices, rank i of both the same one; otherwise they are on different nodes
 
@@ -78,14 +77,16 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _read(model: Path) -> Mapping[str, Any]:
+def _read(model: str) -> dict[str, Any]:
     """Returns the model's config.json. A quantised checkpoint counts as what it is quantised from: trainers and engines
     hold that."""
-    path = model / "config.json" if model.is_dir() else model
-    if not path.is_file():
-        raise UserError(f"--model {model}: {path} does not exist; give a config.json, or the folder that has it")
+    file = Path(model).expanduser()
     try:
-        hf_config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        hf_config = (
+            json.loads(file.read_text(encoding="utf-8")) if file.is_file() else config_here(model, key="--model")
+        )
+    except json.JSONDecodeError as error:
         raise UserError(f"--model {model}: not JSON: {error}") from None
+    except NotHere as reason:
+        raise UserError(f"--model {model}: {reason}; give a config.json, or the folder that has it") from None
     return {**hf_config, "quantization_config": None}

