@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -35,12 +35,16 @@ def supervised() -> Iterator[Path]:
     scratch = Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
     segments.note_earlier(scratch)
     sys.stdout.flush()
-    child = os.fork()
     processes.adopt_orphans()
+    heard = _heard()
+    signal.pthread_sigmask(signal.SIG_BLOCK, heard)  # until each of the two can handle them
+    child = os.fork()
     if child:
-        sys.exit(_guard(child, scratch))
+        sys.exit(_guard(child, scratch, heard))
+    processes.adopt_orphans()
     processes.interrupt_with_parent()
-    _interrupt_by({signal.SIGINT, *_heard()})
+    _interrupt_by({signal.SIGINT, *heard})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
     try:
         yield scratch
     except KeyboardInterrupt:
@@ -52,8 +56,8 @@ def supervised() -> Iterator[Path]:
         _end(scratch)
 
 
-def _guard(child: int, scratch: Path) -> int:
-    """Waits for the child and ends what it left. Returns the exit status."""
+def _guard(child: int, scratch: Path, signals: Collection[int]) -> int:
+    """Waits for the child and ends what it left. Returns the exit status. signals: those that end a run, blocked."""
 
     is_interrupted = False
 
@@ -67,10 +71,10 @@ def _guard(child: int, scratch: Path) -> int:
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(child, number)
 
-    signals = _heard()
     for number in signals:
         signal.signal(number, interrupt)
     signal.signal(signal.SIGALRM, lambda *_: kill(signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     _, status = os.waitpid(child, 0)
     for number in (*signals, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)

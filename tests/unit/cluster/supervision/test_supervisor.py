@@ -16,10 +16,12 @@ from uuid import uuid4
 import psutil
 import pytest
 
+from megarl.cluster.supervision import supervisor
+
 PROGRAM = """
 import os, signal, subprocess, sys, time
 from megarl.cluster.supervision import supervisor
-supervisor.DEADLINE_S = 1
+supervisor.DEADLINE_S = {deadline_s}
 parent = os.getpid()
 with supervisor.supervised() as scratch:
     (scratch / "file").touch()
@@ -66,9 +68,9 @@ def signals_are_heard() -> Iterator[None]:
 
 
 @contextmanager
-def program(body: str) -> Iterator[Program]:
+def program(body: str, deadline_s: float = supervisor.DEADLINE_S) -> Iterator[Program]:
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(body=body)],
+        [sys.executable, "-c", PROGRAM.format(body=body, deadline_s=deadline_s)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -134,7 +136,8 @@ def test_an_impatient_ctrl_c_interrupts_once() -> None:
 
 
 def test_a_child_that_does_not_end_is_killed() -> None:
-    with program("signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)") as run:
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    with program(deaf, deadline_s=1) as run:
         run.process.stdout.readline()
         os.kill(run.process.pid, signal.SIGTERM)
         code, errors = run.end()
