@@ -106,7 +106,7 @@ def test_a_call_that_hangs_is_a_failure_of_that_call_and_ends_what_it_started(po
     others = [pool.call("exact_match", "", "12", "12") for _ in range(8)]
     assert all(other.result().value == 1.0 for other in others)
     assert hung.result() == Result(None, failure="did not return within rewards.timeout_s=1")
-    assert time.monotonic() - begin < TIMEOUT_S + 3
+    assert time.monotonic() - begin < 30  # it would sleep for 600
     assert has_ended(int(started.read_text()))
     after = processes(pool, file)
     assert len(after) == 2 and len(after & before) == 1
