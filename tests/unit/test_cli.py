@@ -131,7 +131,10 @@ def test_one_algorithm_with_the_lines_that_choose_it(
     assert values[0] == values[1] == spec.options
 
 
-def test_init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_init(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, cache_with_config: Path
+) -> None:
+    monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "init", "my runs") == 0
     last = capsys.readouterr().out.splitlines()[-1]
