@@ -16,10 +16,13 @@ import torch
 from packaging.version import Version
 
 
-def _import_uncompiled() -> None:
-    """Imports megatron.core with its functions as they are written. Megatron marks many of them for torch's compiler,
-    whose import alone takes as long as all else that a rank imports. On CPU that gains nothing: the few that are called
-    are small, and would need a C++ compiler and leave its files behind."""
+def import_uncompiled() -> None:
+    """Imports megatron.core with its functions as they are written, before anything else imports it. Megatron marks
+    many of them for torch's compiler, whose import alone takes as long as all else that a rank imports. On CPU that
+    gains nothing: the few that are called are small, and would need a C++ compiler and leave its files behind. Does
+    nothing where CUDA exists."""
+    if torch.cuda.is_available():
+        return
     compiler = torch.compile
     torch.compile = lambda function: function
     try:
@@ -28,11 +31,6 @@ def _import_uncompiled() -> None:
         torch.compile = compiler
     jit.disable_jit_fuser()  # for modules of it that are imported from now on
 
-
-if not torch.cuda.is_available():
-    _import_uncompiled()
-
-import megatron.core  # noqa: E402
 
 # Each module:function has a constant that names the CUDA device ("cuda", or the type "torch.cuda.FloatTensor").
 DEVICE_LITERALS = (
@@ -104,6 +102,8 @@ def device_literals() -> None:
 
     A list that has gone stale with a new megatron-core is our bug, hence the assertion.
     """
+    import megatron.core
+
     version = Version(megatron.core.__version__)
     newer = (entry for since, entry in NEWER_DEVICE_LITERALS if version >= Version(since))
     for entry in (*DEVICE_LITERALS, *newer):

@@ -225,7 +225,7 @@ def test_what_follows_a_future_is_part_of_it(session: Session, ray: FakeRay) -> 
 
 
 def test_what_waits_for_nothing_may_be_followed_by_calls(session: Session, ray: FakeRay) -> None:
-    """As a step without a pair to train on: it has no updates, and an end all the same."""
+    """A step without a pair to train on has no updates, and an end all the same."""
     ended = session.submit({"trainer-0": Call(3, "ended")}, "end of step")
     assert join([]).then(lambda metrics: ended.then(lambda _: metrics)).result() == []
     assert ray.now == 3

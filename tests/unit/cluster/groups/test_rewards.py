@@ -100,7 +100,7 @@ def test_a_sample_is_scored_while_others_are_sampled_and_once(worker, calls, tmp
 
 
 def test_one_that_is_sampled_anew_is_scored_anew(worker, calls, tmp_path):
-    """As when its engine is lost."""
+    """The case of a sample whose engine was lost."""
 
     async def step():
         worker.begin(sample("0.0", "lost"))

@@ -95,7 +95,7 @@ with supervisor.supervised() as scratch:
 
 
 def test_processes_that_may_not_be_read_end_like_the_others() -> None:
-    """As setuid helpers of an ordinary user; beside one that has become another user's."""
+    """Processes like setuid helpers of an ordinary user, beside one that has become another user's."""
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", HIDDEN_DRIVER], capture_output=True, text=True, timeout=120)
     seconds = time.monotonic() - start

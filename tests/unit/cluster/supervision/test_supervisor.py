@@ -104,7 +104,7 @@ def test_a_signal_to_the_parent_interrupts(number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_all_processes_interrupts_once(number: int) -> None:
-    """As Slurm sends it."""
+    """Slurm sends signals so."""
     waiting = "try: print('waiting', flush=True); time.sleep(60)"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
     with program(clean_up) as run:
