@@ -13,7 +13,7 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.config.trained_model import trained_hf_config
 from megarl.core.metrics import values
-from megarl.core.timing import Progress, Stopwatch
+from megarl.core.timing import ElapsedTime, Stopwatch
 from megarl.core.types import Sample
 from megarl.data.model_folder import with_real_paths
 from megarl.resharding.families import huggingface_holder
@@ -35,9 +35,9 @@ def run(config: Config, scratch: Path) -> None:
     config = with_real_paths(config)
     found = preflight(config)
     with Loop.prepare(config, found.models, found.data) as loop:
-        progress = Progress()
+        elapsed = ElapsedTime()
         with Session(config, loop.folder.logs, scratch) as session:
-            progress.print("Ray: started")
+            elapsed.print("Ray: started")
             learn(session, config, found.models, loop)
         print(f"report: {report.write(loop.folder.path)}")
 
@@ -45,9 +45,9 @@ def run(config: Config, scratch: Path) -> None:
 def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) -> None:
     """Starts the trainer ranks, runs all steps on them, and writes the trained model."""
     actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
-    progress = Progress()
+    elapsed = ElapsedTime()
     actor.start().result()
-    progress.print("actor: started")
+    elapsed.print("actor: started")
     if loop.resume_point.checkpoint is not None:
         actor.load_checkpoint(loop.resume_point.checkpoint).result()
     print(f"kernels: {actor.kernels}", flush=True)

@@ -13,7 +13,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, values
-from megarl.core.timing import Progress, Stopwatch
+from megarl.core.timing import ElapsedTime, Stopwatch
 from megarl.data.model_folder import with_real_paths
 from megarl.run.loop import Loop, exit_status
 from megarl.run.preflight import preflight
@@ -35,9 +35,9 @@ def run(config: Config, scratch: Path) -> None:
     config = with_real_paths(config)
     found = preflight(config)
     with Loop.prepare(config, found.models, found.data) as loop:
-        progress = Progress()
+        elapsed = ElapsedTime()
         with Session(config, loop.folder.logs, scratch) as session:
-            progress.print("Ray: started")
+            elapsed.print("Ray: started")
             workers = launch_workers(session, config, found.models, loop.placement, loop.resume_point.checkpoint)
             learn(config, workers, loop)
         print(f"report: {report.write(loop.folder.path)}")
@@ -46,9 +46,9 @@ def run(config: Config, scratch: Path) -> None:
 def learn(config: Config, workers: Workers, loop: Loop) -> None:
     """Runs all steps, from the first refit of the engines, which may hold any weights, to the trained model."""
     print(f"kernels: {workers.actor.kernels}", flush=True)
-    progress = Progress()
+    elapsed = ElapsedTime()
     workers.refit.run(version=loop.state.step)
-    progress.print(f"refit: by {workers.refit.transport}, the first")
+    elapsed.print(f"refit: by {workers.refit.transport}, the first")
     loop.run(workers.trained, lambda: step(config, workers, loop))
     loop.export(workers.export)
     workers.close()

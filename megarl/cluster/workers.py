@@ -22,7 +22,7 @@ from megarl.config.schema import Config, Role
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
-from megarl.core.timing import Progress
+from megarl.core.timing import ElapsedTime
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
@@ -102,13 +102,13 @@ def launch_workers(
     actor = TrainerGroup(session, config, "actor", models.actor, placement.trainers)
     critic = if_placed("critic", models.critic, placement.critics)
     implicit_reward = if_placed("implicit_reward", models.implicit_reward, placement.implicit_rewards)
-    progress = Progress()
+    elapsed = ElapsedTime()
     starting: dict[str, Pending[Any]] = {}
     if engines is None:
         engines = EngineGroup(session, config, models.actor, placement.engines)
         starting["engines"] = engines.start()
         if config.is_colocated and device.on_cuda():
-            _await_starts(session, starting, progress)  # asleep, they leave the shared devices' memory to the others
+            _await_starts(session, starting, elapsed)  # asleep, they leave the shared devices' memory to the others
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
     rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
@@ -117,7 +117,7 @@ def launch_workers(
     for name, group in (("actor", actor), ("critic", critic), ("implicit reward model", implicit_reward)):
         if group is not None:
             starting[name] = _start_trained(group, checkpoint)
-    _await_starts(session, starting, progress)
+    _await_starts(session, starting, elapsed)
     export_plan = make_plan(actor.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Workers(
         actor=actor,
@@ -132,14 +132,14 @@ def launch_workers(
     )
 
 
-def _await_starts(session: Session, starting: dict[str, Pending[Any]], progress: Progress) -> None:
+def _await_starts(session: Session, starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> None:
     """Waits until all have started, takes them out, and prints a line for each as soon as it has."""
     while starting:
         started = session.first(list(starting.values()))
         started.result()
         name = next(name for name, pending in starting.items() if pending is started)
         del starting[name]
-        progress.print(f"{name}: started")
+        elapsed.print(f"{name}: started")
 
 
 def _start_trained(group: TrainerGroup, checkpoint: Checkpoint | None) -> Pending[Any]:

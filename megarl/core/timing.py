@@ -26,7 +26,7 @@ class Stopwatch:
         return {**times, "time/step": time.perf_counter() - self._start}
 
 
-class Progress:
+class ElapsedTime:
     """A clock of something that takes a while, which runs from construction on."""
 
     def __init__(self) -> None:

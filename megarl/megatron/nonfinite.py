@@ -36,7 +36,8 @@ class SkippedUpdates:
         return {"skipped_updates": self.total, "skipped_in_a_row": self.in_a_row}
 
     def restore(self, counters: Mapping[str, float]) -> None:
-        self.total, self.in_a_row = counters["skipped_updates"], counters["skipped_in_a_row"]
+        """Takes up the counts of a checkpoint. One of format 1 has none: its run would have ended at the first."""
+        self.total, self.in_a_row = counters.get("skipped_updates", 0), counters.get("skipped_in_a_row", 0)
 
 
 class RouterBiases:
