@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.run import Run, listening_sockets, mapped_shared_memory, write_recipe
@@ -29,7 +30,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hold(recipe: Path):
-    """While the test runs, or until it removes this file, no reward is given: the first step does not end."""
+    """A file: until the test ends, or removes it, no reward is given, and the first step does not end."""
     file = recipe.with_name("hold")
     file.touch()
     yield file
@@ -54,12 +55,23 @@ def test_ctrl_c(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:
         run.wait_for_step(2)
         check_strangers_are_refused(run)
+        check_only_ray_listens_to_strangers(run)
         # The terminal sends it to every process of the foreground group.
         check_end(run, lambda: os.killpg(run.pid, signal.SIGINT), 130, INTERRUPTED)
 
 
+def check_only_ray_listens_to_strangers(run: Run) -> None:
+    """Ranks and engines have one socket each that listens on every interface: Ray's, which asks for the run's token.
+    Those of torch, gloo and vLLM, which ask for nothing, listen on one interface."""
+    for process in (*run.find_all("ray::TrainerActor"), *run.find_all("ray::EngineActor"), *run.find_all("VLLM::")):
+        addresses = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        everywhere = [address for address in addresses if address in ("::", "0.0.0.0")]
+        assert len(everywhere) == ("ray::" in process.cmdline()[0])
+        assert addresses != everywhere or "EngineActor" in process.cmdline()[0]
+
+
 def check_strangers_are_refused(run: Run) -> None:
-    """Whoever can reach Ray's port, but does not have the run's token."""
+    """Strangers are all who can reach Ray's port, but do not have the run's token."""
     [address] = [word.partition("=")[2] for word in run.find("raylet").cmdline() if word.startswith("--gcs-address=")]
     code = f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.get(ray.remote(lambda: 'ran').remote()))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -102,6 +114,7 @@ def test_loss_of_the_engine_while_another_is_waited_for(recipe: Path, tmp_path: 
         run.find("ray::RewardActor.score")
         engine = run.find("ray::EngineActor")
         assert mapped_shared_memory(engine)
+        check_only_ray_listens_to_strangers(run)
         check_end(run, engine.kill, 1, r"rewards: engine-0 died; see .*/logs/attempt_1/engine-0.log")
 
 
