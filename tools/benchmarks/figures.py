@@ -316,7 +316,7 @@ def moved(run: Mapping[str, Any]) -> str:
 
 
 def meanwhile(found: Mapping[str, Any], end: str = ":") -> str:
-    """What else the machine did, where it was not quiet."""
+    """Returns the end of a phrase, after what else the machine did where it was not quiet."""
     percent = found["cpu_percent_elsewhere"]
     busy = f", while other processes had {percent:.0f} % of the machine's CPU time" if percent > QUIET_PERCENT else ""
     return busy + end
@@ -332,7 +332,7 @@ def table(header: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def text(paragraph: str) -> str:
-    """In lines as long as those of the pages."""
+    """Returns the paragraph in lines as long as those of the pages."""
     return fill(" ".join(paragraph.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
 
 

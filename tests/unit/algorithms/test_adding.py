@@ -91,7 +91,7 @@ def folders(tmp_path_factory) -> list[Path]:
 
 
 def run(folders: list[Path], code: str) -> str:
-    """What this prints where the two are found beside the others."""
+    """Returns what the code prints where the two files are found beside the others."""
     command = [sys.executable, "-c", ADDED + code, *map(str, folders)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
