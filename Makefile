@@ -47,7 +47,7 @@ test-ranks: $(DONE)
 	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e -m "not learn and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 test-fast: $(DONE)
-	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" $(SLOWEST)
+	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
 
 test-learn: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) | sed --unbuffered 's/^/learn | /'

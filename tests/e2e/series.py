@@ -1,5 +1,5 @@
 """Runs that follow each other in one tree of processes: Ray starts once, and so does an engine for all runs that want
-the same of it. Rewards and trainer ranks are each run's own.
+the same of it. Rewards and trainer ranks are each run's own, and so are their logs.
 
 As a program it reads from stdin, line by line, the arguments of `megarl train`, and answers when that run is done.
 """
@@ -19,6 +19,7 @@ from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
+from megarl.cluster.trace import Trace
 from megarl.cluster.workers import launch_workers
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -29,9 +30,12 @@ from tests.paths import ROOT
 
 DONE = "done\n"
 DEADLINE_S = 480
-"""Of one run."""
+"""The seconds that one run may take."""
 
 END_S = 30
+
+OF_THE_DRIVER = {"transport"}
+"""Keys of `rollout` of which an engine is not told."""
 
 
 class Series:
@@ -72,7 +76,7 @@ class Series:
 
 
 class Stage:
-    """Where the runs take place."""
+    """The surroundings of the runs: a Ray and the newest engines."""
 
     def __init__(self, session: Session):
         self._session = session
@@ -83,13 +87,16 @@ class Stage:
         models = find_models(config)
         load_data = load_offline_data if config.is_offline else load_prompts
         with Loop.prepare(config, models, load_data(config, models.actor)) as loop:
+            self._session.logs = loop.folder.logs.resolve()
+            self._session.trace = Trace(self._session.logs)
             if config.is_offline:
                 finetune.learn(self._session, config, models, loop)
             else:
                 self._run_with_engines(config, models, loop)
 
     def _run_with_engines(self, config: Config, models: ModelFolders, loop: Loop) -> None:
-        asked = f"{models.actor} {config.model.dtype} {config.run.seed} {config.rollout.model_dump_json()}"
+        rollout = config.rollout.model_dump_json(exclude=OF_THE_DRIVER)
+        asked = f"{models.actor} {config.model.dtype} {config.run.seed} {rollout}"
         engines = self._engines if asked == self._asked else None
         workers = launch_workers(self._session, config, models, loop.placement, None, engines)
         self._engines, self._asked = workers.engines, asked

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_train import metrics_of, train
-from tests.tiny_model import write_tiny_llama
+from tests.e2e.test_train import metrics_of, train_in
 
 pytestmark = pytest.mark.slow
 SMALL = ("batch.prompts_per_step=4", "batch.prompts_per_update=4", "batch.samples_per_prompt=2", "run.export=false")
 ALONE = ("actor.threads=1", "rollout.threads=1", "checkpoint.every_steps=1")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
-
-
-def test_remax_has_a_greedy_response_for_each_prompt(model, tmp_path):
-    run = train(tmp_path, model, "run.steps=2", "algorithm.advantage.estimator=remax", *SMALL)
+def test_remax_has_a_greedy_response_for_each_prompt(series, model, tmp_path):
+    run = train_in(series, tmp_path, model, "run.steps=2", "algorithm.advantage.estimator=remax", *SMALL)
     steps = metrics_of(run)
     rows = [json.loads(line) for line in (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
     greedy = [row for row in rows if row["sample_id"].endswith("greedy")]
@@ -34,14 +27,14 @@ def test_remax_has_a_greedy_response_for_each_prompt(model, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_moving_average_goes_on_bit_by_bit(model, tmp_path):
-    """From its checkpoint: the third step is compared with the rewards of the first two."""
+def test_a_moving_average_goes_on_bit_by_bit(series, model, tmp_path):
+    """A run that goes on from its checkpoint compares the third step with the rewards of the first two."""
     overrides = ["algorithm.advantage={estimator: reinforce, baseline_decay: 0.5}", *SMALL, *ALONE]
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
-    whole = metrics_of(train(tmp_path / "whole", model, "run.steps=3", *overrides))
-    train(tmp_path / "parts", model, "run.steps=2", *overrides)
-    parts = metrics_of(train(tmp_path / "parts", model, "run.steps=3", "resume=auto", *overrides))
+    whole = metrics_of(train_in(series, tmp_path / "whole", model, "run.steps=3", *overrides))
+    train_in(series, tmp_path / "parts", model, "run.steps=2", *overrides)
+    parts = metrics_of(train_in(series, tmp_path / "parts", model, "run.steps=3", "resume=auto", *overrides))
     first, second, third = (step["reward/baseline"] for step in whole)
     assert first == 0 and second == pytest.approx(whole[0]["reward/mean"])
     assert third == pytest.approx((0.5 * whole[0]["reward/mean"] + whole[1]["reward/mean"]) / 1.5)

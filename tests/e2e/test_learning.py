@@ -16,7 +16,6 @@ import pytest
 from tests.e2e.learning_cases import CASES, Case
 from tests.e2e.series import Series
 from tests.e2e.test_train import write_recipe
-from tests.tiny_model import write_tiny_llama
 from tools.benchmarks import figures
 from tools.benchmarks.machine import machine
 
@@ -29,11 +28,6 @@ ALIKE = (
     "actor.threads=1",
     "rollout.threads=1",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +51,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory, model) -> Iterator[dict[str, Runs]]:
-    """By case, of all cases that are asked for: two at a time, one a core, each after another in its series."""
+    """Starts the runs of all cases that are asked for: two at a time, one a core, each after another in its series."""
     queue: SimpleQueue[Series] = SimpleQueue()
     series = [Series(tmp_path_factory.mktemp("series")) for _ in range(2)]
     for one in series:

@@ -11,19 +11,17 @@ from transformers import AutoModelForCausalLM
 
 from megarl.cluster.trace import read_trace
 from megarl.config.value_head import KEY
-from tests.e2e.test_train import REWARD, metrics_of, train
-from tests.tiny_model import write_tiny_llama
+from tests.e2e.test_train import REWARD, metrics_of, train_in
 
 pytestmark = pytest.mark.slow
 STEPS, WARMUP = 16, 2
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("ppo")
-    model = write_tiny_llama(folder / "model", num_kv_heads=2)
-    return train(
-        folder,
+def learned(series, model, tmp_path_factory) -> Path:
+    return train_in(
+        series,
+        tmp_path_factory.mktemp("ppo"),
         model,
         f"run.steps={STEPS}",
         "algorithm.advantage={estimator: gae, gae_lambda: 1.0}",
@@ -61,7 +59,7 @@ def test_the_critic_has_processes_of_its_own(learned):
 
 @pytest.mark.parametrize(("of_actor", "of_critic"), [("reference_log_probs", "score_tokens"), ("update", "update")])
 def test_passes_and_updates_of_actor_and_critic_overlap(learned, of_actor, of_critic):
-    """On devices of their own, by when they began and ended in their processes, in each step with both."""
+    """They have devices of their own; their processes say when they began and ended, in each step with both."""
     trace = read_trace(learned / "logs/attempt_1")
     actor = [span for span in trace if (span.process, span.task) == ("trainer-0", of_actor)]
     critic = [span for span in trace if (span.process, span.task) == ("critic-0", of_critic)][-len(actor) :]
@@ -71,9 +69,9 @@ def test_passes_and_updates_of_actor_and_critic_overlap(learned, of_actor, of_cr
 
 
 @pytest.mark.exhaustive
-def test_a_critic_an_implicit_reward_model_and_rewards_of_turns_run_together(tmp_path):
-    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
-    run = train(
+def test_a_critic_an_implicit_reward_model_and_rewards_of_turns_run_together(series, model, tmp_path):
+    run = train_in(
+        series,
         tmp_path,
         model,
         "run.steps=3",
@@ -99,10 +97,9 @@ def test_a_critic_an_implicit_reward_model_and_rewards_of_turns_run_together(tmp
 
 
 @pytest.mark.exhaustive
-def test_the_critic_may_be_a_head_on_the_actor(tmp_path):
-    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
+def test_the_critic_may_be_a_head_on_the_actor(series, model, tmp_path):
     overrides = ["algorithm.advantage.estimator=gae", "critic.trunk=actor", "actor.layout.pp=2"]
-    run = train(tmp_path, model, "run.steps=3", *overrides)
+    run = train_in(series, tmp_path, model, "run.steps=3", *overrides)
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
     assert steps[0]["value/mean"] == 0 != steps[-1]["value/mean"]
@@ -113,18 +110,17 @@ def test_the_critic_may_be_a_head_on_the_actor(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_run_with_a_critic_goes_on_bit_by_bit(tmp_path):
-    """From its checkpoint, with one thread a process: several add up numbers in an order of their own."""
-    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
+def test_a_run_with_a_critic_goes_on_bit_by_bit(series, model, tmp_path):
+    """One thread a process, as several add up numbers in an order of their own."""
     overrides = [
         *("algorithm.advantage.estimator=gae", "algorithm.kl.coefficient=0.05", "batch.prompts_per_update=4"),
         *("actor.threads=1", "critic.threads=1", "rollout.threads=1", "checkpoint.every_steps=1", "run.export=false"),
     ]
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
-    whole = metrics_of(train(tmp_path / "whole", model, "run.steps=2", *overrides))
-    train(tmp_path / "parts", model, "run.steps=1", *overrides)
-    parts = metrics_of(train(tmp_path / "parts", model, "run.steps=2", "resume=auto", *overrides))
+    whole = metrics_of(train_in(series, tmp_path / "whole", model, "run.steps=2", *overrides))
+    train_in(series, tmp_path / "parts", model, "run.steps=1", *overrides)
+    parts = metrics_of(train_in(series, tmp_path / "parts", model, "run.steps=2", "resume=auto", *overrides))
     learned = {name for name in whole[-1] if name.partition("/")[0] in ("reward", "policy", "value", "kl")}
     assert len(learned) > 15
     assert {name: parts[-1][name] for name in learned} == {name: whole[-1][name] for name in learned}

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tests.distributed.test_reward_model import write_classifier
-from tests.e2e.test_train import metrics_of, train
+from tests.e2e.test_train import metrics_of, train_in
 from tests.tiny_model import EOS_ID, merging_tokenizer, tiny_tokenizer, write_tiny_llama
 
 pytestmark = pytest.mark.slow
 
 
 def scores_of(model: torch.nn.Module, row: dict) -> list[float]:
-    """Of a row's response tokens; of a sequence classifier the last, for all. The tiny tokenizer's ids follow from the
-    text, and the end of the sequence from the finish reason."""
+    """Returns the scores of a row's response tokens, of a sequence classifier that of the last. The tiny tokenizer's
+    ids follow from the text, and the end of the sequence from the finish reason."""
     prompt, response = (tiny_tokenizer().encode(row[part]) for part in ("prompt", "response"))
     response += [EOS_ID] * (row["finish_reason"] == "stop")
     assert len(response) == row["num_response_tokens"]
@@ -30,15 +30,15 @@ def rows_of(run: Path) -> list[dict]:
 
 
 def readable(row: dict) -> bool:
-    """Whether the ids can be told from the text: no special tokens, which the text leaves out, but the last."""
+    """Returns whether the ids follow from the text, which leaves special tokens out: none but the last may be one."""
     ids = tiny_tokenizer().encode(row["response"])
     return len(ids) + (row["finish_reason"] == "stop") == row["num_response_tokens"]
 
 
-def test_run_is_rewarded_by_a_model_and_a_function(tmp_path):
-    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
+def test_run_is_rewarded_by_a_model_and_a_function(series, model, tmp_path):
     write_classifier(tmp_path / "reward", model, "sequence")
-    run = train(
+    run = train_in(
+        series,
         tmp_path,
         model,
         "run.steps=2",
@@ -63,11 +63,11 @@ def test_run_is_rewarded_by_a_model_and_a_function(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "layout"), [("sequence", "dp"), pytest.param("token", "tp", marks=pytest.mark.exhaustive)]
 )
-def test_a_reward_model_in_vllm_scores_as_transformers(tmp_path, kind, layout):
-    """By two engines, or one of two ranks. grpo compares the sums of a token classifier's scores."""
-    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
+def test_a_reward_model_in_vllm_scores_as_transformers(series, model, tmp_path, kind, layout):
+    """Two engines score, or one of two ranks. grpo compares the sums of a token classifier's scores."""
     classifier = write_classifier(tmp_path / "reward", model, kind)
-    run = train(
+    run = train_in(
+        series,
         tmp_path,
         model,
         "run.steps=2",
@@ -88,14 +88,14 @@ def test_a_reward_model_in_vllm_scores_as_transformers(tmp_path, kind, layout):
 
 @pytest.mark.parametrize("engine", ["megatron", "vllm"])
 @pytest.mark.exhaustive
-def test_a_reward_model_reads_the_conversation_in_its_own_chat_template(tmp_path, engine):
+def test_a_reward_model_reads_the_conversation_in_its_own_chat_template(series, model, tmp_path, engine):
     """Its vocabulary is another than the actor's, and what it reads is longer than what the actor has sampled."""
-    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
     trunk = write_tiny_llama(tmp_path / "trunk", num_kv_heads=2, vocab_size=300, seed=1)
     classifier = write_classifier(tmp_path / "reward", trunk, "sequence")
     own = merging_tokenizer("a b", "1 2", ": Ġ")
     own.save_pretrained(tmp_path / "reward")
-    run = train(
+    run = train_in(
+        series,
         tmp_path,
         model,
         "run.steps=1",
@@ -114,15 +114,15 @@ def test_a_reward_model_reads_the_conversation_in_its_own_chat_template(tmp_path
         assert row["reward"] == pytest.approx(scores.item(), rel=1e-5, abs=1e-4)
 
 
-def test_scores_of_tokens_are_what_the_critic_learns(tmp_path):
+def test_scores_of_tokens_are_what_the_critic_learns(series, model, tmp_path):
     """The critic starts at zero, and nothing is discounted: its first targets are the rewards to come. The classifier
     gives each token the same, so that these follow from the lengths alone."""
-    model = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
     classifier = write_classifier(tmp_path / "reward", model, "token")
     torch.nn.init.zeros_(classifier.score.weight)
     torch.nn.init.constant_(classifier.score.bias, 0.5)
     classifier.save_pretrained(tmp_path / "reward")
-    run = train(
+    run = train_in(
+        series,
         tmp_path,
         model,
         "run.steps=1",

@@ -10,14 +10,15 @@ from statistics import fmean
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from tests.e2e.test_recipes import stage
+from tests.e2e.test_recipes import run_recipe
 from tests.e2e.test_reward_model import readable, rows_of, scores_of
 from tests.e2e.test_train import metrics_of
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 CHARACTERS = "0123456789abcdefghijklmnopqrst"
-"""What fine-tuning teaches to say, three of them; the reward model learns to want digits, which are a third."""
+"""The characters that fine-tuning teaches to say, three of them; the reward model learns to want digits,
+which are a third."""
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -42,7 +43,7 @@ def conversations(folder: Path) -> Path:
 
 
 def preferences(folder: Path) -> Path:
-    """Of two responses of up to four characters, the one with more digits is chosen."""
+    """Writes pairs of responses of up to four characters, of which the one with more digits is chosen."""
     source, rows = random.Random(2), []
     for i in range(1024):
         rejected, chosen = sorted((spoken(source, source.randrange(5)) for _ in range(2)), key=digits)
@@ -56,16 +57,16 @@ def prompts(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def road(tmp_path_factory) -> tuple[Path, Path, Path]:
+def road(series, tmp_path_factory) -> tuple[Path, Path, Path]:
     """The runs of the three stages."""
     folder = tmp_path_factory.mktemp("rlhf")
     start = write_tiny_llama(folder / "model", num_kv_heads=2)
     batch = ("batch.prompts_per_step=32", "batch.prompts_per_update=32", "run.export=true")
     given = (*batch, "run.steps=32", "actor.optimizer.lr=0.01", "actor.tokens_per_microbatch=2048")
     long = ("data.overlong=drop", "rollout.context_length=64")
-    sft = stage("sft", folder, start, "sft", *given, *long, f"data.source={conversations(folder)}")
+    sft = run_recipe(series, "sft", folder, start, *given, *long, f"data.source={conversations(folder)}")
     two_stages = ("actor.layout.pp=2", f"data.source={preferences(folder)}")
-    judge = stage("reward-model", folder, sft / "model", "reward-model", *given, *two_stages)
+    judge = run_recipe(series, "reward-model", folder, sft / "model", *given, *two_stages)
     of_judge = (f"critic.path={judge / 'model'}", f"reward_model.path={judge / 'model'}")
     layouts = ("critic.layout.pp=1", "reward_model.layout.pp=1", f"data.source={prompts(folder)}")
     keys = (
@@ -75,7 +76,9 @@ def road(tmp_path_factory) -> tuple[Path, Path, Path]:
         "rollout.max_new_tokens=8",
         "actor.optimizer.lr=0.002",
     )
-    ppo = stage("rlhf", folder, sft / "model", "rlhf", *batch, *of_judge, *layouts, *keys, "batch.samples_per_prompt=2")
+    ppo = run_recipe(
+        series, "rlhf", folder, sft / "model", *batch, *of_judge, *layouts, *keys, "batch.samples_per_prompt=2"
+    )
     return sft, judge, ppo
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
+from tests.e2e.series import Series
 from tests.e2e.test_conversion import assert_log_probs_are_of, sampled
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
@@ -41,8 +42,14 @@ def train(folder: Path, model: Path, *overrides: str) -> Path:
     return folder / "runs" / "tiny"
 
 
+def train_in(series: Series, folder: Path, model: Path, *overrides: str) -> Path:
+    """Does the same in the series. Returns the run folder."""
+    series.train(write_recipe(folder, model), *overrides)
+    return folder / "runs" / "tiny"
+
+
 def write_recipe(folder: Path, model: Path) -> Path:
-    """Of runs that are kept in folder/runs/tiny."""
+    """Writes the recipe of runs that are kept in folder/runs/tiny."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         yaml.safe_dump(
@@ -152,11 +159,11 @@ def test_run_folder_is_complete(learned):
     ],
     ids=["tp3-sp", "dp2-two-updates-kl-offload-sleep", "cp2-pp2-vpp2"],
 )
-def test_other_layouts_run(tmp_path, overrides, ranks):
+def test_other_layouts_run(series, tmp_path, overrides, ranks):
     model = write_tiny_llama(
         tmp_path / "model", hidden_size=96, num_heads=3, num_kv_heads=3, intermediate_size=96, num_layers=4
     )
-    run = train(tmp_path, model, "run.steps=2", *overrides)
+    run = train_in(series, tmp_path, model, "run.steps=2", *overrides)
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2]
     assert len(list((run / "logs/attempt_1").glob("trainer-*"))) == ranks

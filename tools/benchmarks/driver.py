@@ -85,10 +85,10 @@ class Step(NamedTuple):
 
 def main() -> None:
     arguments = _parse()
-    start, before = time.perf_counter(), machine_cpu_seconds()
+    start, before, own_before = time.perf_counter(), machine_cpu_seconds(), time.process_time()
     case = Case(arguments.prompts, arguments.samples_per_prompt, arguments.tokens, arguments.ranks)
     result = measure(case)
-    elsewhere = machine_cpu_seconds() - before - time.process_time()
+    elsewhere = machine_cpu_seconds() - before - (time.process_time() - own_before)
     result = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine(),

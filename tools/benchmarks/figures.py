@@ -103,7 +103,7 @@ def headlines() -> str:
 
 def figures() -> str:
     training = (step_against_trl, training_step, update_against_trl)
-    sections = (quickstart, *training, refit, saving, converting, linear_head, memory, plans)
+    sections = (quickstart, *training, refit, saving, converting, linear_head, memory, driver, plans)
     return "\n\n".join(section() for section in sections)
 
 
@@ -274,6 +274,24 @@ def memory() -> str:
         f"""A rank's peak memory, measured, over its closed form (`megarl/planning/memory.py`), by
         `… training_step.py memory`{meanwhile(found, "")}: {", ".join(ratios)}; target: within 15 %."""
     )
+
+
+def driver() -> str:
+    found = result("driver")
+    driving, rank = found["driver"], found["rank"]
+    many, few = sorted(driving["peak_bytes_by_tokens"].items(), key=lambda item: -int(item[0]))
+    samples = found["prompts"] * found["samples_per_prompt"]
+    collate = 1e6 * rank["cpu_seconds"]["collate"] / rank["tokens"]
+    lead = f"""What the driver does in a step of {samples:,} samples of {found["tokens"]:,} tokens for {found["ranks"]:,}
+        ranks, and one rank with its samples, on stub answers, by `python tools/benchmarks/driver.py`"""
+    rows = [
+        ["The driver, a step (target 3)", f"{sum(driving['cpu_seconds'].values()):.2f} s of CPU"],
+        ["Its peak memory", " and ".join(f"{size / 1e6:.1f} MB at {int(n):,} tokens" for n, size in (many, few))],
+        ["A rank, a step (target 1)", f"{sum(rank['cpu_seconds'].values()):.3f} s of CPU"],
+        ["A token, pickled (target 9)", f"{rank['bytes'] / rank['tokens']:.2f} bytes"],
+        ["A token, collated (target 0.15)", f"{collate:.3f} µs"],
+    ]
+    return f"{text(lead + meanwhile(found))}\n\n{table(['', ''], rows)}"
 
 
 def plans() -> str:

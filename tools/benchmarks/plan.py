@@ -47,9 +47,9 @@ class Laps:
 
 def main() -> None:
     arguments = _parse()
-    start, before = time.perf_counter(), machine_cpu_seconds()
+    start, before, own_before = time.perf_counter(), machine_cpu_seconds(), time.process_time()
     measured = measure(CASES[arguments.case])
-    elsewhere = machine_cpu_seconds() - before - time.process_time()
+    elsewhere = machine_cpu_seconds() - before - (time.process_time() - own_before)
     result = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine(),

@@ -79,6 +79,7 @@ try:
 except ValueError as error:
     print(error)
 """
+BETWEEN = "---- next ----\n"
 TEST = "import pytest; pytest.main(['tests/unit/algorithms/test_every_algorithm.py', '-q', '-p', 'no:cacheprovider'])"
 
 
@@ -90,22 +91,30 @@ def folders(tmp_path_factory) -> list[Path]:
     return made
 
 
+@pytest.fixture(scope="module")
+def printed(folders) -> dict[str, str]:
+    """What each of these prints; one process runs them all, as it imports longer than it works."""
+    codes = (LOAD, REFUSED, LIST)
+    between = f"\nprint({BETWEEN!r}, end='')\n"
+    return dict(zip(codes, run(folders, between.join(codes)).split(BETWEEN), strict=True))
+
+
 def run(folders: list[Path], code: str) -> str:
-    """Returns what the code prints where the two files are found beside the others."""
+    """Returns what the code prints where the two are found beside the others."""
     command = [sys.executable, "-c", ADDED + code, *map(str, folders)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_recipes_can_name_them(folders):
-    assert run(folders, LOAD) == "group_median {'clip_low': 0.3}\n"
+def test_recipes_can_name_them(printed):
+    assert printed[LOAD] == "group_median {'clip_low': 0.3}\n"
 
 
-def test_recipes_keep_their_rules(folders):
-    assert run(folders, REFUSED) == "clip_low=0.5: not that\n"
+def test_recipes_keep_their_rules(printed):
+    assert printed[REFUSED] == "clip_low=0.5: not that\n"
 
 
-def test_they_are_listed(folders):
-    lines = run(folders, LIST).splitlines()
+def test_they_are_listed(printed):
+    lines = printed[LIST].splitlines()
     at = lines.index("  group_median: r_i − median(r)")
     assert lines[at + 1].startswith("    nobody's; the group's rewards")
     assert lines[at + 2].startswith("    sharpness=1.0, ")
