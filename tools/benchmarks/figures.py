@@ -282,8 +282,9 @@ def driver() -> str:
     many, few = sorted(driving["peak_bytes_by_tokens"].items(), key=lambda item: -int(item[0]))
     samples = found["prompts"] * found["samples_per_prompt"]
     collate = 1e6 * rank["cpu_seconds"]["collate"] / rank["tokens"]
-    lead = f"""What the driver does in a step of {samples:,} samples of {found["tokens"]:,} tokens for {found["ranks"]:,}
-        ranks, and one rank with its samples, on stub answers, by `python tools/benchmarks/driver.py`"""
+    lead = f"""What the driver does in a step of {samples:,} samples of {found["tokens"]:,} tokens for
+        {found["ranks"]:,} ranks, and one rank with its samples, on stub answers, by
+        `python tools/benchmarks/driver.py`"""
     rows = [
         ["The driver, a step (target 3)", f"{sum(driving['cpu_seconds'].values()):.2f} s of CPU"],
         ["Its peak memory", " and ".join(f"{size / 1e6:.1f} MB at {int(n):,} tokens" for n, size in (many, few))],
