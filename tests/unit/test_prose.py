@@ -23,7 +23,7 @@ def docstrings(file: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value.value
 
 
-@pytest.mark.parametrize("folder", ["megarl", "tools"])
+@pytest.mark.parametrize("folder", ["megarl", "tests", "tools"])
 def test_no_docstring_continues_its_name(folder):
     fragments = [
         f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
