@@ -1,4 +1,4 @@
-"""How far two tensors are apart, as the project measures it."""
+"""The distance between two tensors, as the project measures it."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""What tests of several folders share. An example of hypothesis may take as long as it does on a busy machine."""
+"""Settings and fixtures of tests in several folders. An example of hypothesis may take as long as it does on a busy
+machine."""
 
 import json
 import sys

@@ -64,7 +64,7 @@ class Divergence:
     credit: str = "whole"
 
     def rewards(self, sample: Sample, ratios: Ratios) -> dict[int, float]:
-        """By trained token."""
+        """Returns the KL reward of each trained token that has one, by its position in the response."""
         own = {t: ratios[sample.id][t] for t in trained(sample)}
         if self.level == "sequence" and own:
             own = {max(own): sum(own.values())}
@@ -72,7 +72,7 @@ class Divergence:
         return {t: -self.coefficient * float(k(torch.tensor(d, dtype=torch.float64))) for t, d in own.items()}
 
 
-def of_samples(compare: Compare, kl: Divergence = Divergence(), learned: Tokens | None = None) -> Estimate:
+def sample_estimate(compare: Compare, kl: Divergence = Divergence(), learned: Tokens | None = None) -> Estimate:
     """(R_i − b_i) / c_i with R_i = r_i and all of the KL.
 
     learned: PRIME's rewards of tokens: to it comes Σ_{s≥t} (d_s − mean of the others' mean d)
@@ -154,12 +154,14 @@ def amplified(kl: Divergence = Divergence()) -> Estimate:
 
     def larger(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         factor = sum(map(len, groups)) / sum(len(group) for group in groups if len({r for _, r in group}) > 1)
-        return {name: [factor * a for a in own] for name, own in of_samples(group_mean, kl)(groups, ratios).items()}
+        return {
+            name: [factor * a for a in own] for name, own in sample_estimate(group_mean, kl)(groups, ratios).items()
+        }
 
     return larger
 
 
-def to_come(gamma: float, kl: Divergence = Divergence()) -> Estimate:
+def token_estimate(gamma: float, kl: Divergence = Divergence()) -> Estimate:
     """Σ_{s≥t} γ^(s−t)·r_s over the trained tokens, the last of which is rewarded with r_i, too."""
     return temporal_differences(gamma, 1.0, None, kl)
 
@@ -201,7 +203,8 @@ def trained(sample: Sample) -> list[int]:
 
 
 AVERAGE, GREEDY = 0.4, {"0": 0.5, "1": 1.0, "2": 0.0}
-"""What some estimators compare rewards with: the mean of earlier steps, and by prompt that of a greedy response."""
+"""The values that some estimators compare rewards with: the mean of earlier steps, and by prompt the reward of a greedy
+response."""
 
 
 class EstimatorCase(NamedTuple):
@@ -218,21 +221,23 @@ class EstimatorCase(NamedTuple):
 
 
 def compared(name: str, compare: Compare) -> EstimatorCase:
-    return EstimatorCase(name, lambda kl, world: of_samples(compare, kl))
+    return EstimatorCase(name, lambda kl, world: sample_estimate(compare, kl))
 
 
 CASES: dict[str, EstimatorCase] = {
     "policy gradient": compared("policy_gradient", nothing),
     "REINFORCE": compared("reinforce", constant(AVERAGE)),
-    "REINFORCE++": EstimatorCase("reinforce_plus_plus, gamma: 0.9", lambda kl, world: whitened(to_come(0.9, kl))),
+    "REINFORCE++": EstimatorCase(
+        "reinforce_plus_plus, gamma: 0.9", lambda kl, world: whitened(token_estimate(0.9, kl))
+    ),
     "REINFORCE++, group baseline": EstimatorCase(
         "reinforce_plus_plus_baseline",
-        lambda kl, world: whitened(of_samples(group_mean, kl)),
+        lambda kl, world: whitened(sample_estimate(group_mean, kl)),
     ),
     "RLOO": compared("rloo", mean_of_others),
     "PRIME": EstimatorCase(
         "rloo, credit: to_go",
-        lambda kl, world: of_samples(mean_of_others, kl, world.lists("implicit_reward")),
+        lambda kl, world: sample_estimate(mean_of_others, kl, world.lists("implicit_reward")),
         ("implicit_reward",),
     ),
     "ReMax": compared("remax", by_prompt(GREEDY)),

@@ -45,7 +45,8 @@ def _run(command: list[str], cwd: Path, out: BinaryIO, err: BinaryIO) -> None:
 
 
 def _exit_code(script: str) -> int:
-    """As Python ends: a SystemExit has the code or what to print, anything else is a traceback."""
+    """Runs the script and returns its exit code as Python does: a SystemExit has the code or a message, anything else
+    is a traceback."""
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:

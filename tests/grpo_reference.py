@@ -32,7 +32,7 @@ class GrpoReference:
         return torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.response_ids).long()[:, None])[:, 0]
 
     def logits(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
-        """Of the distributions that the response tokens come from [R, V]."""
+        """Returns the logits [R, V] of the distributions that the response tokens come from."""
         ids = torch.tensor(sample.token_ids[None]).long()
         return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1] / self.temperature
 

@@ -10,7 +10,7 @@ from tests.closeness import relative_error
 
 TOKENS, HIDDEN, VOCAB, PADDED = 6, 8, 43, 48
 CASES = list(itertools.product((False, True), repeat=3))
-"""With or without a temperature, a bias, kept tokens."""
+"""The cases: with or without a temperature, a bias, kept tokens."""
 
 
 def check(dtype: torch.dtype, has_scale: bool, has_bias: bool, has_kept: bool, device: str = "cpu") -> None:

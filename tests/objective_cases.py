@@ -19,7 +19,7 @@ from megarl.megatron import parallel, step
 from megarl.megatron.metric_sums import read
 from megarl.megatron.workers.actor import ActorWorker
 from tests import objective_reference as plain
-from tests.estimator_reference import Estimate, of_samples, standardised
+from tests.estimator_reference import Estimate, sample_estimate, standardised
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.parity import (
@@ -75,13 +75,13 @@ class Case:
     share: float = 0.0
     bounds: tuple[float, float] | None = None
     estimator: str = "estimator: grpo"
-    estimate: Estimate = dataclasses.field(default_factory=lambda: of_samples(standardised))
+    estimate: Estimate = dataclasses.field(default_factory=lambda: sample_estimate(standardised))
     given: tuple[str, ...] = ()
     reported: tuple[str, plain.Loss] | None = None
 
     @property
     def name(self) -> str:
-        """That of the objective."""
+        """The name of the objective, without its options."""
         return self.objective.removeprefix("name: ").partition(",")[0]
 
     @property
@@ -104,7 +104,7 @@ CASES = {
         plain.unclipped,
         PROMPTS,
         "weight: token, weight_limit: 1.2",
-        plain.truncated(plain.of_token, 1.2),
+        plain.truncated(plain.token_level, 1.2),
         "estimator: k1",
         plain.divergence("k1", "token", False),
     ),
@@ -113,7 +113,7 @@ CASES = {
         plain.kl_penalty,
         MEANS,
         "mask: token, mask_low: 0.8, mask_high: 1.3",
-        plain.masked(plain.of_token, 0.8, 1.3),
+        plain.masked(plain.token_level, 0.8, 1.3),
         "estimator: k2, level: sequence",
         plain.divergence("k2", "sequence", False),
     ),
@@ -122,7 +122,7 @@ CASES = {
         plain.gspo,
         MEANS,
         "weight: sequence, weight_limit: 1.5",
-        plain.truncated(plain.of_sequence, 1.5),
+        plain.truncated(plain.sequence_level, 1.5),
         "estimator: k3, level: sequence",
         plain.divergence("k3", "sequence", False),
         reported=("kl/loss_sequence_k3", plain.divergence("k3", "sequence", False)),
@@ -159,7 +159,7 @@ CASES = {
         plain.dppo(plain.tv, 0.001),
         TOKENS,
         "mask: sequence, mask_low: 0.5, mask_high: 2",
-        plain.masked(plain.of_sequence, 0.5, 2),
+        plain.masked(plain.sequence_level, 0.5, 2),
         "estimator: k1, level: sequence, straight_through: true",
         plain.divergence("k1", "sequence", True),
     ),
@@ -197,7 +197,7 @@ CASES = {
         plain.clip(torch.inf),
         MEANS,
         "weight: token, weight_limit: null",
-        plain.truncated(plain.of_token),
+        plain.truncated(plain.token_level),
         old="now",
     ),
 }
@@ -217,7 +217,7 @@ class World:
 
     @classmethod
     def make(cls, folder: Path) -> World:
-        """In float64: sums over whole samples amplify rounding, and only one side's is to be seen."""
+        """Makes the world in float64: sums over whole samples amplify rounding, and only one side's is to be seen."""
         write_experts(folder)
         reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
         reference.model.double().set_experts_implementation("eager")  # others have no float64
@@ -268,7 +268,7 @@ class World:
         return loss
 
     def metrics(self, case: Case) -> dict[str, float]:
-        """What an update reports of its trained tokens."""
+        """Returns the metrics that an update reports of its trained tokens."""
         responses = [r for r in self.responses(case) if len(r.now)]
         factor = torch.cat([case.factor((r.old - r.rollout_logprobs).exp()) for r in responses])
         samples = [sample for group in self.groups for sample, _ in group]
@@ -298,8 +298,8 @@ class World:
         samples = [sample for group in self.groups for sample, _ in group]
         masks = [torch.tensor(sample.response_mask) for sample in samples]
         advantage = [torch.tensor(advantages[sample.id], dtype=torch.float64) for sample in samples]
-        of_samples = [(s.id, a, mask, old[s.id]) for s, a, mask in zip(samples, advantage, masks, strict=True)]
-        selected = plain.select(of_samples, case.share, case.bounds)
+        selectable = [(s.id, a, mask, old[s.id]) for s, a, mask in zip(samples, advantage, masks, strict=True)]
+        selected = plain.select(selectable, case.share, case.bounds)
         responses = []
         for sample, own, mask, chosen in zip(samples, advantage, masks, selected, strict=True):
             scored = self.scored[sample.id]
@@ -342,8 +342,8 @@ def check(
     greedy: Mapping[str, float] | None = None,
     average: float = 0.0,
 ) -> None:
-    """In a layout, loss, metrics and gradients of each case are those of single samples. greedy, average: what some
-    estimators compare rewards with."""
+    """Checks that in a layout the loss, metrics and gradients of each case are those of single samples. greedy,
+    average: the rewards that some estimators compare with."""
     settings, budget, packing = LAYOUTS[layout]
     common = [
         f"actor.layout={settings}",
@@ -353,17 +353,17 @@ def check(
     ]
     configs = {name: config_of(world.folder, *common, *case.overrides) for name, case in cases.items()}
     world_size = next(iter(configs.values())).actor.layout.world_size
-    ranks = run_ranks(world_size, of_ranks, cases, configs, world, packing, greedy or {}, average)
+    ranks = run_ranks(world_size, run_cases, cases, configs, world, packing, greedy or {}, average)
     for name, (loss, gradients) in expected.items():
         own = [rank[name] for rank in ranks]
         metrics = values(merge([rank.metrics for rank in own if rank.metrics]))
         assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE), name
-        of_samples = world.metrics(cases[name])
-        assert {name: metrics[name] for name in of_samples} == pytest.approx(of_samples, rel=1e-4, abs=1e-6), name
+        plain_metrics = world.metrics(cases[name])
+        assert {name: metrics[name] for name in plain_metrics} == pytest.approx(plain_metrics, rel=1e-4, abs=1e-6), name
         assert_equal(canonical(world.folder, own, "gradients"), gradients, f"{name}: gradient")
 
 
-def of_ranks(
+def run_cases(
     store,
     rank: int,
     cases: Mapping[str, Case],
@@ -373,7 +373,7 @@ def of_ranks(
     greedy: Mapping[str, float],
     average: float,
 ) -> dict[str, RankResult]:
-    """By case, what this rank holds after the backward passes of one update."""
+    """Returns by case what this rank holds after the backward passes of one update."""
     worker = ActorWorker(next(iter(configs.values())), world.folder, rank, store, threads=1)
     worker.packing = dataclasses.replace(worker.packing, **packing)
     results = {}
@@ -383,8 +383,8 @@ def of_ranks(
         given = {name: world.others[name] for name in (*names, *(["reference"] if cases[name].kl else []))}
         if config.kl_in_reward:
             given["kl_reward"] = rewarded_with_kl(worker, world)
-        of_ranks = rank_batches(config, worker.packing, world.groups, "actor", given, greedy, average)
-        batch = local_batch(of_ranks[worker.data_parallel_rank])
+        all_batches = rank_batches(config, worker.packing, world.groups, "actor", given, greedy, average)
+        batch = local_batch(all_batches[worker.data_parallel_rank])
         batches = worker._training_batches(batch)
         parts = step.accumulate_gradients(worker.chunks, worker.objective, batches)
         metrics: dict[str, Metric] = merge(map(read, parts)) if parallel.reports_metrics() else {}
@@ -393,15 +393,15 @@ def of_ranks(
 
 
 def rewarded_with_kl(worker: ActorWorker, world: World) -> Tokens:
-    """What the ranks together make of log-probs from passes."""
+    """Returns the token scores that the ranks together make of log-probs from passes."""
     worker._kept = {name: world.others[name] for name in ("old", "reference")}
     batch = local_batch(rank_batches(worker._config, worker.packing, world.groups)[worker.data_parallel_rank])
-    of_ranks: list[Tokens] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, worker.score_tokens(batch))
+    rank_scores: list[Tokens] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rank_scores, worker.score_tokens(batch))
     worker._kept = {}
-    return {name: own for of_rank in of_ranks for name, own in of_rank.items()}
+    return {name: own for scores in rank_scores for name, own in scores.items()}
 
 
 def expected(world: World, cases: Mapping[str, Case]) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
-    """By case, the loss and the gradients."""
+    """Returns the loss and the gradients by case."""
     return {name: world.gradients(case) for name, case in cases.items()}

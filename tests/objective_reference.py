@@ -38,7 +38,7 @@ class Response:
 
 
 Loss = Callable[[Response], Tensor]
-"""What each token of a response loses [n]."""
+"""A function that gives the loss of each token of a response [n]."""
 
 
 def clip(dual: float) -> Loss:
@@ -58,7 +58,8 @@ def kl_penalty(r: Response) -> Tensor:
 
 
 def gspo(r: Response) -> Tensor:
-    """Where its tokens are unequal: GSPO-token (https://arxiv.org/abs/2507.18071, eq. 13 and 14)."""
+    """Returns the loss of GSPO; of GSPO-token (https://arxiv.org/abs/2507.18071, eq. 13 and 14) where the tokens are
+    unequal."""
     s = (r.ratio.prod() ** (1 / len(r.now))).expand(len(r.now))
     if r.unequal:
         s = s.detach() * (r.now - r.now.detach()).exp()
@@ -108,20 +109,16 @@ def kl_cov(r: Response) -> Tensor:
     return unclipped(r) + 0.5 * r.selected * (r.now - r.old).abs()
 
 
-def select(
-    of_samples: Sequence[tuple[str, Tensor, Tensor, Tensor]], share: float, bounds: tuple | None
-) -> list[Tensor]:
-    """Of every sample, which of its trained tokens are among the `share` of all tokens that have the largest covariance
-    of old log-prob and advantage, or (bounds) are drawn among those whose covariance is between them.
+def select(samples: Sequence[tuple[str, Tensor, Tensor, Tensor]], share: float, bounds: tuple | None) -> list[Tensor]:
+    """Returns for every sample which of its trained tokens are among the `share` of all tokens that have the largest
+    covariance of old log-prob and advantage, or (bounds) are drawn among those whose covariance is between them.
 
-    of_samples: id, and of each of its tokens [R]: advantage, mask, and log-prob of the old policy
+    samples: id, and of each of its tokens [R]: advantage, mask, and log-prob of the old policy
     """
     tokens = [
         (old, advantage, float(draw), i)
-        for i, (name, *of_tokens) in enumerate(of_samples)
-        for draw, advantage, flag, old in zip(
-            draws(name, len(of_tokens[0])), *map(Tensor.tolist, of_tokens), strict=True
-        )
+        for i, (name, *columns) in enumerate(samples)
+        for draw, advantage, flag, old in zip(draws(name, len(columns[0])), *map(Tensor.tolist, columns), strict=True)
         if flag
     ]
     mean_old, mean_advantage = (sum(token[k] for token in tokens) / len(tokens) for k in (0, 1))
@@ -132,7 +129,7 @@ def select(
     best = sorted(order, reverse=True)[: int(share * len(tokens))]
     return [
         torch.tensor([o in best and o != -1 for t, o in zip(tokens, order, strict=True) if t[3] == i], dtype=torch.bool)
-        for i in range(len(of_samples))
+        for i in range(len(samples))
     ]
 
 
@@ -153,7 +150,7 @@ def dro(level: str) -> Loss:
 
 
 Factor = Callable[[Tensor], Tensor]
-"""What the loss of each token is multiplied with, from its π_old/μ [n]."""
+"""A function from π_old/μ of each token [n] to the factor of the token's loss [n]."""
 
 
 def no_factor(ratio: Tensor) -> Tensor:
@@ -168,11 +165,11 @@ def masked(level: Factor, low: float, high: float) -> Factor:
     return lambda ratio: ((level(ratio) >= low) & (level(ratio) <= high)).float()
 
 
-def of_token(ratio: Tensor) -> Tensor:
+def token_level(ratio: Tensor) -> Tensor:
     return ratio
 
 
-def of_sequence(ratio: Tensor) -> Tensor:
+def sequence_level(ratio: Tensor) -> Tensor:
     return ratio.prod().expand(len(ratio))
 
 
@@ -208,13 +205,13 @@ def aggregate(mode: str, losses: Sequence[Tensor], responses: Sequence[Response]
         return torch.cat(list(losses)).mean()
     if mode == "prompt_mean_of_token_means":
         prompts = sorted({r.prompt for r in responses})
-        of_prompt = [
+        prompt_means = [
             torch.cat([x for x, r in zip(losses, responses, strict=True) if r.prompt == p]).mean() for p in prompts
         ]
-        return torch.stack(of_prompt).mean()
-    of_sample = {
+        return torch.stack(prompt_means).mean()
+    sample_loss = {
         "sequence_mean_of_token_means": lambda x: x.mean() if len(x) else x.sum(),
         "sequence_mean_of_token_sums": lambda x: x.sum(),
         "sequence_mean_over_max_tokens": lambda x: x.sum() / responses[0].longest,
     }[mode]
-    return torch.stack([of_sample(x) for x in losses]).mean()
+    return torch.stack([sample_loss(x) for x in losses]).mean()

@@ -50,7 +50,7 @@ TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of the reference, after its updates."""
+    """The loss, gradient norm, gradients and weights of the reference after its updates."""
 
     loss: float
     norm: float
@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class RankResult:
-    """What a rank holds after its updates: by parameter, the gradients of the last one and the weights."""
+    """The holder of a rank after its updates, with the gradients of the last one and the weights by parameter."""
 
     holder: Holder
     gradients: dict[str, torch.Tensor]
@@ -133,7 +133,7 @@ def rank_batches(
 
 
 def amounts(groups: list[Group], scores: Mapping[str, torch.Tensor]) -> dict[str, TokenTotals]:
-    """Of the trained tokens."""
+    """Returns the totals of the scores over the trained tokens of each sample, by sample id."""
     members = [sample for group in groups for sample, _ in group if sample.id in scores]
     return {s.id: TokenTotals.of(scores[s.id][torch.tensor(s.response_mask)].tolist()) for s in members}
 
@@ -147,8 +147,8 @@ def train(
     given: TokenScores | None = None,
     **packing,
 ) -> RankResult:
-    """On one rank: the updates. given: what other models say of tokens. packing: what to pack differently from what the
-    layout asks for."""
+    """Makes the updates on one rank. given: what other models say of tokens. packing: what to pack differently from
+    what the layout asks for."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.packing = dataclasses.replace(worker.packing, **packing)
     for groups in updates:
@@ -157,9 +157,9 @@ def train(
             worker.keep_log_probs("reference", batch)
         if config.kl_in_reward:
             worker.keep_log_probs("old", batch)
-            of_ranks: list = [None] * config.actor.layout.world_size
-            dist.all_gather_object(of_ranks, worker.score_tokens(batch))
-            kl = {name: own for of_rank in of_ranks for name, own in of_rank.items()}
+            rank_scores: list = [None] * config.actor.layout.world_size
+            dist.all_gather_object(rank_scores, worker.score_tokens(batch))
+            kl = {name: own for scores in rank_scores for name, own in scores.items()}
             batch = own_batch(config, worker, groups, (given or {}) | {"kl_reward": kl})
         gradients = capture_gradients(worker)
         metrics = worker.update(batch)
@@ -171,7 +171,8 @@ def train(
 def train_variants(
     store, rank: int, variants: Mapping[str, tuple[Config, Mapping[str, Any]]], folder: Path, updates: list[list[Group]]
 ) -> dict[str, RankResult]:
-    """On one rank: the same updates with each of several configs of one layout, each with what to pack differently."""
+    """Makes the same updates with each of several configs of one layout, each with what to pack differently, on one
+    rank."""
     results = {}
     for name, (config, packing) in variants.items():
         try:
@@ -188,7 +189,7 @@ def own_batch(config: Config, worker: ActorWorker, groups: list[Group], scores: 
 
 
 def local_batch(rank_batch: RankBatch) -> LocalBatch:
-    """What a rank makes of it where references are what they refer to."""
+    """Returns the batch that a rank makes of its rank batch, whose references are here what they refer to."""
     samples = [item.training_sample(item.sample, item.scores) for item in rank_batch.samples]
     return LocalBatch(samples, rank_batch.microbatches)
 
@@ -208,7 +209,7 @@ def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
 
 
 def reduced_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
-    """Of all ranks together, by parameter; zeros for those that are not trained."""
+    """Returns the gradients of all ranks together, by parameter; zeros for those that are not trained."""
     for buffer in [b for chunk in worker.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]:
         for bucket in buffer.buckets:  # after the reduce-scatter each rank has its own shard of the bucket
             shards = bucket.grad_data.chunk(dist.get_world_size(buffer.data_parallel_group))

@@ -1,4 +1,4 @@
-"""Where things are in the checkout."""
+"""The places of folders and recipes in the checkout."""
 
 from pathlib import Path
 

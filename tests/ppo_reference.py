@@ -34,12 +34,16 @@ class PpoSettings:
 
 class PpoReference:
     def __init__(
-        self, actor: Path, critic: Path, settings: PpoSettings, of_tokens: Mapping[str, torch.Tensor] | None = None
+        self,
+        actor: Path,
+        critic: Path,
+        settings: PpoSettings,
+        token_rewards: Mapping[str, torch.Tensor] | None = None,
     ):
-        """critic: a language model's folder gives a value head of zeros. of_tokens: by sample, the rewards of its
+        """critic: a language model's folder gives a value head of zeros. token_rewards: by sample, the rewards of its
         response tokens (None: only whole samples have one)."""
         plain = dict(dtype=torch.float32, attn_implementation="eager")
-        self.settings, self.of_tokens = settings, of_tokens
+        self.settings, self.token_rewards = settings, token_rewards
         self.actor = AutoModelForCausalLM.from_pretrained(actor, **plain)
         self.critic = AutoModelForSequenceClassification.from_pretrained(critic, num_labels=1, **plain)
         if actor == critic:
@@ -79,7 +83,7 @@ class PpoReference:
         return torch.log_softmax(logits, -1)[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
 
     def values(self, sample: Sample) -> torch.Tensor:
-        """Of the state before each response token."""
+        """Returns the value of the state before each response token [R]."""
         ids = torch.tensor(sample.token_ids[None]).long()
         hidden = self.critic.model(ids).last_hidden_state[0]
         return self.critic.score(hidden)[len(sample.prompt.token_ids) - 1 : -1, 0]
@@ -87,17 +91,19 @@ class PpoReference:
     def estimate(self, sample: Sample, reward: float, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Advantages and returns of the trained tokens, from the last to the first; the reward comes with the last."""
         settings, mask = self.settings, torch.tensor(sample.response_mask)
-        is_policy_objective, of_critic = settings.gae_lambda, settings.critic_lambda or settings.gae_lambda
+        policy_lambda, critic_lambda = settings.gae_lambda, settings.critic_lambda or settings.gae_lambda
         if settings.length_alpha is not None:
-            is_policy_objective = max(0.0, 1 - 1 / (settings.length_alpha * max(int(sample.response_mask.sum()), 1)))
+            policy_lambda = max(0.0, 1 - 1 / (settings.length_alpha * max(int(sample.response_mask.sum()), 1)))
         values = values[mask].tolist()
-        of_tokens = [0.0] * len(values) if self.of_tokens is None else self.of_tokens[sample.id][mask].tolist()
-        of_tokens[-1:] = [reward + last for last in of_tokens[-1:]]
+        rewards = [0.0] * len(values)
+        if self.token_rewards is not None:
+            rewards = self.token_rewards[sample.id][mask].tolist()
+        rewards[-1:] = [reward + last for last in rewards[-1:]]
         deltas = [
             given + settings.gamma * following - value
-            for given, following, value in zip(of_tokens, [*values[1:], 0.0], values, strict=bool(values))
+            for given, following, value in zip(rewards, [*values[1:], 0.0], values, strict=bool(values))
         ]
-        advantages, targets = (discounted(deltas, settings.gamma * own) for own in (is_policy_objective, of_critic))
+        advantages, targets = (discounted(deltas, settings.gamma * own) for own in (policy_lambda, critic_lambda))
         return torch.tensor(advantages), torch.tensor(targets) + torch.tensor(values)
 
     def advantages(self, by_sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -115,11 +121,11 @@ class PpoReference:
         return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
     def mean_value_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Over all trained tokens."""
+        """Returns the mean of the losses over all trained tokens."""
         return torch.cat(list(losses)).mean()
 
     def value_losses(self, sample: Sample, old: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
-        """Of every trained token."""
+        """Returns the loss of the value at every trained token."""
         mask, clip = torch.tensor(sample.response_mask), self.settings.value_clip
         value, old = self.values(sample)[mask], old[mask]
         plain = (value - returns) ** 2
@@ -146,7 +152,7 @@ class SharedTrunkReference(PpoReference):
         return self.head(hidden)[len(sample.prompt.token_ids) - 1 : -1, 0]
 
     def mean_value_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Over samples, of the means over their trained tokens, as the policy's."""
+        """Returns the mean over samples of the means over their trained tokens, as the policy's."""
         return torch.stack([own.mean() if len(own) else own.sum() for own in losses]).mean()
 
     def policy_and_value(self, policy: torch.Tensor, value: torch.Tensor) -> None:

@@ -225,8 +225,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 129280,
     },
 }
-"""Without what has no bearing on weights (rotary scaling), and DeepSeek-V3's without its quantisation and without its
-layer for multi-token prediction."""
+"""The published configs without what has no bearing on weights (rotary scaling); DeepSeek-V3's is also without its
+quantisation and without its layer for multi-token prediction."""
 
 PARAMETERS: dict[str, int] = {
     "SmolLM2-135M": 134_515_008,

@@ -144,13 +144,13 @@ def main() -> None:
 
 
 def _with_options(text: str) -> str:
-    """What checks layouts names keys; here they are options."""
+    """Returns the text with options in place of the keys that the checks of layouts name."""
     return re.sub(rf"\b({'|'.join(ONE_PROCESS)})=", lambda found: f"--{found[1].replace('_', '-')}=", text)
 
 
 @contextmanager
 def _options(dtype: str | None, verify: bool) -> Iterator[Options]:
-    """With a progress bar for each thing that is done."""
+    """Yields options of conversions, with a progress bar for each thing that is done."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from megarl.megatron.checkpoint.conversion import Options

@@ -1,4 +1,4 @@
-"""Which prompts come next: epoch after epoch, each in its own order."""
+"""The prompts that come next: epoch after epoch, each in its own order."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from megarl.run.folder import RunFolder
 
 @contextmanager
 def early_end(folder: RunFolder) -> Iterator[None]:
-    """After an error or an interrupt inside, prints how to go on, and writes the report if a step is done. The error
+    """Prints how to go on after an error or an interrupt inside, and writes the report if a step is done. The error
     goes its way."""
     try:
         yield

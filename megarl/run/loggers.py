@@ -78,9 +78,9 @@ class ConsoleSink:
     sampled, before the step's updates move it.
     """
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None, given: bool = False) -> None:
-        """given: whether the run is on offline data."""
-        self._columns = OFFLINE_COLUMNS if given else COLUMNS
+    def __init__(self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False) -> None:
+        """is_offline: whether the run is on offline data."""
+        self._columns = OFFLINE_COLUMNS if is_offline else COLUMNS
         self._total = total_steps
         self._stream = stream  # None: sys.stdout
         self._num_lines = 0

@@ -85,7 +85,7 @@ class Loop:
         """Does all steps up to run.steps. trained: the groups that checkpoints hold, with their weights loaded."""
         state, folder, saver = self.state, self.folder, self.saver
         saver.keep()  # a run that was killed may not have removed the oldest
-        sinks = (JsonlSink(folder.metrics), ConsoleSink(self.config.run.steps, given=self.config.is_offline))
+        sinks = (JsonlSink(folder.metrics), ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline))
         with MemorySampler() as memory:
             while state.step < self.config.run.steps:
                 state.step += 1

@@ -1,4 +1,5 @@
-"""What an update changes in Megatron arrives in the engines; one that changes nothing, or arrives nowhere, is found."""
+"""The changes of an update in Megatron arrive in the engines; an update that changes nothing, or arrives nowhere, is
+found."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def steps(store, rank: int, config: Config, folder: Path, num_steps: int, fault:
 @pytest.mark.parametrize("keys", [["model.dtype=float32"], ["model.dtype=bfloat16", "actor.optimizer.lr=1e-6"]])
 @pytest.mark.parametrize("frozen", [[], ["actor.frozen=['*.self_attn.*', '*.mlp.*', '*norm*']"]])
 def test_updates_arrive(folder, keys, frozen):
-    """Also where only embeddings are trained, some of which no token of a step uses, and by little in bfloat16."""
+    """Updates arrive by however little they change bfloat16, and also where only embeddings are trained, some of which
+    no token of a step uses."""
     config = config_of(folder, *keys, *frozen)
     assert run_ranks(1, steps, config, folder, 6, Fault()) == [""]
 

@@ -67,7 +67,7 @@ PAIRS_WITH_LATENT_ATTENTION = {
 
 @dataclass(frozen=True)
 class Saved:
-    """What a rank wrote, and what it held one update later."""
+    """The files that a rank wrote, and what it held one update later."""
 
     files: list[FileRecord]
     result: RankResult
@@ -135,14 +135,14 @@ def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
 
 
 def draw() -> list[float]:
-    """From each generator that a rank has."""
+    """Draws a number from each generator that a rank has."""
     with get_cuda_rng_tracker().fork():
         regional = float(torch.rand(()))
     return [random.random(), float(torch.rand(())), regional]
 
 
 def save(store, rank: int, config: Config, model: Path, folder: Path, before: Checkpoint | None = None) -> Saved:
-    """On one rank: goes on from the checkpoint before, or makes the first updates; saves; and makes the last update
+    """Saves on one rank, which goes on from the checkpoint before or makes the first updates, and makes the last update
     while the files are being written."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     if before is None:
@@ -229,7 +229,8 @@ def test_bfloat16_goes_on_from_its_float32_weights(model, tmp_path):
 
 @pytest.mark.parametrize("renewal", ["renew_steps: 2", "renew_steps: 1, renew_share: 0.3"])
 def test_a_renewed_reference_goes_on_and_goes_through_another_layout(experts, tmp_path, renewal):
-    """After the save the update's gradient depends on it. The embedding is tied, and in two places with PP2."""
+    """The update's gradient depends on the reference after the save. The embedding is tied, and in two places with
+    PP2."""
     kl = f"algorithm.kl={{coefficient: 10.0, {renewal}}}"
     layouts = "{dp: 2, ep: 2, pp: 2}", "{tp: 2, sequence_parallel: true}"
     first, second = (config_of(experts, "model.dtype=bfloat16", kl, f"actor.layout={layout}") for layout in layouts)
@@ -277,7 +278,7 @@ def test_what_is_written_are_the_weights_of_the_moment_of_the_save(model, tmp_pa
 
 
 def save_and_draw(store, rank: int, config: Config, model: Path, folder: Path) -> tuple[list[FileRecord], list[float]]:
-    """Before any update, with generators that have moved on."""
+    """Saves before any update, with generators that have moved on, and draws from them once more."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     draw()
     worker.save_checkpoint(folder, "actor")
@@ -292,7 +293,7 @@ def load_and_draw(store, rank: int, config: Config, model: Path, checkpoint: Che
 
 
 def save_skipped(store, rank: int, config: Config, model: Path, folder: Path) -> Saved:
-    """After five skipped updates, the latest of which were two in a row."""
+    """Saves after five skipped updates, the latest of which were two in a row."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     for is_skipped in (True, True, True, False, True, True):
         worker._skipped.add(is_skipped)
@@ -366,7 +367,7 @@ def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, r
     ],
 )
 def test_the_size_of_every_roles_checkpoint_is_known_before(tmp_path, role, overrides):
-    """From a model whose language head is not tied: a critic does not have it."""
+    """The model's language head is not tied: a critic does not have it."""
     model = write_tiny_llama(tmp_path / "model", **SIZES, tied=False)
     config = config_of(model, "algorithm.advantage.estimator=gae", *overrides)
     folder = tmp_path / "checkpoint"

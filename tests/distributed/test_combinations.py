@@ -32,11 +32,11 @@ OBJECTIVE_TITLES = list(FIRST_CASES.values())
 
 CORRECTIONS: list[tuple[str, plain.Factor]] = [
     ("", plain.no_factor),
-    ("weight: token, weight_limit: 1.2", plain.truncated(plain.of_token, 1.2)),
-    ("weight: sequence, weight_limit: 1.5", plain.truncated(plain.of_sequence, 1.5)),
+    ("weight: token, weight_limit: 1.2", plain.truncated(plain.token_level, 1.2)),
+    ("weight: sequence, weight_limit: 1.5", plain.truncated(plain.sequence_level, 1.5)),
     ("weight: geometric, weight_limit: null", plain.truncated(plain.geometric)),
     ("weight: token, weight_limit: null, mask: token, mask_low: 0.7, mask_high: 1.5", plain.icepop),
-    ("mask: sequence, mask_low: 0.5, mask_high: 2", plain.masked(plain.of_sequence, 0.5, 2)),
+    ("mask: sequence, mask_low: 0.5, mask_high: 2", plain.masked(plain.sequence_level, 0.5, 2)),
     ("mask: geometric, mask_low: 0.97, mask_high: 1.2", plain.masked(plain.geometric, 0.97, 1.2)),
 ]
 KLS = [
@@ -47,8 +47,8 @@ KLS = [
 
 
 def case(world: World, i: int, j: int) -> Case:
-    """Of estimator i and objective j. Over a row or a column, i + j takes every value modulo the number of aggregations
-    (5), and i + 3j modulo that of corrections (7), if there are as many columns or rows."""
+    """Returns the case of estimator i and objective j. Over a row or a column, i + j takes every value modulo the
+    number of aggregations (5), and i + 3j modulo that of corrections (7), if there are as many columns or rows."""
     estimator_case = list(ESTIMATOR_CASES.values())[i]
     keys, estimate, given = estimator_case
     correction, factor = CORRECTIONS[(i + 3 * j) % len(CORRECTIONS)]
@@ -95,7 +95,7 @@ def cases(world) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def of_single_samples(world, cases) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+def single_samples(world, cases) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
     return expected(world, cases)
 
 
@@ -110,5 +110,5 @@ def test_every_pair_is_among_the_cases(cases):
 
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "TP2, SP, 1 microbatch", "CP2"))
-def test_gradients_are_those_of_single_samples(world, cases, of_single_samples, layout):
-    check(world, cases, of_single_samples, layout, GREEDY, AVERAGE)
+def test_gradients_are_those_of_single_samples(world, cases, single_samples, layout):
+    check(world, cases, single_samples, layout, GREEDY, AVERAGE)

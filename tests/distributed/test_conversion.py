@@ -58,7 +58,8 @@ def write(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
 
 
 def logits(store, rank: int, config: Config, folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """On the last stage, by sample id: this rank's part [R, vocabulary share] of the logits for its response."""
+    """Returns by sample id, on the last stage, this rank's part [R, vocabulary share] of the logits for its
+    response."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for weight in worker.parameters().values():
         weight.fill_(torch.nan)
@@ -106,7 +107,7 @@ def test_megatron_loads_it_under_another_layout_and_has_the_logits_of_transforme
 
 
 def save_as_megatron_does(store, rank: int, config: Config, model: Path, out: Path) -> None:
-    """With Megatron's defaults, in which all layers are slices of one tensor."""
+    """Saves with Megatron's defaults, in which all layers are slices of one tensor."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     dist_checkpointing.save({"model": worker.chunks[0].module.sharded_state_dict()}, str(out))
     for child in psutil.Process().children(recursive=True):

@@ -29,7 +29,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch):
-    """Which ranks inherit: the tiny model's tensors have several."""
+    """Makes slabs so small that the tiny model's tensors have several; the ranks inherit the size."""
     monkeypatch.setattr(delta_p2p, "SLAB", 100)
     monkeypatch.setattr(delta, "BLOCK", 16)
 
@@ -129,7 +129,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 def memory_of_refits(store: dist.Store, rank: int, case: Case) -> list[int]:
-    """Of the first, which sends all, and of a delta."""
+    """Returns the peak bytes of two refits: of the first, which sends all, and of a delta."""
     member = Member(store, rank, case)
     peaks = []
     for _ in range(2):
@@ -143,7 +143,7 @@ def memory_of_refits(store: dist.Store, rank: int, case: Case) -> list[int]:
 
 
 def test_a_delta_takes_two_buffers_and_what_a_slab_does(monkeypatch):
-    """Beside what a source keeps of what it has sent."""
+    """A source also keeps what it has sent."""
     monkeypatch.setattr(delta_p2p, "SLAB", 1000)
     case = Case(layout_of(), vllm_tp=1, replicas=2, bucket_bytes=2**17, vocabulary=16000)
     largest = max(bucket.num_bytes for bucket in case.plan.buckets)
@@ -200,7 +200,7 @@ def test_a_receiver_that_has_rewritten_its_weights_gets_all():
 
 
 def test_who_hands_on_sends_all_to_one_that_has_rewritten_its_weights():
-    """While it gets deltas itself: the first engine brings everything into the node."""
+    """The first engine brings everything into the node and gets deltas itself."""
     case = Case(layout_of(), vllm_tp=1, replicas=2, bucket_bytes=1024, nodes=(1, 1))
     to_one = make_plan(case.sources, case.destinations[:1], bucket_bytes=1024)
     buckets = [replace(bucket, onward=(Link(1, 2),)) for bucket in to_one.buckets]

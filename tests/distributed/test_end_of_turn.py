@@ -1,4 +1,4 @@
-"""What a rank leaves to others on its device when its turn ends: parameters that are complete, memory that it had."""
+"""A rank whose turn ends leaves complete parameters and the memory that it had to others on its device."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_when_a_step_has_ended_every_rank_has_all_parameters(folder, placement):
 
 
 def scored(store, rank: int, config: Config, folder: Path) -> list[str]:
-    """What is done in a scoring pass, in its order."""
+    """Returns what is done in a scoring pass, in its order."""
     worker, done = RewardModelWorker(config, folder, rank, store, threads=1), []
     samples = [sample for group in random_groups(0) for sample, _ in group]
     [microbatches] = schedule([Lengths.of(SampleInfo.of(sample)) for sample in samples], worker.packing)

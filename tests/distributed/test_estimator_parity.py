@@ -13,9 +13,9 @@ from tests.estimator_reference import (
     Divergence,
     EstimatorReference,
     mean_of_others,
-    of_samples,
+    sample_estimate,
     standardised,
-    to_come,
+    token_estimate,
     whitened,
 )
 from tests.forked import run_ranks
@@ -51,18 +51,18 @@ LAYOUTS = {
 KINDS = {
     "whole samples, their KL in the reward": (
         ["algorithm.kl={placement: reward, level: sequence, estimator: k3, coefficient: 0.5}"],
-        of_samples(standardised, Divergence(0.5, "k3", "sequence")),
+        sample_estimate(standardised, Divergence(0.5, "k3", "sequence")),
     ),
     "tokens, their KL in the reward": (
         [
             "algorithm.advantage={estimator: reinforce_plus_plus, gamma: 0.9}",
             "algorithm.kl={placement: reward, level: token, estimator: k1, coefficient: 0.5}",
         ],
-        whitened(to_come(0.9, Divergence(0.5, "k1", "token"))),
+        whitened(token_estimate(0.9, Divergence(0.5, "k1", "token"))),
     ),
     "tokens, compared within the group": (
         ["algorithm.advantage={estimator: rloo, credit: to_go}"],
-        of_samples(mean_of_others, learned=TOKEN_REWARDS),
+        sample_estimate(mean_of_others, learned=TOKEN_REWARDS),
     ),
 }
 

@@ -98,7 +98,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
-    """In one process, by sample id: the logits [R, vocabulary] for its response."""
+    """Returns by sample id, in one process, the logits [R, vocabulary] for its response."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     captured = capture_logits(worker)
     batch = local_batch(*rank_batches(config, worker.packing, groups))

@@ -34,7 +34,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[bool, Path]:
-    """By whether embedding and head are tied."""
+    """The models' folders, by whether embedding and head are tied."""
     make = tmp_path_factory.mktemp
     return {tied: write_tiny_llama(make("model"), num_kv_heads=2, num_layers=4, tied=tied) for tied in (False, True)}
 

@@ -52,7 +52,8 @@ def test_step_equals_plain_torch(folder, layout, kl_coefficient):
 
 
 def truncated(groups: list[Group], seed: int) -> list[Group]:
-    """As if the engine had kept one to five tokens at most positions of most samples, not always the sampled one."""
+    """Returns the groups as if the engine had kept one to five tokens at most positions of most samples, not always the
+    sampled one."""
     source = random.Random(seed)
 
     def kept(sample: Sample) -> CandidateIds:

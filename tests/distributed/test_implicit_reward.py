@@ -48,7 +48,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def train(store, rank: int, config: Config, folder: Path, steps: list[list[Group]]):
-    """On one rank: of each step the token rewards that it reports, and what it holds in the end."""
+    """Trains on one rank. Returns what it holds in the end, and of each step the token rewards that it reports."""
     worker = ImplicitRewardWorker(config, folder, rank, store, threads=1)
     rewards = []
     for groups in steps:
@@ -60,7 +60,7 @@ def train(store, rank: int, config: Config, folder: Path, steps: list[list[Group
 
 
 def log_probs(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
-    """Of the response, at temperature 1."""
+    """Returns the log-probs of the response tokens at temperature 1 [R]."""
     ids = torch.tensor(sample.token_ids[None]).long()
     first = len(sample.prompt.token_ids)
     return model(ids).logits[0, first - 1 : -1].log_softmax(-1).gather(1, ids[0, first:, None])[:, 0]

@@ -87,7 +87,7 @@ def experts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_experts(experts: Path) -> Outcome:
+def expert_outcome(experts: Path) -> Outcome:
     return plain_training(experts, UPDATES, KL)
 
 
@@ -113,18 +113,18 @@ def latent(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_latent(latent: Path) -> Outcome:
+def latent_outcome(latent: Path) -> Outcome:
     return plain_training(latent, UPDATES, KL)
 
 
 @pytest.fixture(scope="module")
-def of_dense(dense: Path) -> Outcome:
+def dense_outcome(dense: Path) -> Outcome:
     return plain_training(dense, UPDATES, KL)
 
 
 @cache
 def trained(folder: Path, layout: str, variants: tuple[str, ...]) -> list[dict[str, RankResult]]:
-    """By rank and variant. The ranks of a layout are started once."""
+    """Returns what each rank holds, by rank and variant. The ranks of a layout are started once."""
     configs = {
         name: config_of(folder, f"algorithm.kl.coefficient={KL}", f"actor.layout={{{layout}}}", *VARIANTS[name][0])
         for name in variants
@@ -141,23 +141,23 @@ def check(folder: Path, reference: Outcome, layout: str, variant: str, variants:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"))
-def test_dense_model(dense, of_dense, layout, variant):
-    check(dense, of_dense, DENSE[layout], variant)
+def test_dense_model(dense, dense_outcome, layout, variant):
+    check(dense, dense_outcome, DENSE[layout], variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", newest_of(EXPERTS, "EP2, TP2, ETP2", "EP2, PP2, VPP2"))
-def test_mixture_of_experts(experts, of_experts, layout, variant):
-    check(experts, of_experts, EXPERTS[layout], variant)
+def test_mixture_of_experts(experts, expert_outcome, layout, variant):
+    check(experts, expert_outcome, EXPERTS[layout], variant)
 
 
-OF_LATENT = ("packed, several microbatches", "full recompute", "selective recompute, padded")
+LATENT_VARIANTS = ("packed, several microbatches", "full recompute", "selective recompute, padded")
 
 
-@pytest.mark.parametrize("variant", OF_LATENT)
+@pytest.mark.parametrize("variant", LATENT_VARIANTS)
 @pytest.mark.parametrize("layout", newest_of(LATENT, "CP2, EP2"))
-def test_latent_attention(latent, of_latent, layout, variant):
-    check(latent, of_latent, LATENT[layout], variant, OF_LATENT)
+def test_latent_attention(latent, latent_outcome, layout, variant):
+    check(latent, latent_outcome, LATENT[layout], variant, LATENT_VARIANTS)
 
 
 @pytest.mark.parametrize(("model", "layout"), [("dense", "dp: 4"), ("experts", "dp: 4, ep: 2")])

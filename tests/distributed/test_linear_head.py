@@ -38,21 +38,22 @@ def inputs(vocab: int, padded: int, dtype: torch.dtype, computed_in: torch.dtype
     }, torch.randn(TOKENS, 2, generator=generator)
 
 
-def variant(of_all: dict, truncated: bool) -> dict:
-    return of_all if truncated else of_all | {"bias": None, "temperature": 0.9, "candidate_ids": None}
+def variant(whole_inputs: dict, truncated: bool) -> dict:
+    return whole_inputs if truncated else whole_inputs | {"bias": None, "temperature": 0.9, "candidate_ids": None}
 
 
 def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple]:
-    """On one rank, by size and variant: value, this shard's part of the hidden gradient, and its own gradients."""
+    """Returns of one rank, by size and variant: value, this shard's part of the hidden gradient, and its own
+    gradients."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     linear_head.TOKENS_PER_TILE, linear_head.VOCABULARY_PER_TILE, head_tile.BLOCK = 16, 24, 100
     results = []
     for vocab, padded in SIZES:
         for truncated in (False, True):
-            of_all, gradient = inputs(vocab, padded, dtype, dtype)
+            whole_inputs, gradient = inputs(vocab, padded, dtype, dtype)
             for name in ("weight", "bias"):
-                of_all[name] = of_all[name].detach().chunk(world_size)[rank].clone().requires_grad_()
-            own = variant(of_all, truncated)
+                whole_inputs[name] = whole_inputs[name].detach().chunk(world_size)[rank].clone().requires_grad_()
+            own = variant(whole_inputs, truncated)
             scored = log_prob_and_entropy(**own, vocab_size=vocab, group=dist.group.WORLD)
             (scored * gradient).sum().backward()
             bias_grad = own["bias"].grad if truncated else torch.zeros(0)
@@ -64,12 +65,12 @@ def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_shards_together_equal_the_whole(world_size, dtype):
-    """In bfloat16, logits and their gradients are rounded, and the whole is of float32."""
+    """The shards round logits and their gradients in bfloat16, and the whole is of float32."""
     ranks, tolerance = run_ranks(world_size, sharded, world_size, dtype), TOLERANCE[dtype]
     variants = [(size, truncated) for size in SIZES for truncated in (False, True)]
     for (size, truncated), *own in zip(variants, *ranks, strict=True):
-        of_all, gradient = inputs(*size, dtype, torch.float32)
-        whole = variant(of_all, truncated)
+        whole_inputs, gradient = inputs(*size, dtype, torch.float32)
+        whole = variant(whole_inputs, truncated)
         expected = torch.stack(plain_log_prob_and_entropy(**whole, vocab_size=size[0]), -1)
         (expected * gradient).sum().backward()
         for scored, *_ in own:

@@ -57,8 +57,8 @@ def log_probs(reference: GrpoReference, sample) -> list[float]:
 
 
 def one_step(store, rank: int, config: Config, folder: Path, updates: list[list[Group]]) -> list[dict[str, Metric]]:
-    """On one rank: a step's passes and updates. Returns the metrics of each update, then those of a second step's first
-    update."""
+    """Makes a step's passes and updates on one rank. Returns the metrics of each update, then those of a second step's
+    first update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     batches = [
         local_batch(rank_batches(config, worker.packing, groups)[worker.data_parallel_rank]) for groups in updates

@@ -15,10 +15,10 @@ def world(tmp_path_factory) -> World:
 
 
 @pytest.fixture(scope="module")
-def of_single_samples(world) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+def single_samples(world) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
     return expected(world, CASES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_those_of_single_samples(world, of_single_samples, layout):
-    check(world, CASES, of_single_samples, layout)
+def test_gradients_are_those_of_single_samples(world, single_samples, layout):
+    check(world, CASES, single_samples, layout)

@@ -34,10 +34,10 @@ LAYOUTS = {
     "DP2": "{dp: 2}",
 }
 ROWS = 6
-"""Of a file, in two updates of the same number."""
+"""The number of rows in a data file, half of them in each of two updates."""
 
 Text = Sequence[tuple[str, bool]]
-"""What a sample says, part by part, and whether it is trained on."""
+"""The text of a sample, part by part, and whether each part is trained on."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def sentence(source: random.Random, longest: int) -> str:
 
 
 def conversations(seed: int) -> list[list[dict]]:
-    """From one turn of the assistant to three, some with a system prompt, some ending with the user."""
+    """Returns conversations of one to three turns of the assistant, some with a system prompt, some ending with the
+    user."""
     source = random.Random(seed)
     rows = []
     for number in range(ROWS):
@@ -71,7 +72,7 @@ def preferences(seed: int) -> list[dict]:
 
 
 def turns(messages: list[dict]) -> Text:
-    """As the tiny model's chat template writes them: <|role|>content<eos>."""
+    """Returns the text of the messages as the tiny model's chat template writes them: <|role|>content<eos>."""
     parts = []
     for message in messages:
         said = message["role"] == "assistant"
@@ -92,7 +93,7 @@ def token_ids(text: Text) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def log_probs(model: torch.nn.Module, text: Text) -> torch.Tensor:
-    """Of the tokens that are trained on."""
+    """Returns the log-probs of the tokens that are trained on."""
     ids, said = token_ids(text)
     of_each = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     return of_each[said[1:]]
@@ -154,7 +155,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def classifier(folder, tmp_path_factory) -> Path:
-    """With a head that is not zero, so that the first update reaches the trunk."""
+    """A classifier whose head is not zero, so that the first update reaches the trunk."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(5))
     path = tmp_path_factory.mktemp("classifier")

@@ -19,7 +19,7 @@ from tests.tiny_model import write_tiny_llama
 
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 BYTES = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}
-"""Of each part, per parameter. Adam's state is two float32, beside bfloat16 also the main weight."""
+"""The bytes of each of PARTS per parameter. Adam's state is two float32, beside bfloat16 also the main weight."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,8 @@ def checksum(values: Iterable[torch.Tensor]) -> str:
 
 
 def away_and_back(store, rank: int, config: Config, folder: Path) -> tuple:
-    """Between two updates, each part alone and then all of them: bytes, and whether anything changed."""
+    """Moves each part out and in between two updates, alone and then all of them. Returns the bytes freed by part, the
+    number of parameters, and a checksum of the parameters after the second update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     update(worker, config, 0)
     offload = Offload(worker.chunks, worker.optimizer)

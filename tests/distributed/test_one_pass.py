@@ -50,18 +50,19 @@ class Waits(TorchDispatchMode):
 
 
 def updates(store, rank: int, configs: Sequence[Config], folder: Path) -> list[tuple[set[str], int, int, set[str]]]:
-    """For each: operators of the update that wait; how often the model was called; number of microbatches; metrics."""
+    """Returns for each config: operators of the update that wait; how often the model was called; number of
+    microbatches; metrics."""
     worker = ActorWorker(configs[0], folder, rank, store, threads=1)
-    return [of_update(worker, config) for config in configs]
+    return [watch_update(worker, config) for config in configs]
 
 
 def update_of_role(store, rank: int, config: Config, folder: Path, role: Role) -> tuple[set[str], int, int, set[str]]:
     worker = worker_class(config, role)(config, folder, rank, store, threads=1)
     worker.packing = replace(worker.packing, shares_prompts=False)  # more than one microbatch, also of pairs
-    return of_update(worker, config)
+    return watch_update(worker, config)
 
 
-def of_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, int, set[str]]:
+def watch_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, int, set[str]]:
     worker._config = config
     batch = local_batch(rank_batches(config, worker.packing, random_groups(0), worker.role)[0])
     make_passes(worker, batch)
@@ -109,7 +110,7 @@ def test_an_update_calls_the_model_once_a_microbatch_and_never_waits(folder):
     common = ["algorithm.kl.coefficient=0.05", "algorithm.correction={weight: token, mask: sequence}"]
     configs = [config_of(folder, *common, f"algorithm.objective={objective}") for objective in OBJECTIVES]
     [results] = run_ranks(1, updates, configs, folder)
-    is_policy_objective = {
+    policy_metrics = {
         "policy/loss",
         "policy/entropy",
         "policy/clip_low_share",
@@ -117,7 +118,7 @@ def test_an_update_calls_the_model_once_a_microbatch_and_never_waits(folder):
         "kl/coefficient",
     }
     for objective, result in zip(OBJECTIVES, results, strict=True):
-        assert_never_waits(result, objective, is_policy_objective)
+        assert_never_waits(result, objective, policy_metrics)
 
 
 GIVEN = "data={source: rows.jsonl, rows: preferences}"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.newest
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With biases, which are not decayed either."""
+    """A model with biases, which are not decayed either."""
     return write_tiny_llama(tmp_path_factory.mktemp("model"), model_type="qwen2", num_kv_heads=2, num_layers=2)
 
 
@@ -78,7 +78,8 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Skipped:
-    """What a rank says of an update: its metrics, or why it ends the run, and whether it changed weights or state."""
+    """The outcome of an update on a rank: its metrics, or why it ends the run, and whether weights and state are
+    unchanged."""
 
     metrics: dict[str, Metric]
     message: str

@@ -170,7 +170,7 @@ def test_arrives_bit_for_bit_through_two_buffers(layout, vllm_tp, replicas, node
 
 @in_layouts
 def test_large_moves_travel_without_a_copy(monkeypatch, layout, vllm_tp, replicas, nodes):
-    """Beside the buffers nothing is allocated, and these are smaller."""
+    """Nothing is allocated but the buffers, and these are smaller."""
     case = Case(layout, vllm_tp, replicas, 1024, nodes)
     by_buffers = run_ranks(len(case.members), take_part, case)
     monkeypatch.setattr(bucket_layout, "ALONE_BYTES", 8)
@@ -180,7 +180,7 @@ def test_large_moves_travel_without_a_copy(monkeypatch, layout, vllm_tp, replica
 
 
 def hops_of_members(simulated: Schedule) -> dict[int, list[tuple[Link, int]]]:
-    """What each sends and receives, and the how-many-eth of that link this is."""
+    """Returns by member the links that it sends and receives on, each with how often the link was used before."""
     hops, counts = defaultdict(list), Counter()
     for _, link, *_ in simulated.transfers:
         for member in link:
@@ -190,14 +190,14 @@ def hops_of_members(simulated: Schedule) -> dict[int, list[tuple[Link, int]]]:
 
 
 def test_the_order_of_the_schedule_is_another_than_that_of_the_plan():
-    """So that the tests before can see the difference."""
+    """The tests above tell the two orders apart only if they differ."""
     plan = Case(layout_of(), 2, 2, 64, (1, 1, 1, 2)).plan
     of_source = [hop.bucket for hop in plan.order if hop.link.source == 0]
     assert of_source != sorted(of_source)
 
 
 def fails_midway(store: dist.Store, rank: int, case: Case) -> str:
-    """In the second exchange, when all are connected, the first destination fails; says what each member sees."""
+    """Fails at the first destination in the second exchange, when all are connected; returns what each member sees."""
     transport, parameters = case.open(store, rank)
     name = case.members[rank].name
 
@@ -322,7 +322,7 @@ def sender_is_killed(store: dist.Store, rank: int, halves: Halves) -> None:
 
 @pytest.mark.parametrize("killed", [receiver_is_killed, sender_is_killed])
 def test_an_end_in_the_middle_of_a_message_is_noticed(killed):
-    """Not only when its time is over, which is said otherwise."""
+    """The end is noticed before the time is over, which is said otherwise."""
     run_ranks(2, killed, Halves())
 
 

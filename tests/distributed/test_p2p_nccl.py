@@ -63,7 +63,7 @@ class OverGloo:
 
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch):
-    """Which ranks inherit."""
+    """Lets ranks, which inherit it, take gloo for NCCL."""
     monkeypatch.setattr(device, "backend", lambda: "nccl")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", OverGloo, raising=False)
     monkeypatch.delenv(BLOCKING_WAIT, raising=False)

@@ -34,12 +34,12 @@ def folder(tmp_path_factory) -> Path:
 def gradients(
     store, rank: int, configs: Mapping[str, Config], folder: Path, given: TokenScores, old_pass: bool
 ) -> dict[str, Gradients]:
-    """By case, those of one update."""
+    """Returns the gradients of one update, by case."""
     worker = ActorWorker(next(iter(configs.values())), folder, rank, store, threads=1)
-    return {name: of_update(worker, config, given, old_pass) for name, config in configs.items()}
+    return {name: update_gradients(worker, config, given, old_pass) for name, config in configs.items()}
 
 
-def of_update(worker: ActorWorker, config: Config, given: TokenScores, old_pass: bool) -> Gradients:
+def update_gradients(worker: ActorWorker, config: Config, given: TokenScores, old_pass: bool) -> Gradients:
     worker._config = config
     groups = random_groups(0)
     batch = local_batch(rank_batches(config, worker.packing, groups, scores=given)[worker.data_parallel_rank])
@@ -73,7 +73,8 @@ OBJECTIVES_WITHOUT_OLD = [
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "1 process", "PP2"))
 def test_with_one_update_a_step_the_old_policy_is_the_current_one(folder, layout):
-    """In every objective, with corrections and without; and a correction is not left out with the pass."""
+    """The pass changes no gradient in any objective, with corrections and without; and a correction is not left out
+    with it."""
     configs = {
         f"{name} {correction}": config_of(
             folder, f"actor.layout={LAYOUTS[layout]}", f"algorithm.objective.name={name}", *correction

@@ -42,7 +42,7 @@ TokenScores = dict[str, dict[str, torch.Tensor]]
 """Name as in TokenBatch -> sample id -> one number per response token."""
 
 Values = list[dict[str, torch.Tensor]]
-"""Of each step: sample id -> values."""
+"""The values of each step: sample id -> values."""
 
 LAYOUTS = {
     "1 process each": ("{}", "{}"),
@@ -120,7 +120,8 @@ def ppo_config(
 
 
 def train_critic(store, rank: int, config: Config, folder: Path, steps: list[list[list[Group]]], given: TokenScores):
-    """On one rank: of every step the values, then the updates. Returns what it holds and the values that it reports."""
+    """Trains a critic on one rank: in every step the values, then the updates. Returns what it holds and the values
+    that it reports."""
     worker = CriticWorker(config, folder, rank, store, threads=1)
     values: Values = []
     for updates in steps:
@@ -175,11 +176,11 @@ def assert_same_weights(ranks: list[RankResult], hf_config: dict, model: torch.n
 
 
 def check(
-    config: Config, actor: Path, critic: Path, settings: PpoSettings, steps, of_tokens: dict | None = None
+    config: Config, actor: Path, critic: Path, settings: PpoSettings, steps, token_rewards: dict | None = None
 ) -> None:
-    """of_tokens: rewards of single tokens, by sample, NaN for one that has none."""
-    actors, critics = run_both(config, actor, critic, steps, {"process_reward": of_tokens} if of_tokens else {})
-    plain = of_tokens and {name: own.nan_to_num(nan=0.0) for name, own in of_tokens.items()}
+    """token_rewards: rewards of single tokens, by sample, NaN for one that has none."""
+    actors, critics = run_both(config, actor, critic, steps, {"process_reward": token_rewards} if token_rewards else {})
+    plain = token_rewards and {name: own.nan_to_num(nan=0.0) for name, own in token_rewards.items()}
     reference = PpoReference(actor, critic, settings, plain)
     for updates in steps:
         policy_loss, value_loss = reference.step(updates)
@@ -225,16 +226,17 @@ def test_actor_and_critic_may_have_lambdas_of_their_own(actor, critic, layouts):
 def test_rewards_of_single_tokens_and_of_turns_reach_both_models(actor, critic, layouts, per):
     groups = random_groups(0)
     generator = torch.Generator().manual_seed(11)
-    of_tokens = {s.id: torch.randn(len(s.response_ids), generator=generator) for group in groups for s, _ in group}
+    token_rewards = {s.id: torch.randn(len(s.response_ids), generator=generator) for group in groups for s, _ in group}
     if per == "turn":
         masks = {sample.id: sample.response_mask for group in groups for sample, _ in group}
-        of_tokens = {name: of_turns(own, masks[name]) for name, own in of_tokens.items()}
+        token_rewards = {name: turn_rewards(own, masks[name]) for name, own in token_rewards.items()}
     config = ppo_config(actor, critic, layouts, EVERYTHING)
-    check(config, actor, critic, EVERYTHING, [[groups]], of_tokens)
+    check(config, actor, critic, EVERYTHING, [[groups]], token_rewards)
 
 
-def of_turns(rewards: torch.Tensor, mask: Sequence[bool]) -> torch.Tensor:
-    """As many of the rewards as there are turns, of which some sample has several."""
+def turn_rewards(rewards: torch.Tensor, mask: Sequence[bool]) -> torch.Tensor:
+    """Returns the first of the rewards at the ends of the sample's turns, NaN elsewhere. Some sample has several
+    turns."""
     return torch.tensor(on_turns(rewards.tolist()[: len(turn_ends(mask))], mask))
 
 
@@ -270,7 +272,7 @@ def test_a_value_head_on_the_actor_equals_plain_torch(actor, layout):
 
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_a_value_head_with_buckets_of_its_own_is_up_to_date(actor, num_updates):
-    """What an update has changed of it comes from the other replica, by itself, not along with the trunk."""
+    """The changes of an update to the head come from the other replica by themselves, not along with the trunk."""
     second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(2)]
     steps = [[random_groups(0), second][:num_updates], [random_groups(1)]]
     check_value_head(actor, "{dp: 2}", steps, "actor.megatron_overrides.ddp={bucket_size: 1}")
@@ -296,7 +298,7 @@ def check_value_head(actor: Path, layout: str, steps: list[list[list[Group]]], *
 
 
 def value_head(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
-    """That the actor starts with, without the prefix of its names."""
+    """Returns the value head that the actor starts with, without the prefix of its names."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     assert not any(p.any() for name, p in worker.parameters().items() if "value_head.fc2" in name)
     move_value_head(worker)

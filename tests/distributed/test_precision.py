@@ -17,7 +17,7 @@ from tests.tiny_model import write_tiny_llama
 pytestmark = pytest.mark.newest
 
 ULP = 2.0**-8
-"""Of bfloat16, relative to the power of two below a number."""
+"""The unit in the last place of bfloat16, as a share of the number above which it holds."""
 
 
 @pytest.fixture(scope="module")

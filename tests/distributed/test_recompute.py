@@ -1,4 +1,4 @@
-"""What is recomputed in the backward pass changes neither loss nor gradients."""
+"""Recomputing in the backward pass changes neither loss nor gradients."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ STEP_END = "a"
 
 
 def write_classifier(folder: Path, actor: Path, kind: str) -> torch.nn.Module:
-    """With the actor's trunk and tokenizer and a random head, as Hugging Face writes it."""
+    """Writes a classifier with the actor's trunk and tokenizer and a random head, as Hugging Face writes it."""
     model = CLASSES[kind].from_pretrained(actor, num_labels=1, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Ten
 
 
 def rewards_of(folder: Path, *overrides: str) -> list[float]:
-    """Of the samples, in their order, by what the rank that reports a sample says of its tokens."""
+    """Returns the rewards of the samples, in their order, by what the rank that reports a sample says of its tokens."""
     required = [f"reward_model.path={folder}", "reward_model.tokens_per_microbatch=80"]
     config = config_of(folder, *required, *overrides)
     ranks = run_ranks(config.reward_model.layout.world_size, score, config, folder)
@@ -77,7 +77,7 @@ def rewards_of(folder: Path, *overrides: str) -> list[float]:
 
 
 def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
-    """Of the response's tokens; a sequence classifier gives only that of the last."""
+    """Returns the scores of the response's tokens; a sequence classifier gives only that of the last."""
     with torch.no_grad():
         logits = model(torch.tensor(sample.token_ids[None]).long()).logits.flatten()
     return logits[-len(sample.response_ids) :].tolist()

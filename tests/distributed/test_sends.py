@@ -1,4 +1,4 @@
-"""What a stage sends to the next one stays in memory, unchanged, until the send is complete."""
+"""A tensor that a stage sends to the next one stays in memory, unchanged, until the send is complete."""
 
 from __future__ import annotations
 

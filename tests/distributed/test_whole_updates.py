@@ -1,4 +1,4 @@
-"""What is computed of an update as a whole, over its ranks and microbatches, is of the tokens that have a loss."""
+"""Statistics of a whole update, over its ranks and microbatches, are of the tokens that have a loss."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.packing import packing
 from tests.paths import BASE
 
 OLD = {"a": [-1.0, -3.0], "b": [-2.0, -0.5], "c": [-0.25], "cut": [-9.0, -9.0, -0.001]}
-"""By sample, log-probs of its tokens. Those of the response that was cut off are far from the others', and so is its
-reward."""
+"""The old log-probs of each sample's tokens. Those of the response that was cut off are far from the others', and so is
+its reward."""
 REWARDS = {"a": 1.0, "b": 0.0, "c": 2.0, "cut": 50.0}
 RANKS = (("a", "cut"), ("b", "c"))
 
@@ -33,8 +33,8 @@ def training_sample(name: str) -> TrainingSample:
     return TrainingSample(sample, REWARDS[name], Baseline(0.0), 0.0 if name == "cut" else 0.2)
 
 
-def of_rank(store, rank: int, config: Config) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
-    """By sample, advantages, and which tokens are selected; a microbatch each."""
+def advantages_and_selection(store, rank: int, config: Config) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
+    """Returns by sample the advantages, and which tokens are selected; each sample is a microbatch."""
     parallel.initialize(config.actor.layout, store, rank, seed=0, timeout_s=60)
     members = [[training_sample(name)] for name in RANKS[rank]]
     old = {name: torch.tensor(values) for name, values in OLD.items()}
@@ -53,7 +53,7 @@ def found() -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
         "algorithm.objective={name: kl_cov, covariance_share: 0.4, skip_truncated: true}",
     ]
     config = load(BASE, ["model.path=m", "data.source=arithmetic", *settings])
-    (one, own), (other, others) = run_ranks(2, of_rank, config)
+    (one, own), (other, others) = run_ranks(2, advantages_and_selection, config)
     return one | other, own | others
 
 

@@ -16,12 +16,13 @@ def digit_share_of_turns(prompt: str, response: str, answer: object) -> list[flo
 
 
 def even_share(prompt: str, response: str, answer: object) -> float:
-    """Of even digits. A random model starts near 0.1."""
+    """Returns the share of even digits. A random model starts near 0.1."""
     return sum(character in "02468" for character in response) / max(len(response), 1)
 
 
 def even_share_of_another(prompt: str, response: str, answer: object) -> float:
-    """That of a response scored shortly before, drawn at random: rewards of the same distribution that say nothing."""
+    """Returns the reward of a response scored shortly before, drawn at random: rewards of the same distribution that
+    say nothing."""
     SEEN.append(even_share(prompt, response, answer))
     del SEEN[:-64]
     return CHOICE.choice(SEEN[:-1] or SEEN)

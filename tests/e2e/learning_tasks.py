@@ -33,11 +33,12 @@ class Task(ABC):
 
     @abstractmethod
     def shares(self, start: Path, run: Path) -> list[float]:
-        """Of each step; or, where only models are measured, of the model at the start and of the exported one."""
+        """Returns the share of the optimum in each step; or, where only models are measured, that of the model at the
+        start and that of the exported one."""
 
 
 def reward(shuffled: bool) -> str:
-    """Of even digits; shuffled: that of another sample."""
+    """Returns the override that rewards even digits; shuffled: those of another sample."""
     function = "even_share_of_another" if shuffled else "even_share"
     return f"rewards.functions=[{{function: '{REWARD}:{function}', weight: 1.0}}]"
 
@@ -49,7 +50,7 @@ class EvenDigits(Task):
         return [reward(shuffled), "run.export=false"]
 
     def shares(self, start: Path, run: Path) -> list[float]:
-        """As the rollouts' files have it, of what was sampled."""
+        """Returns the shares of what was sampled, as the rollouts' files have it."""
         files = sorted((run / "rollouts").glob("step_*.jsonl"))
         rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         sampled = [[row for row in step if not row["sample_id"].endswith("greedy")] for step in rows]
@@ -176,10 +177,10 @@ RESPONSES = ("x", "y")
 
 @dataclass(frozen=True)
 class Preferences(Task):
-    """Of two responses to each of four prompts, the first is preferred in a known share p of the pairs. What the model
-    has of them (a difference of scores or of log-ratios to the start) has a known optimum, `best`(p). The share is
-    1 − distance to the optimum / the optimum's own length, over the prompts. For the control, preferences belong to
-    other pairs."""
+    """A task of preferences: the first of two responses to each of four prompts is preferred in a known share p of the
+    pairs. What the model has of them (a difference of scores or of log-ratios to the start) has a known optimum,
+    `best`(p). The share is 1 − distance to the optimum / the optimum's own length, over the prompts. For the control,
+    preferences belong to other pairs."""
 
     best: Callable[[float], float]
     classifies: bool = False
@@ -203,7 +204,7 @@ class Preferences(Task):
         return [0.0, 1 - ((found - best).norm() / best.norm()).item()]
 
     def margins(self, folder: Path) -> torch.Tensor:
-        """By how much the model is for the first response, for each prompt."""
+        """Returns by how much the model is for the first response, for each prompt."""
         kind = AutoModelForSequenceClassification if self.classifies else AutoModelForCausalLM
         model = kind.from_pretrained(folder)
         first, second = RESPONSES

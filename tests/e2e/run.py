@@ -17,10 +17,10 @@ from tests.paths import ROOT
 from tests.tiny_model import write_tiny_llama
 
 START_S = 300
-"""Until the first steps are done, on a machine with other work."""
+"""The seconds until the first steps are done, on a machine with other work."""
 
 DEADLINE_S = 30
-"""From a fault to the end of the run."""
+"""The seconds from a fault to the end of the run."""
 
 SHARED_MEMORY = Path("/dev/shm")
 LISTEN = "0A"
@@ -165,7 +165,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict]:
-        """Of the steps that are done."""
+        """The metrics of the steps that are done."""
         file = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 

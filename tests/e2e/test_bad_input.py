@@ -1,4 +1,4 @@
-"""What a user gets wrong is told in one line that names it, and where it can be known early, before anything starts;
+"""A user's mistake is told in one line that names it, and where it can be known early, before anything starts;
 tests/unit/test_bad_input.py has the cases."""
 
 from __future__ import annotations

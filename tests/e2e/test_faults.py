@@ -30,7 +30,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hold(recipe: Path):
-    """A file: until the test ends, or removes it, no reward is given, and the first step does not end."""
+    """Keeps rewards from being given while the test runs, or until it removes this file: the first step does not
+    end."""
     file = recipe.with_name("hold")
     file.touch()
     yield file
@@ -38,7 +39,8 @@ def hold(recipe: Path):
 
 
 def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> None:
-    """After the fault the run ends in time with this exit code, has only this cause on stderr, and leaves nothing."""
+    """Checks that after the fault the run ends in time with this exit code, has only this cause on stderr, and leaves
+    nothing."""
     scratch, sockets = run.scratch(), run.sockets()
     assert scratch.exists()
     assert sockets

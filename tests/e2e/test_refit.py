@@ -79,7 +79,7 @@ class Remote:
         last.kill()
 
     def end(self) -> None:
-        """And with it the processes that it has started, and their shared memory."""
+        """Ends the process, and with it the processes that it has started, and their shared memory."""
         own = psutil.Process(self._process.pid)
         family = [own, *own.children(recursive=True)]
         segments = {path for process in family for path in mapped_shared_memory(process)}
@@ -151,7 +151,7 @@ class EngineSide:
         self.engine.sleep()
 
     def record(self):
-        """From now on `calls` are those of vLLM that wake it, put it to sleep or make it work."""
+        """Records in `calls`, from now on, those of vLLM that wake it, put it to sleep or make it work."""
         self.calls, llm = [], self.engine._llm
         llm.sleep = self._recorded(llm.sleep, lambda level, **_: f"sleep {level}")
         llm.wake_up = self._recorded(llm.wake_up, lambda tags: f"wake {tags[0]}")
@@ -552,7 +552,7 @@ def check_refits_by_p2p(
 
 
 def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answers) -> None:
-    """On CPU an engine keeps its memory, and takes the same way."""
+    """Checks a refit of an engine that has slept: on CPU it keeps its memory, and takes the same way."""
     engine, other = engines
     engine.call("sleep")
     engine.call("record")
@@ -567,7 +567,7 @@ def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answe
 
 
 def check_a_lost_worker_is_noticed(engine: Remote, tp: int) -> None:
-    """Where vLLM has processes of its own."""
+    """Checks that an engine says so when a process of its own, which vLLM has with TP, is lost."""
     assert not engine.call("has_lost_a_rank")
     if tp > 1:
         engine.kill_a_worker()

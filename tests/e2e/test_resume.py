@@ -19,7 +19,7 @@ from tests.e2e.run import Run, write_recipe
 
 pytestmark = pytest.mark.slow
 STEPS = 8
-"""Of 4 prompts each, from 8: an epoch ends with every second step."""
+"""The number of steps, of 4 prompts each from 8: an epoch ends with every second step."""
 
 REWARD = """
 from pathlib import Path

@@ -33,7 +33,7 @@ def config(folder: Path) -> Config:
 
 
 def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
-    """In a process of its own: the scores of SAMPLES by each model."""
+    """Returns the scores of SAMPLES by each model; for a process of its own."""
     os.environ.update(environment(tp=1, threads=1, index=0))
     from megarl.rollout.vllm.classifier import VllmClassifier
 

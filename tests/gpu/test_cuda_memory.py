@@ -44,7 +44,7 @@ def write(connection: Connection, plan: Plan) -> None:
 @pytest.mark.parametrize("moving", [False, True])
 def test_a_reader_sees_what_the_owner_has_changed(moving):
     """Moving: the owner also gives the memory back, for which the reader has closed it, and has it elsewhere then."""
-    flat, weights = as_views_of_one(random_checkpoint(CONFIG))
+    flat, weights = flattened(random_checkpoint(CONFIG))
     plan = make_plan([SOURCE], [TARGET])
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     reader = multiprocessing.get_context("spawn").Process(target=write, args=(theirs, plan))
@@ -71,7 +71,7 @@ def test_a_reader_sees_what_the_owner_has_changed(moving):
 
 
 def die(connection: Connection, plan: Plan) -> None:
-    """With the other's weights open."""
+    """Kills its own process with the other's weights open."""
     parameters = {name: torch.zeros(shape, device="cuda") for name, shape in TARGET.shapes.items()}
     for _ in connection.recv().open(TARGET.name, parameters, plan).deliver(plan.into(TARGET.name).copies):
         torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def die(connection: Connection, plan: Plan) -> None:
 
 
 def test_a_reader_that_dies_does_not_keep_what_its_owner_frees():
-    flat, weights = as_views_of_one(random_checkpoint(CONFIG))
+    flat, weights = flattened(random_checkpoint(CONFIG))
     before = flat.clone()
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     reader = multiprocessing.get_context("spawn").Process(target=die, args=(theirs, make_plan([SOURCE], [TARGET])))
@@ -94,15 +94,15 @@ def test_a_reader_that_dies_does_not_keep_what_its_owner_frees():
     assert torch.equal(flat, before)
 
 
-def as_views_of_one(weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """As the trainer's parameters are."""
+def flattened(weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns a flat tensor on the GPU and the weights as views of it, as the trainer's parameters are."""
     flat = torch.cat([tensor.flatten() for tensor in weights.values()]).cuda()
     parts = flat.split([tensor.numel() for tensor in weights.values()])
     return flat, {name: part.view(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
 
 
 def give_back_and_take_again(flat: torch.Tensor) -> None:
-    """As megatron/offload.py does."""
+    """Frees the memory of the tensor and fills it again, as megatron/offload.py does."""
     storage, host, before = flat.untyped_storage(), flat.cpu(), torch.cuda.memory_allocated()
     size = storage.nbytes()
     storage.resize_(0)

@@ -49,7 +49,7 @@ class Member:
         self.transport = rendezvous.open(self.holder.name, self.own, self._part)
 
     def refit(self, factor: float) -> None:
-        """Of weights that the source has changed by the factor."""
+        """Carries out a refit of weights that the source has changed by the factor."""
         if self.receives:
             execute(self._writes, self.own, self.transport)
             assert torch.cuda.current_stream().query(), "reported before all is in its place"
@@ -136,7 +136,7 @@ def answer(connection: Connection) -> str:
 
 @pytest.mark.parametrize("kind", [Rendezvous, DeltaRendezvous])
 def test_all_has_arrived_when_it_is_said(processes, kind):
-    """And all has left when the source goes on."""
+    """All has left when the source goes on, too."""
     connections = [processes.start(refit_twice, rank, kind) for rank in range(2)]
     for connection in connections:
         assert answer(connection) == "done"

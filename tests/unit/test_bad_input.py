@@ -1,4 +1,4 @@
-"""What a user gets wrong is told in one line each that names it, before anything starts, and leaves nothing."""
+"""A user's mistakes are told in one line each that names them, before anything starts, and leave nothing."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ TOOL = ROOT / "tools" / "convert.py"
 
 
 def convert(*arguments: str | Path) -> str:
-    """What it prints."""
+    """Runs the tool and returns what it prints."""
     specification = importlib.util.spec_from_file_location("convert", TOOL)
     tool = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(tool)
@@ -108,7 +108,8 @@ finally:
 
 
 def test_no_compiler_is_loaded():
-    """In a process of its own, as the one that runs the tests has it; and Megatron's import prints nothing."""
+    """The program runs in a process of its own, as the one that runs the tests has the compiler; and Megatron's import
+    prints nothing."""
     loaded = """
 import megarl.megatron.checkpoint.conversion
 print(*sorted({"torch._dynamo", "torch.distributed.checkpoint"} & sys.modules.keys()))

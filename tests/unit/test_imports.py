@@ -45,7 +45,7 @@ OWNERS = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
 HEAVY = {"torch", "megatron", "vllm", "ray", "transformers"}
 
 LIGHT = ("cli.py", "core", "algorithms", "config", "planning", "resharding", "rewards", "environments")
-"""What imports nothing heavy at module level, but for these:"""
+"""The parts that import nothing heavy at module level, but for these:"""
 
 HEAVY_PARTS = (*TENSOR_RESHARDING, "core/device.py")
 
@@ -59,7 +59,8 @@ DEVICE_FILES = (
 
 
 def violations(file: str, source: str) -> list[str]:
-    """What a file breaks of the rules. `file` is its path from the root, such as megarl/ops/linear_head.py."""
+    """Returns the breaches of the rules in a file. `file` is its path from the root, such as
+    megarl/ops/linear_head.py."""
     module = module_of(file)
     package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
     tree = ast.parse(source)
@@ -241,7 +242,7 @@ def test_checker_accepts_what_is_allowed(file: str, source: str) -> None:
 
 
 def test_light_modules_load_nothing_heavy() -> None:
-    """What the source of one file cannot tell: nothing heavy comes in through what they import either."""
+    """Nothing heavy comes in through what they import either, which the source of one file cannot tell."""
     modules = [module_of(file) for file in FILES if is_light(module_of(file))]
     assert {"megarl", "megarl.cli", "megarl.config.load"} <= set(modules)
     code = (
@@ -255,7 +256,7 @@ def test_light_modules_load_nothing_heavy() -> None:
 
 
 DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "triton": "torch", "yaml": "pyyaml"}
-"""Of packages with another name than the distribution that brings them."""
+"""The distributions that bring packages of another name, by package."""
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -1,4 +1,4 @@
-"""What the learning runs are measured by."""
+"""The measures of the learning runs: known optima, and scores that are known for each token."""
 
 import pytest
 import torch

@@ -4,10 +4,16 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import megarl
+import pytest
 
-PACKAGE = Path(megarl.__file__).parent
-FRAGMENTS = {"Of", "If", "With", "As", "So", "Where", "And", "But", "Beside"}
+from tests.paths import ROOT
+
+FRAGMENTS = {
+    *("After", "Also", "And", "As", "At", "Before", "Beside", "Between", "But", "By", "For", "From", "If", "In"),
+    *("Into", "Not", "Of", "On", "Over", "Per", "So", "Than", "That", "Through", "To", "Under", "Until", "Where"),
+    *("Which", "While", "With", "Without"),
+}
+"""First words that make a fragment, or a sentence whose subject comes late."""
 
 
 def docstrings(file: Path) -> Iterator[tuple[int, str]]:
@@ -17,10 +23,11 @@ def docstrings(file: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value.value
 
 
-def test_no_docstring_continues_its_name():
+@pytest.mark.parametrize("folder", ["megarl", "tests", "tools"])
+def test_no_docstring_continues_its_name(folder):
     fragments = [
-        f"{file.relative_to(PACKAGE.parent)}:{line}: {text.splitlines()[0]}"
-        for file in sorted(PACKAGE.rglob("*.py"))
+        f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for file in sorted((ROOT / folder).rglob("*.py"))
         for line, text in docstrings(file)
         if text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0].rstrip(",:;.") in FRAGMENTS
     ]

@@ -215,7 +215,7 @@ def rollouts_of(groups) -> Rollouts:
 
 
 def test_an_update_without_samples_is_left_out():
-    """Of three updates of one prompt each, all rewards of the second's samples failed."""
+    """The step has three updates of one prompt each, and all rewards of the second's samples failed."""
     settings = config("rewards.failure_limit=0.5", "batch.prompts_per_step=3", "batch.prompts_per_update=1")
     samples = [[sample(prompt, k) for k in range(2)] for prompt in range(3)]
     groups, _ = select(settings, samples, [*map(score, [1.0, 0.0, None, None, 0.0, 1.0])])
@@ -361,7 +361,7 @@ ONLINE_DPO = ("algorithm.objective.name=dpo", "rollout.context_length=32")
 
 
 def test_online_dpo_learns_from_the_best_and_the_worst_of_each_group():
-    """Of two updates of two prompts each; in the second all rewards are equal, and it is left out."""
+    """The step has two updates of two prompts each; in the second all rewards are equal, and it is left out."""
     settings = config(*ONLINE_DPO, "batch.prompts_per_step=4", "batch.prompts_per_update=2")
     samples = [[sample(prompt, k) for k in range(3)] for prompt in range(4)]
     groups, _ = select(settings, samples, [*map(score, [0.5, 0.0, 1.0, 1.0, 1.0, 1.0, *[0.0] * 6])])

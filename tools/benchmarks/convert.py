@@ -49,7 +49,7 @@ SIZES = {"3B": 28, "tiny": 2}
 """Name -> layers."""
 
 TOY = dict(num_hidden_layers=2, hidden_size=24, intermediate_size=32, head_dim=8, vocab_size=128)
-"""For the time that the command takes to start."""
+"""A model for the time that the command takes to start."""
 
 BLOCK_BYTES = 64 * 2**20
 

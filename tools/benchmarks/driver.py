@@ -1,5 +1,5 @@
-"""What a step costs the driver and a rank beside sampling and training: scores joined, baselines, microbatches for all
-ranks, metrics merged; a rank's samples unpickled and collated. Engines, rewards and ranks are stubs.
+"""The costs of a step for the driver and a rank beside sampling and training: scores joined, baselines, microbatches
+for all ranks, metrics merged; a rank's samples unpickled and collated. Engines, rewards and ranks are stubs.
 
 .venv/bin/python tools/benchmarks/driver.py --out tools/benchmarks/results/driver.json
 """
@@ -49,13 +49,13 @@ from megarl.step.scoring import ScoredSample, select
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
 FEWER_TOKENS = 8
-"""By what the tokens of a sample are divided for the comparison of memory."""
+"""The divisor of each sample's number of tokens for the comparison of memory."""
 
 STEPS = 9
-"""Of a rank, whose median is told: its first one has no memory pools yet."""
+"""The steps of a rank, whose median is told: its first one has no memory pools yet."""
 
 NUM_METRICS = 40
-"""That a rank says of an update."""
+"""The number of metrics that a rank says of an update."""
 
 
 class Case(NamedTuple):
@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What engines, rewards and ranks give the driver: made before anything is measured."""
+    """A step's input from engines, rewards and ranks: made before anything is measured."""
 
     prompts: list[Prompt]
     samples: list[list[RemoteSample]]
@@ -119,7 +119,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def driver(config: Config, packing: Packing, step: Step, lap: Laps) -> list[RankBatch]:
-    """What it does in a step of one update, in its order."""
+    """Does the driver's work in a step of one update, in its order, and returns the ranks' batches."""
     lap("requests", requests, config, 1, step.prompts)
     groups, metrics = lap("join with scores", select, config, step.samples, step.scores)
     chosen = lap("choose groups", choose, groups, config.batch.prompts_per_step)
@@ -134,7 +134,7 @@ def driver(config: Config, packing: Packing, step: Step, lap: Laps) -> list[Rank
 
 
 def peak_bytes(config: Config, packing: Packing, step: Step) -> int:
-    """Beside what engines and rewards have sent."""
+    """Returns the peak bytes of the driver in a step, beside what engines and rewards have sent."""
     tracemalloc.start()
     driver(config, packing, step, Laps())
     _, peak = tracemalloc.get_traced_memory()
@@ -210,7 +210,7 @@ def sample_of(info: SampleInfo, prompt: Prompt, source: np.random.Generator) -> 
 
 
 def packing_of(case: Case) -> Packing:
-    """Of a model of about 8B parameters with a vocabulary of 150,000."""
+    """Returns the packing of a model of about 8B parameters with a vocabulary of 150,000."""
     return Packing(
         token_budget=4 * (case.prompt_tokens + case.longest_response),
         num_ranks=case.ranks,

@@ -282,8 +282,9 @@ def driver() -> str:
     many, few = sorted(driving["peak_bytes_by_tokens"].items(), key=lambda item: -int(item[0]))
     samples = found["prompts"] * found["samples_per_prompt"]
     collate = 1e6 * rank["cpu_seconds"]["collate"] / rank["tokens"]
-    lead = f"""What the driver does in a step of {samples:,} samples of {found["tokens"]:,} tokens for {found["ranks"]:,}
-        ranks, and one rank with its samples, on stub answers, by `python tools/benchmarks/driver.py`"""
+    lead = f"""What the driver does in a step of {samples:,} samples of {found["tokens"]:,} tokens for
+        {found["ranks"]:,} ranks, and one rank with its samples, on stub answers, by
+        `python tools/benchmarks/driver.py`"""
     rows = [
         ["The driver, a step (target 3)", f"{sum(driving['cpu_seconds'].values()):.2f} s of CPU"],
         ["Its peak memory", " and ".join(f"{size / 1e6:.1f} MB at {int(n):,} tokens" for n, size in (many, few))],
@@ -334,7 +335,7 @@ def moved(run: Mapping[str, Any]) -> str:
 
 
 def meanwhile(found: Mapping[str, Any], end: str = ":") -> str:
-    """What else the machine did, where it was not quiet."""
+    """Returns the end of a phrase, after what else the machine did where it was not quiet."""
     percent = found["cpu_percent_elsewhere"]
     busy = f", while other processes had {percent:.0f} % of the machine's CPU time" if percent > QUIET_PERCENT else ""
     return busy + end
@@ -350,7 +351,7 @@ def table(header: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def text(paragraph: str) -> str:
-    """In lines as long as those of the pages."""
+    """Returns the paragraph in lines as long as those of the pages."""
     return fill(" ".join(paragraph.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
 
 

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def run(side: str) -> dict[str, Any]:
-    """In a process of its own, with all cores."""
+    """Runs a side in a process of its own, with all cores, and returns its figures."""
     print(f"running: {side}", flush=True)
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     command = [sys.executable, __file__, *sys.argv[1:], "--side", side]

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and what else the machine did meanwhile."""
+"""The machine that a benchmark ran on, and what else it did meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 QUIET_PERCENT = 5.0
-"""Of the machine's CPU time: above it, figures taken meanwhile are worth little."""
+"""The percentage of the machine's CPU time that others may have: above it, figures taken meanwhile are worth little."""
 
 
 def machine() -> dict[str, Any]:

@@ -29,7 +29,7 @@ BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
 
 
 class RandomActor(ActorWorker):
-    """Of a folder that has a config.json only."""
+    """An actor with random weights, whose folder has a config.json only."""
 
     def _load_weights(self) -> None:
         for name, parameter in named_parameters(self.chunks).items():
@@ -127,7 +127,8 @@ def lengths_of(samples: list[TrainingSample]) -> list[Lengths]:
 def closed_form(
     case: Case, config: Config, rank: int, rank_batches: list[list[Microbatch]], samples: list[TrainingSample]
 ) -> dict[str, Any]:
-    """Of the largest microbatch, as if all were so large."""
+    """Returns the bytes of a rank's memory by part in closed form, as if all microbatches were as large as the
+    largest."""
     of_microbatch = [[samples[i].sample for i in microbatch] for share in rank_batches for microbatch in share]
     tokens = max(sum(s.num_tokens for s in members) for members in of_microbatch)
     rows = max(sum(len(s.response_ids) for s in members) for members in of_microbatch)

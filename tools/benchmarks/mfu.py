@@ -26,7 +26,7 @@ from megarl.planning.flops import training_flops
 from megarl.resharding.families.shape import ModelShape
 
 PEAK_TFLOPS = 989.5
-"""Of an H100 SXM and of an H200, bfloat16 without sparsity."""
+"""The peak of an H100 SXM and of an H200 in bfloat16 without sparsity."""
 
 KINDS = {
     "communication": ("nccl",),
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def arithmetic(case: Case) -> dict[str, Any]:
-    """What follows from the shapes alone."""
+    """Returns the figures that follow from the shapes alone."""
     lengths = [prompt + response for prompt, response in case.lengths]
     return {
         "tokens_per_microbatch": case.microbatch,

@@ -1,4 +1,4 @@
-"""What the plan of a large run costs: seconds of one core to make and to send it, as arrays and as objects.
+"""The cost of a large run's plan: seconds of one core to make and to send it, as arrays and as objects.
 
 .venv/bin/python tools/benchmarks/plan.py --out tools/benchmarks/results/plan.json
 """
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Laps:
-    """What has been done -> seconds of one core that it took."""
+    """The seconds of one core that each thing took, by its name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -99,7 +99,7 @@ class Case:
         return 4 * sum(prod(shape) for shape in self.engine.shapes.values())
 
     def write(self, folder: Path) -> Path:
-        """What the engine starts from: no weights."""
+        """Writes the folder that the engine starts from, without weights."""
         ignored = shutil.ignore_patterns("*.safetensors*", "config.json")
         shutil.copytree(self._source, folder, ignore=ignored)
         (folder / "config.json").write_text(json.dumps(self.hf_config), encoding="utf-8")
@@ -108,8 +108,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Of each: the seconds by way, the CPU seconds of all processes together, and the bytes per second that a rank
-    sends to the engine over gloo, in messages as large as the plan's buckets."""
+    """The measurements of all rounds: the seconds by way, the CPU seconds of all processes together, and the bytes per
+    second that a rank sends to the engine over gloo, in messages as large as the plan's buckets."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -141,7 +141,7 @@ class Sides:
 
     @property
     def ways(self) -> dict[str, tuple[Callable[[], None], Callable[[], float]]]:
-        """Of each, what prepares it, and a refit by it, which returns its seconds."""
+        """The preparation of each way, and a refit by it, which returns its seconds."""
         return {
             "shared memory": (self._open_shared_memory, lambda: self.engine.call("refit")),
             "common way, gloo": (lambda: None, lambda: self._received("send_common", "receive_common")),

@@ -80,11 +80,11 @@ class CommonWay:
     folder: Holder
 
     def group(self, rank: int) -> dist.Backend:
-        """Of all ranks and the engine."""
+        """Returns the process group of all ranks and the engine."""
         return self._group("common", rank, self.size)
 
     def stage_group(self, stage: int, rank: int) -> dist.Backend:
-        """Of the tensor-parallel ranks of a stage. rank: among all ranks."""
+        """Returns the process group of the tensor-parallel ranks of a stage. rank: among all ranks."""
         return self._group(f"stage{stage}", rank - self.root(stage), len(self.stages[stage]))
 
     def _group(self, name: str, rank: int, size: int) -> dist.Backend:

@@ -186,8 +186,8 @@ def _carried_out(command: Sequence[str], log: Path, timeout_s: float) -> tuple[i
 
 
 def _cpu_seconds(pid: int) -> dict[psutil.Process, float]:
-    """Of a process and its descendants. What nobody waits for, such as a process that ends with its parent, is in no
-    account of ended children."""
+    """Returns the CPU seconds of a process and of its descendants. What nobody waits for, such as a process that ends
+    with its parent, is in no account of ended children."""
     found = {}
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)

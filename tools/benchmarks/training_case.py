@@ -70,7 +70,7 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """Of an update, padding not counted."""
+        """The number of tokens of an update, padding not counted."""
         return sum(prompt + response for prompt, response in self.lengths)
 
     def ids(self) -> list[tuple[list[int], list[int]]]:

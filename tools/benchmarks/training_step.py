@@ -126,7 +126,8 @@ def packed_against_padded(arguments: argparse.Namespace, cores: int, work: Path)
 
 
 def memory_against_closed_form(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
-    """Of each rank: the highest resident memory less what the process had before the model, against rank_memory."""
+    """Returns for each rank the highest resident memory less what the process had before the model, against
+    rank_memory."""
     lengths, layouts = _lengths(arguments, mixed=False), {}
     for name, layout in LAYOUTS.items():
         threads = 1 if layout else cores
@@ -140,7 +141,7 @@ def memory_against_closed_form(arguments: argparse.Namespace, cores: int, work: 
 
 
 def saving_against_copy(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
-    """How long a checkpoint keeps training waiting, against a plain copy of its bytes to fresh host memory."""
+    """Returns how long a checkpoint keeps training waiting, against a plain copy of its bytes to fresh host memory."""
     lengths, layouts = _lengths(arguments, mixed=False)[:4], {}
     for name in ("1 process", "PP2"):
         layout = LAYOUTS[name]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 PROMPTS = ["a", "a", "a", "b", "c", "c", "c"]
-"""Of each sample: one group has a single sample."""
+"""The prompt of each sample: one group has a single sample."""
 
 LENGTHS = [7, 4, 1, 5, 6, 4, 3]
 REWARDS = [1.0, 0.0, 0.25, 0.75, 1.0, -0.5, 0.3]

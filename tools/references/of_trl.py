@@ -34,10 +34,10 @@ POLICY: dict[str, dict[str, Any]] = {
 
 
 def numbers(batch: dict[str, Any]) -> Numbers:
-    return of_policy(batch) | of_pairs(batch) | of_logits()
+    return policy_losses(batch) | pair_losses(batch) | logit_numbers()
 
 
-def of_policy(batch: dict[str, Any]) -> Numbers:
+def policy_losses(batch: dict[str, Any]) -> Numbers:
     mask = padded(batch["mask"])
     inputs = {
         "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.int64),
@@ -51,15 +51,15 @@ def of_policy(batch: dict[str, Any]) -> Numbers:
         "num_items_in_batch": mask.sum(),
     }
 
-    def of_case(trainer_class: type, settings: dict[str, Any]) -> dict[str, Any]:
+    def loss_numbers(trainer_class: type, settings: dict[str, Any]) -> dict[str, Any]:
         return value_and_gradient(batch, lambda now: trainer_class._compute_loss(_trainer(now, settings), None, inputs))
 
-    found = {f"loss/{name}": of_case(GRPOTrainer, settings) for name, settings in POLICY.items()}
-    return found | {"loss/gmpo": of_case(GMPOTrainer, dict(epsilon_low=0.4, epsilon_high=0.4))}
+    found = {f"loss/{name}": loss_numbers(GRPOTrainer, settings) for name, settings in POLICY.items()}
+    return found | {"loss/gmpo": loss_numbers(GMPOTrainer, dict(epsilon_low=0.4, epsilon_high=0.4))}
 
 
 def _trainer(now: torch.Tensor, settings: dict[str, Any]) -> SimpleNamespace:
-    """What GRPOTrainer's loss reads of a trainer whose model gives these log-probs."""
+    """Returns as much of a trainer whose model gives these log-probs as GRPOTrainer's loss reads."""
     args = dict(delta=settings.get("delta"), use_bias_correction_kl=False, steps_per_generation=1)
     temperatures = dict(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
     defaults = dict(beta=0.0, epsilon_low=0.0, epsilon_high=0.0, importance_sampling_level="token", loss_type="")
@@ -77,8 +77,9 @@ def _trainer(now: torch.Tensor, settings: dict[str, Any]) -> SimpleNamespace:
     )
 
 
-def of_pairs(batch: dict[str, Any]) -> Numbers:
-    """Of the first two samples and of the fifth and the seventh, the better one first."""
+def pair_losses(batch: dict[str, Any]) -> Numbers:
+    """Returns the losses of two pairs: of the first two samples, and of the fifth and the seventh, the better one
+    first."""
     better, worse = [0, 4], [1, 6]
     rows = better + worse
     mask = padded(batch["mask"])[rows]
@@ -92,8 +93,8 @@ def of_pairs(batch: dict[str, Any]) -> Numbers:
     }
     for name, settings in cases.items():
         pairs = [[0, 2], [1, 3]] if name == "conservative_dpo" else [[0, 1, 2, 3]]
-        of_each = [_dpo(batch, [rows[i] for i in pair], mask[pair], settings) for pair in pairs]
-        found[f"pairs/{name}"] = sum(of_each) / len(of_each)
+        losses = [_dpo(batch, [rows[i] for i in pair], mask[pair], settings) for pair in pairs]
+        found[f"pairs/{name}"] = sum(losses) / len(losses)
     return found
 
 
@@ -130,7 +131,7 @@ def _reward_model(scores: torch.Tensor) -> float:
 
 
 def _bookkeeping() -> dict[str, Any]:
-    """Of one process, in training."""
+    """Returns a trainer's account of one process, in training."""
     model = torch.nn.Linear(1, 1)
     accelerator = SimpleNamespace(
         device=torch.device("cpu"),
@@ -150,7 +151,7 @@ def _bookkeeping() -> dict[str, Any]:
     )
 
 
-def of_logits() -> Numbers:
+def logit_numbers() -> Numbers:
     """Logits (i·j mod 11) / 3 of token j at place i; the target is token i."""
     logits = torch.tensor([[(i * j % 11) / 3 for j in range(13)] for i in range(5)], dtype=torch.float64)
     targets = torch.arange(5)

@@ -16,7 +16,7 @@ from verl.workers.config.actor import PolicyLossConfig
 
 GAMMA, LAMBDA = 0.9, 0.8
 DIVERGENCES = [0.05, 0.3, 0.105, 0.1]
-"""Of four steps of an adaptive coefficient, around its target."""
+"""The divergences of four steps of an adaptive coefficient, around its target."""
 
 Numbers = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ def numbers(batch: dict[str, Any]) -> Numbers:
 
 
 def advantages(batch: dict[str, Any]) -> Numbers:
-    """Of trained tokens, one after the other."""
+    """Returns the advantages of trained tokens, one after the other."""
     trained = padded(batch["mask"]).bool()
     found = _of_groups(batch) | _of_tokens(batch)
     return {f"advantage/{name}": of_each[trained].tolist() for name, of_each in found.items()} | _pass_at_k(batch)
@@ -67,7 +67,7 @@ def _of_tokens(batch: dict[str, Any]) -> Tensors:
 
 
 def _pass_at_k(batch: dict[str, Any]) -> Numbers:
-    """Of the groups of more than one sample, not divided by their deviation."""
+    """Returns the advantages in groups of more than one sample, not divided by their deviation."""
     rows = [i for i, prompt in enumerate(batch["prompts"]) if batch["prompts"].count(prompt) > 1]
     mask = padded(batch["mask"])
     groups = dict(response_mask=mask[rows], index=np.array(batch["prompts"])[rows])
@@ -88,10 +88,10 @@ def estimates(batch: dict[str, Any]) -> Numbers:
     forms = [f"{name}{plus}" for name in ("k1", "k2", "k3", "abs") for plus in ("", "+")]
     mask = padded(batch["mask"])
 
-    def of_form(form: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def estimate(form: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda now: (core_algos.kl_penalty(now, padded(batch["reference"]), form) * mask).sum()
 
-    return {f"kl/{form}": value_and_gradient(batch, of_form(form)) for form in forms} | {
+    return {f"kl/{form}": value_and_gradient(batch, estimate(form)) for form in forms} | {
         "kl/reward": _kl_rewards(batch)[mask.bool()].tolist(),
         "kl/adaptive": _coefficients(),
     }
@@ -103,7 +103,7 @@ def _kl_rewards(batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _coefficients() -> list[float]:
-    """After each step of 256 samples."""
+    """Returns the coefficients after each step of 256 samples."""
     controller = core_algos.AdaptiveKLController(init_kl_coef=0.3, target_kl=0.1, horizon=1000)
     found = []
     for divergence in DIVERGENCES:
@@ -130,14 +130,14 @@ def losses(batch: dict[str, Any]) -> Numbers:
         "dro": ("dro", dict(policy_loss=_policy(dro_beta=0.3)), {}),
     }
 
-    def of_case(name: str, settings: dict[str, Any], how: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def policy_loss(name: str, settings: dict[str, Any], how: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
         # As in a run, where samples without a trained token count: else they would not.
         config.global_batch_info["global_batch_size"] = len(mask)
         loss = core_algos.get_policy_loss_fn(name)
         return lambda now: loss(old, now, advantage, mask, **how, config=config)[0]
 
-    found = {f"loss/{name}": value_and_gradient(batch, of_case(*case)) for name, case in cases.items()}
+    found = {f"loss/{name}": value_and_gradient(batch, policy_loss(*case)) for name, case in cases.items()}
     values = dict(returns=padded(batch["returns"]), values=padded(batch["values"]), response_mask=mask)
     found["loss/value"] = value_and_gradient(
         batch, lambda now: core_algos.compute_value_loss(now, **values, cliprange_value=0.2)[0], of="values_now"
@@ -150,7 +150,7 @@ def _policy(**settings: float) -> PolicyLossConfig:
 
 
 def aggregations(batch: dict[str, Any]) -> Numbers:
-    """Of −now, over all samples, those without a trained token too."""
+    """Returns each aggregation of −now, over all samples, those without a trained token too."""
     mask, loss = padded(batch["mask"]), -padded(batch["now"])
     modes = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
     return {
@@ -162,7 +162,7 @@ def aggregations(batch: dict[str, Any]) -> Numbers:
 
 
 def corrections(batch: dict[str, Any]) -> Numbers:
-    """Of trained tokens, one after the other."""
+    """Returns the weights and masks of trained tokens, one after the other."""
     mask = padded(batch["mask"])
     log_ratio = padded(batch["old"]) - padded(batch["rollout_logprobs"])
     weights = {

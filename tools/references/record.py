@@ -1,4 +1,4 @@
-"""What public libraries compute of a small batch, as data that the unit tests compare megarl with.
+"""Records what public libraries compute of a small batch, as data that the unit tests compare megarl with.
 
 pip install --no-deps --target FOLDER -r tools/references/requirements.txt
 PYTHONPATH=FOLDER .venv/bin/python tools/references/record.py
@@ -43,7 +43,7 @@ def _shown(value: Any) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """To 12 digits: less than the tests see, and no noise of the last bits."""
+    """Rounds numbers to 12 digits: less than the tests see, and no noise of the last bits."""
     if isinstance(value, float):
         return float(f"{value:.12g}")
     if isinstance(value, list):

@@ -43,7 +43,7 @@ def virtual_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
 
 
 def expert_tensor_parallel_needs_expert_parallel(keys: str, layout: Layout) -> str | None:
-    """Without expert parallelism, Megatron computes wrong gradients for another etp, without an error."""
+    """Megatron without expert parallelism computes wrong gradients for another etp, without an error."""
     if layout.ep > 1 or layout.expert_tp == layout.tp:
         return None
     return (

@@ -93,7 +93,7 @@ def folders(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def printed(folders) -> dict[str, str]:
-    """What each of these prints; one process runs them all, as it imports longer than it works."""
+    """The output of each of these codes; one process runs them all, as it imports longer than it works."""
     codes = (LOAD, REFUSED, LIST)
     between = f"\nprint({BETWEEN!r}, end='')\n"
     return dict(zip(codes, run(folders, between.join(codes)).split(BETWEEN), strict=True))

@@ -1,4 +1,4 @@
-"""What estimators of whole samples share."""
+"""The moving average of rewards, which estimators of whole samples share."""
 
 import pytest
 

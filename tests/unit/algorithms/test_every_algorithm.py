@@ -25,7 +25,7 @@ from tests.unit.config.test_base_recipe import nodes
 SPECS: list[EstimatorSpec | ObjectiveSpec] = [*ESTIMATORS.values(), *OBJECTIVES.values()]
 TENSORS = {"margin", "log_prob", "old", "advantage", "reward", "mask", "row_sample", "covariance", "draw"}
 INPUTS = TENSORS | {"samples", "selected", "value", "group"}
-"""What functions take beside their options."""
+"""The inputs that functions take beside their options."""
 
 
 def section(spec: EstimatorSpec | ObjectiveSpec) -> str:
@@ -119,7 +119,8 @@ def test_its_options_are_keys_that_take_the_papers_values(spec):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_the_comments_of_its_own_options_name_it(spec):
-    """Of those that not all read: whoever looks for what to set finds it there."""
+    """The base recipe's comment on an option that only some read names them: whoever looks for what to set finds it
+    there."""
     others = ESTIMATORS if isinstance(spec, EstimatorSpec) else OBJECTIVES
     arguments = spec.arguments if isinstance(spec, EstimatorSpec) else spec.options
     few = [option for option in arguments if not all(option in other.options for other in others.values())]

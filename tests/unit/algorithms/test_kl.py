@@ -79,7 +79,7 @@ def test_the_coefficient_moves_by_at_most_a_fifth_of_the_horizons_share(divergen
 
 @pytest.mark.parametrize("adaptive_target", ["null", "0.1"])
 def test_all_forms_combine_and_each_has_a_metric_of_its_own(adaptive_target):
-    """Where it is taken off or added, of what, how it is estimated, and its gradient."""
+    """A form says where the KL is taken off or added, of what, how it is estimated, and its gradient."""
     placements = (("loss", "whole", "loss"), ("reward", "whole", "reward_whole"), ("reward", "to_go", "reward_to_go"))
     forms = product(placements, ("token", "sequence"), kl.KL_ESTIMATORS, ("", "_straight_through"))
     names = set()

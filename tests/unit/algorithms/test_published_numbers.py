@@ -1,4 +1,4 @@
-"""What public libraries compute of one small batch, with ragged samples, tool tokens and a group of one.
+"""Numbers that public libraries compute of one small batch, with ragged samples, tool tokens and a group of one.
 
 tools/references/record.py has recorded it. Where conventions differ, the option is named that makes megarl's theirs.
 """
@@ -59,7 +59,7 @@ def rows(name: str) -> torch.Tensor:
     return torch.tensor([value for own in BATCH[name] for value in own], dtype=torch.float64)
 
 
-def of_samples(values: list[float]) -> torch.Tensor:
+def float64(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -71,8 +71,8 @@ def assert_equal(ours: torch.Tensor, numbers: Any) -> None:
 
 def against(rewards: list[float], baselines: list[Baseline]) -> torch.Tensor:
     """float64 [N]."""
-    center, scale = of_samples([b.center for b in baselines]), of_samples([b.scale for b in baselines])
-    return sample_advantages(of_samples(rewards), center, scale)[ROW_SAMPLE]
+    center, scale = float64([b.center for b in baselines]), float64([b.scale for b in baselines])
+    return sample_advantages(float64(rewards), center, scale)[ROW_SAMPLE]
 
 
 def in_groups(rewards: list[float], estimator: str, **options: object) -> list[Baseline]:
@@ -110,7 +110,7 @@ def test_verls_gpg():
 
 
 def test_verls_pass_at_k():
-    """Of https://arxiv.org/abs/2503.19595, whose k is the size of the group: the best reward less the second best."""
+    """The k of https://arxiv.org/abs/2503.19595 is the size of the group: the best reward less the second best."""
     options = dict(estimator="pass_at_k", k=3, pass_at_k_baseline="without")
     in_pairs = torch.tensor([PROMPTS.count(prompt) > 1 for prompt in PROMPTS])[ROW_SAMPLE]
     advantage = against(REWARDS, in_groups(REWARDS, **options))
@@ -123,7 +123,7 @@ def test_verls_remax():
 
 
 def whitened(advantage: torch.Tensor) -> torch.Tensor:
-    """With the sample's deviation, to whose square they add 1e-8."""
+    """Returns the advantages whitened with the sample deviation, to whose square verl adds 1e-8."""
     trained = advantage[MASK]
     moments = mean_and_std(len(trained), trained.sum().item(), trained.square().sum().item(), "sample")
     return whiten(advantage, MASK, *moments, std_epsilon=0.0)
@@ -137,7 +137,7 @@ def test_verls_reinforce_plus_plus_with_a_group_baseline():
 
 def token_rewards() -> torch.Tensor:
     """Each token's own reward, and the sample's on its last trained one."""
-    return at_last_token(of_samples(REWARDS), MASK, ROW_SAMPLE) + rows("token_rewards")
+    return at_last_token(float64(REWARDS), MASK, ROW_SAMPLE) + rows("token_rewards")
 
 
 def test_discounted_returns():
@@ -154,9 +154,10 @@ def test_generalised_advantages():
     assert_equal(returns[MASK], theirs("verl", "advantage/gae_returns"))
 
 
-def assert_loss(library: str, name: str, loss: Callable[[torch.Tensor], torch.Tensor], of: str = "now") -> None:
-    """In value, where both have the same, and in the gradient for each token."""
-    now = rows(of).requires_grad_()
+def assert_loss(library: str, name: str, loss: Callable[[torch.Tensor], torch.Tensor], variable: str = "now") -> None:
+    """Asserts that the library has the same value, where it is of the same loss, and the same gradient for each
+    token."""
+    now = rows(variable).requires_grad_()
     value = loss(now)
     [gradient] = torch.autograd.grad(value, now)
     assert_equal(gradient[MASK], theirs(library, name)["gradient"])
@@ -173,7 +174,7 @@ OTHER_VALUES = {
     ("verl", "loss/clip_cov"),  # a chosen token that the clip holds loses a constant
     ("trl", "loss/gmpo"),  # a sample without a trained token loses −A
 }
-"""Of which only the gradient is the same."""
+"""The losses of which only the gradient is the same."""
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
@@ -194,7 +195,7 @@ def test_verls_kl_as_a_reward():
 
 
 def test_verls_adaptive_coefficient():
-    """Of four steps of 256 samples, with a target of 0.1."""
+    """The coefficient is adapted in four steps of 256 samples, with a target of 0.1."""
     coefficients = [0.3]
     for divergence in (0.05, 0.3, 0.105, 0.1):
         coefficients.append(kl.adapted(coefficients[-1], divergence, target=0.1, num_samples=256, horizon=1000))
@@ -204,7 +205,7 @@ def test_verls_adaptive_coefficient():
 def weights(mode: str) -> torch.Tensor:
     """float64 [N], 0 for tokens that are not trained on."""
     of_each = sample_weights(mode, NUM_TOKENS, PROMPTS, LONGEST)
-    return torch.where(MASK, of_samples(of_each)[ROW_SAMPLE], 0.0)
+    return torch.where(MASK, float64(of_each)[ROW_SAMPLE], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -222,14 +223,15 @@ def test_verls_aggregations(name, mode):
 
 SEQUENCE_MEAN, TOKEN_MEAN = "sequence_mean_of_token_means", "token_mean"
 CLIP = dict(clip_low=0.2, clip_high=0.2)
-ADVANTAGE = of_samples(BATCH["advantages"])[ROW_SAMPLE]
+ADVANTAGE = float64(BATCH["advantages"])[ROW_SAMPLE]
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PolicyLoss]
 
 
 def objective(name: str, **options: object) -> Loss:
-    """With all of its options but those that are none; of the whole batch, where it is of samples."""
+    """Returns an objective's loss with all of its options but those that are none; where it is of samples, of the whole
+    batch."""
     spec = OBJECTIVES[name]
     assert options.keys() | {"dual_clip"} == spec.arguments.keys() | {"dual_clip"}
     inputs = [SAMPLES] * len(spec.inputs)
@@ -315,13 +317,13 @@ def test_verls_dro():
 
 
 def test_verls_value_loss():
-    """With algorithm.value.coefficient=0.5."""
+    """It is megarl's with algorithm.value.coefficient=0.5."""
 
     def total(values: torch.Tensor) -> torch.Tensor:
         losses = squared_error(values, rows("values"), rows("returns"), clip=0.2).loss
         return 0.5 * (weights(TOKEN_MEAN) * losses).sum()
 
-    assert_loss("verl", "loss/value", total, of="values_now")
+    assert_loss("verl", "loss/value", total, variable="values_now")
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -369,7 +371,7 @@ def margins(length_normalised: bool) -> torch.Tensor:
     [
         (
             "reward_model",
-            lambda: OBJECTIVES["reward_model"].loss(margins_of(of_samples(REWARDS)[PAIRS]), label_smoothing=0.0),
+            lambda: OBJECTIVES["reward_model"].loss(margins_of(float64(REWARDS)[PAIRS]), label_smoothing=0.0),
         ),
         ("dpo", lambda: OBJECTIVES["dpo"].loss(0.2 * margins(False), label_smoothing=0.0)),
         ("dpo_by_length", lambda: OBJECTIVES["dpo"].loss(0.2 * margins(True), label_smoothing=0.0)),

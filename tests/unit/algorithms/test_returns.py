@@ -1,4 +1,4 @@
-"""What is still to come on packed rows, against sums that are written out."""
+"""Rewards that are still to come on packed rows, against sums that are written out."""
 
 import random
 

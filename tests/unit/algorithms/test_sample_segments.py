@@ -29,7 +29,8 @@ def test_the_ranks_gradients_add_up_to_that_of_the_whole():
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_all_tokens_of_a_sample_have_the_same_value(level):
-    """To the last bit, so that no bound divides a sample, however far from their mean its tokens are."""
+    """The values are the same to the last bit, so that no bound divides a sample, however far from their mean its
+    tokens are."""
     values = torch.tensor([700.0, 1e-3, -899.9, 0.1, 0.7, 3.0])
     samples = SampleSegments(MASK, ROW_SAMPLE, 3)
     of_rows = samples.at_level(level, values)

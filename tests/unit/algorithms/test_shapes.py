@@ -26,11 +26,11 @@ OTHERS = {
     "num_samples": 3,
 }
 OTHER_LENGTH = {("at_last_token", "reward")}
-"""Of another length, which is not known from the other tensors."""
+"""The functions and their tensors whose length is another, not known from the other tensors."""
 
 
 def functions() -> Iterator[Callable]:
-    """With two tensors or more."""
+    """Yields the functions with two tensors or more."""
     for module in pkgutil.walk_packages(algorithms.__path__, "megarl.algorithms."):
         for name, function in inspect.getmembers(import_module(module.name), inspect.isfunction):
             own = function.__module__ == module.name and name[0] != "_"

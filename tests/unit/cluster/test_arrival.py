@@ -1,4 +1,4 @@
-"""Whether what the trainer learns arrives: a refit after an update that changes no byte ends the run."""
+"""The check that what the trainer learns arrives: a refit after an update that changes no byte ends the run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trainers() -> FakeTrainers:
 
 
 def watch(trainers: FakeTrainers, verify: str = "first", frozen: Sequence[str] = ()) -> Arrival:
-    """After the refit at the start of a run."""
+    """Returns the watch over arrivals after the refit at the start of a run."""
     watched = Arrival(trainers.checksums, verify, frozen)
     watched.expect(REGIONS, 0.0)
     return watched

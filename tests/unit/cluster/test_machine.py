@@ -1,4 +1,4 @@
-"""What the devices of a machine do not allow is said in one line, before anything starts."""
+"""A run that a machine's devices do not allow is refused in one line, before anything starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config(*overrides: str) -> Config:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With eight GPUs."""
+    """Gives the machine eight GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
 

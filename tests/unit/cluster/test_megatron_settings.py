@@ -1,4 +1,4 @@
-"""What Megatron or this machine refuses of a recipe is said before the run has a folder or a process of Ray."""
+"""Settings that Megatron or this machine refuses are named before the run has a folder or a process of Ray."""
 
 from __future__ import annotations
 

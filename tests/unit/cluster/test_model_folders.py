@@ -1,4 +1,4 @@
-"""What is said of the models of a run before it starts."""
+"""The models of a run, which are found and named before it starts."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def placed(*overrides: str, cores: int | None = None, on_gpus: bool = False) -> 
 
 
 def layout(**sizes: int) -> str:
-    """Of the actor."""
+    """Returns the override that sets the actor's layout."""
     return f"actor.layout={{{', '.join(f'{k}: {v}' for k, v in sizes.items())}, last_stage_layers: null}}"
 
 

@@ -1,4 +1,4 @@
-"""What a rank fetches in a step, and what it collates: everything once."""
+"""A rank fetches and collates everything once in a step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def store(monkeypatch) -> list[list[str]]:
 
 @pytest.fixture
 def collated(monkeypatch) -> list[int]:
-    """How many samples each microbatch had that was collated."""
+    """The number of samples of each microbatch that was collated."""
     counts: list[int] = []
     monkeypatch.setattr(
         local_batch, "collate", lambda samples, *rest: counts.append(len(samples)) or collate(samples, *rest)

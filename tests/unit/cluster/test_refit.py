@@ -1,4 +1,4 @@
-"""How weights go from trainer to engine on each machine, and the order in which both use its memory."""
+"""The way of weights from trainer to engine on each machine, and the order in which both use its memory."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_nothing_is_sent_to_an_engine_that_is_lost_when_it_is_told_of_the_plan(p
 
 
 def test_engine_and_trainer_take_turns(prepare) -> None:
-    """Of two steps, the second with another round of sampling."""
+    """The second of two steps has another round of sampling."""
     workers, engines, log = prepare(True, "actor.offload=[gradients, optimizer]")
     workers.refit.run(0)
     for version, rounds in ((1, 1), (2, 2)):
@@ -202,7 +202,7 @@ class Starting:
 def test_roles_start_side_by_side_unless_engines_must_leave_their_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, on_gpus: bool
 ) -> None:
-    """On shared GPUs the engines are asleep when the models take their memory."""
+    """The engines are asleep on shared GPUs when the models take their memory."""
     folder, log = write_tiny_llama(tmp_path), []
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "rollout.sleep=true"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpus)

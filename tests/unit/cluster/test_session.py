@@ -174,7 +174,7 @@ def test_an_expendable_process_may_be_lost(session: Session, ray: FakeRay, loss:
 
 
 def test_what_others_see_of_an_expendable_loss_is_no_failure(session: Session) -> None:
-    """Also where it is seen before the loss itself."""
+    """The others' errors count for nothing even where they are seen before the loss itself."""
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     calls = {"trainer-0": Call(1, reset), "engine-0": Call(2, ActorDiedError()), "engine-1": Call(9, reset)}
     assert session.submit(calls, "refit", expendable=EXPENDABLE).result() == Answers({}, {"engine-0"})

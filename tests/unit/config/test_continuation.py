@@ -1,4 +1,4 @@
-"""Which changes of a configuration make another run of it."""
+"""The changes of a configuration that make another run of it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_steps_may_change_unless_the_learning_rates_so_far_follow_from_them(sche
 
 
 def test_the_critics_learning_rates_are_asked_too() -> None:
-    """Of its own updates: those of the steps in which it alone is trained as well."""
+    """The critic's schedule is of its own updates: those of the steps in which it alone is trained as well."""
     settings = ["algorithm.advantage.estimator=gae", "critic.warmup_steps=10", "critic.optimizer.schedule.name=linear"]
     [line] = violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump())
     assert line.startswith("run.steps=200: ck is of a run with 100, which") and "critic.optimizer.schedule" in line

@@ -17,7 +17,7 @@ PEAK, TOTAL = 0.3, 40
 
 
 def rates(*overrides: str, total: int = TOTAL) -> list[float]:
-    """Of all updates, and of two more than the run has."""
+    """Returns the learning rates of all updates, and of two more than the run has."""
     optimizer = recipe(*overrides).actor.optimizer
     return [learning_rate(optimizer, done, total) for done in range(total + 2)]
 

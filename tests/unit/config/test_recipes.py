@@ -16,7 +16,7 @@ def test_a_recipe_keeps_all_rules_and_says_what_it_is(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_what_a_recipe_clips_can_move(recipe):
-    """In a step's only update every ratio is 1, and every value the one before the step."""
+    """Every ratio is 1 in a step's only update, and every value the one before the step."""
     config = load(recipe)
     objective, critic_clip = config.algorithm.objective, config.algorithm.value.clip
     clips = [name for name in ("clip_low", "clip_high", "dual_clip") if getattr(objective, name) is not None]

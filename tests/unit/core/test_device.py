@@ -11,7 +11,7 @@ import torch
 from megarl.core import device
 
 SIZES = (1, 1000, 5 * 2**20 + 3)
-"""Of which none is a power of two, in bytes of some dtype."""
+"""Numbers of elements: one, and two that are no power of two."""
 
 
 class Cudart:
@@ -29,7 +29,7 @@ class Cudart:
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:
-        """Of memory that is still there."""
+        """Unlocks memory, which must still be there."""
         ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
         assert any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
         del self.locked[address]

@@ -1,4 +1,4 @@
-"""Which names are numbers, and rows of text."""
+"""Numbers in the names of files, and rows of text."""
 
 from __future__ import annotations
 

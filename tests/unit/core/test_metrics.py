@@ -28,7 +28,7 @@ def test_sum_max_and_min(parts):
 
 @given(st.lists(st.tuples(numbers, weights), min_size=2, max_size=8), st.data())
 def test_merging_in_two_stages_changes_nothing(parts, data):
-    """Over microbatches, then over ranks, is the same as over all at once."""
+    """Merging over microbatches, then over ranks, is the same as over all at once."""
     dicts = [
         {"mean": Metric(value, weight), "sum": Metric(value, weight, "sum"), "max": Metric(value, weight, "max")}
         for value, weight in parts

@@ -1,4 +1,4 @@
-"""What a sample is made of, and what it is after a journey between two processes."""
+"""Samples: what one is made of, and what it is after a journey between two processes."""
 
 import pickle
 from dataclasses import replace

@@ -64,7 +64,7 @@ def test_collated_tensors_are_those_of_a_loop_over_tokens(samples, wanted, reads
 def loop(
     samples: list[TrainingSample], wanted: Packing, reads: str, truncates: bool, old: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
-    """By field; None or missing for what a batch does not have."""
+    """Returns the batch's tensors by field; None or missing for what a batch does not have."""
     tokens, positions, documents, rows, standing = [], [], [], [], {}
 
     def append(ids: list[int], first_position: int) -> list[int]:

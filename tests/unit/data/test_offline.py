@@ -76,7 +76,7 @@ def test_what_comes_after_the_last_answer_is_left_out(model_folder, tmp_path):
 
 
 def test_what_a_template_writes_after_the_end_of_the_sequence_is_not_learned(tmp_path):
-    """As ChatML does; between turns it stays, for the next one."""
+    """The template of ChatML does so; between turns it stays, for the next one."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token + '\n' }}{% endfor %}"
@@ -92,7 +92,7 @@ def test_what_a_template_writes_after_the_end_of_the_sequence_is_not_learned(tmp
 
 
 def test_a_template_that_writes_earlier_turns_otherwise_is_refused(tmp_path):
-    """As those do that leave earlier thoughts out."""
+    """Templates that leave earlier thoughts out do so."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"

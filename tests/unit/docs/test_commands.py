@@ -95,7 +95,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_arithmetic(cac
 
 
 def test_commands_that_plan(tmp_path):
-    """In a folder with a model at the command's path: one with fewer layers and experts, planned in less time."""
+    """The folder has a model at the command's path: one with fewer layers and experts, planned in less time."""
     folder = tmp_path / "path" / "to" / "model"
     folder.mkdir(parents=True)
     fewer = {"num_hidden_layers": 16, "n_routed_experts": 32, "moe_intermediate_size": 256}

@@ -1,4 +1,4 @@
-"""What the pages say of extending megarl."""
+"""The claims of the pages on extending megarl."""
 
 from __future__ import annotations
 

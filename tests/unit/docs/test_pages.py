@@ -1,4 +1,4 @@
-"""What the pages of the documentation name exists, and the README stays short."""
+"""Everything that the pages of the documentation name exists, and the README stays short."""
 
 from __future__ import annotations
 

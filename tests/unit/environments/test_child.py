@@ -1,4 +1,4 @@
-"""What counts as a number of a user's function."""
+"""The results of a user's function: which are numbers, and what is said of others."""
 
 import numpy as np
 import pytest

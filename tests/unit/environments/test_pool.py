@@ -175,7 +175,7 @@ def test_a_closed_pool_leaves_no_process_and_answers_what_was_asked(file):
 
 
 def has_ended(pid: int) -> bool:
-    """Whether there is no such process, or only until somebody asks how it ended."""
+    """Returns whether there is no such process, or only until somebody asks how it ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

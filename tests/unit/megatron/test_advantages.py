@@ -77,7 +77,7 @@ IN_REWARD = "kl={placement: reward, coefficient: 1.0}"
 
 
 def estimated(settings: Algorithm, **given: dict[str, list[float]]) -> list[list[float]]:
-    """By sample, all in one pack after an empty one."""
+    """Returns the advantages of each sample, all in one pack after an empty one."""
     samples = [replace(training_sample(name), baseline=BASELINE) for name in MASKS]
     scores = {name: {sample: torch.tensor(own) for sample, own in of.items()} for name, of in given.items()}
     nothing = collate([], packing(), **scores)
@@ -125,28 +125,28 @@ TURNS = {"a": [2.0, 5.0], "b": [1.0], "c": [3.0], "d": []}
 """a's turns end at its first and its fourth token."""
 
 
-def of_turns() -> dict[str, list[float]]:
+def turn_rewards() -> dict[str, list[float]]:
     return {name: on_turns(rewards, MASKS[name]) for name, rewards in TURNS.items()}
 
 
 @pytest.mark.parametrize("estimator", SAMPLE_ESTIMATORS)
 def test_rewards_of_turns_are_part_of_the_samples_or_count_for_what_led_to_them(estimator):
     """2 + 7, −1 + 1 and 0 + 3; or (2 − 1)/4 and (5 − 1)/4, 0, (3 − 1)/4, compared by themselves."""
-    whole = estimated(algorithm(estimator), process_reward=of_turns())
+    whole = estimated(algorithm(estimator), process_reward=turn_rewards())
     assert whole == [[4.25, 0, 4.25, 4.25, 0], [-0.25], [0, 1.25, 1.25], [0, 0]]
-    to_go = estimated(algorithm(estimator, "advantage.credit=to_go"), process_reward=of_turns())
+    to_go = estimated(algorithm(estimator, "advantage.credit=to_go"), process_reward=turn_rewards())
     assert to_go == [[2.0, 0, 1.75, 1.75, 0], [-0.75], [0, 0.25, 0.25], [0, 0]]
 
 
 def test_rewards_of_turns_are_to_come():
     settings = algorithm("reinforce_plus_plus", "advantage.whiten=false", "advantage.gamma=0.5")
-    found = estimated(settings, process_reward=of_turns())
+    found = estimated(settings, process_reward=turn_rewards())
     assert found == [[2 + 0.25 * 7, 0, 0.5 * 7, 7, 0], [0], [0, 0.5 * 3, 3], [0, 0]]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample(level):
-    """In units of the scale, 2; whatever it is estimated from."""
+    """The KL is in units of the scale, 2; whatever it is estimated from."""
     of_tokens, of_samples = (
         estimated(algorithm("grpo", IN_REWARD, f"kl.level={level}", f"advantage.credit={credit}"), kl_reward=KL_REWARDS)
         for credit in ("to_go", "whole")
@@ -175,7 +175,7 @@ def test_all_rewards_are_to_come_without_a_baseline():
 
 
 def test_two_lambdas_and_a_length():
-    """Of the policy, λ = 1 − 1/(α·3) for a; of the critic, 1: what is to come."""
+    """The policy's λ is 1 − 1/(α·3) for a; the critic's is 1, so that its returns are what is to come."""
     values = {name: [0.5] * len(mask) for name, mask in MASKS.items()}
     settings = algorithm("gae", "advantage={length_alpha: 0.5, critic_lambda: 1.0, whiten: false}")
     samples = [training_sample(name) for name in MASKS]
@@ -193,12 +193,12 @@ def test_neighbours_in_the_pack_are_not_seen(estimator):
     made = [replace(training_sample(name), baseline=Baseline(i / 2, 1.0 + i)) for i, name in enumerate(MASKS)]
     scores = {field: randn(i) for i, field in enumerate(("values", "implicit_reward", "process_reward", "kl_reward"))}
 
-    def of_pack(samples: list[TrainingSample]) -> dict[str, torch.Tensor]:
+    def pack_advantages(samples: list[TrainingSample]) -> dict[str, torch.Tensor]:
         [batch] = with_advantages(settings, [collate(samples, packing(), **scores)])
         lengths = [len(item.sample.response_ids) for item in samples]
         parts = batch.advantage.split(lengths)
         return {item.sample.id: own for item, own in zip(samples, parts, strict=True)}
 
-    alone = {name: own for item in made for name, own in of_pack([item]).items()}
+    alone = {name: own for item in made for name, own in pack_advantages([item]).items()}
     for order in (made, made[::-1], [made[2], made[0], made[3], made[1]]):
-        torch.testing.assert_close(of_pack(order), alone)
+        torch.testing.assert_close(pack_advantages(order), alone)

@@ -1,4 +1,4 @@
-"""How a pack is shared out: every token once, as Megatron's rules say, and fairly within each document."""
+"""The division of a pack among ranks: every token once, as Megatron's rules say, and fairly within each document."""
 
 import itertools
 

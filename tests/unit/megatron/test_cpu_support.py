@@ -5,7 +5,7 @@ import sys
 
 
 def test_ranks_do_not_load_torchs_compiler():
-    """In a process of its own, as this one may have it from elsewhere."""
+    """The ranks' modules are imported in a process of its own, as this one may have the compiler from elsewhere."""
     code = (
         "import sys, torch; compiler = torch.compile\n"
         "import megarl.megatron.workers.actor, megarl.megatron.workers.reward_model\n"

@@ -1,4 +1,4 @@
-"""What losses ask of a batch."""
+"""A batch without what a loss asks of it is refused."""
 
 import pytest
 import torch

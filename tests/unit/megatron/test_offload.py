@@ -1,4 +1,4 @@
-"""What is moved out goes to the same host memory each time, where that is locked for a GPU."""
+"""A part that is moved out goes to the same host memory each time, where that is locked for a GPU."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_fields_of_our_own_are_refused_of_every_role(field: str, value: Any, why
 
 
 def test_maximal_update_parametrisation_is_refused():
-    """By this megatron-core, which may not know it, and by one that does."""
+    """The override is refused by this megatron-core, which may not know it, and by one that does."""
     config = config_of_llama("actor", "model", use_mup=True)
     with pytest.raises(ValueError, match=r"^actor.megatron_overrides.model.use_mup"):
         transformer_config(config.actor, LLAMA, torch.float32)

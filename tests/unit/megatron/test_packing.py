@@ -1,4 +1,5 @@
-"""What a layout asks of packs: sequence parallelism parts of tp, context parallelism two runs of tokens a rank."""
+"""The multiples that a layout asks of packs: sequence parallelism parts of tp, context parallelism two runs of tokens a
+rank."""
 
 from __future__ import annotations
 

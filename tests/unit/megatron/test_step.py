@@ -1,4 +1,4 @@
-"""What the model reads of the microbatches is prepared one ahead, in a thread of its own."""
+"""The model's inputs of the microbatches are prepared one ahead, in a thread of its own."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from megarl.megatron import step
 
 @pytest.fixture
 def prepared(monkeypatch) -> list[int]:
-    """Which batches have been prepared. Batches are numbers here, of which −1 has a flaw."""
+    """The batches that have been prepared. Batches are numbers here, of which −1 has a flaw."""
     numbers: list[int] = []
 
     def prepare(batch: int) -> str:

@@ -64,8 +64,8 @@ def test_a_renewed_set_is_the_live_one_of_that_moment(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_moving_average_is_its_closed_form_and_does_not_stall(dtype):
-    """After n renewals of weights that stay: live + (start − live) · (1 − share)ⁿ. In bfloat16 alone, the first renewal
-    would change nothing: the step is below half of the last place."""
+    """The average after n renewals of weights that stay is live + (start − live) · (1 − share)ⁿ. In bfloat16 alone, the
+    first renewal would change nothing: the step is below half of the last place."""
     live = model().to(dtype)
     start = [p.detach().double() for p in live.parameters()]
     sets = WeightSnapshots(dict(live.named_parameters()))

@@ -19,7 +19,7 @@ OPTIONS = ("has_scale", "has_kept", "block")
 
 
 def test_kernels_equal_full_logits():
-    """In a process of their own: an import of Triton decides on its interpreter."""
+    """The kernels run in a process of their own: an import of Triton decides on its interpreter."""
     command = [sys.executable, "-m", "tests.interpreted_head"]
     variables = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)

@@ -154,7 +154,7 @@ def test_bfloat16_within_its_precision(num_tokens, hidden, vocab, padding):
 
 
 def test_in_bfloat16_gradients_of_many_tokens_add_up_in_float32():
-    """In bfloat16, a sum of equal numbers stops growing at 256 of them."""
+    """A sum of equal numbers stops growing at 256 of them in bfloat16."""
     count = 1024
     h, w = torch.ones(count, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16).requires_grad_()
     w.main_grad = torch.zeros(2, 1)

@@ -31,7 +31,7 @@ MIXTRAL_8X7B = {
     "tie_word_embeddings": False,
 }
 PARAMETERS = 1_543_714_304
-"""Of Qwen2.5-1.5B, as its model card's 1.54B."""
+"""The number of parameters of Qwen2.5-1.5B, its model card's 1.54B."""
 
 
 def layout(**sizes: int) -> Layout:

@@ -21,9 +21,9 @@ def config(*overrides: str) -> Config:
     return load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
 
 
-def longest_sample(of_config: Config) -> Sample:
+def longest_sample(settings: Config) -> Sample:
     """Its text is of 4.5 letters a token, or Chinese of 1.5 characters."""
-    n, context, top_k = of_config.rollout.max_new_tokens, of_config.rollout.context_length, of_config.rollout.top_k
+    n, context, top_k = settings.rollout.max_new_tokens, settings.rollout.context_length, settings.rollout.top_k
     candidates = None
     if top_k is not None:
         candidates = CandidateIds.of([SOURCE.integers(150_000, size=top_k) for _ in range(n)])

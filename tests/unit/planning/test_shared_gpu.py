@@ -1,4 +1,4 @@
-"""What a shared GPU holds, of a model whose number of parameters is known."""
+"""The load of a shared GPU, by a model whose number of parameters is known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fullest(*overrides: str, gpu: int = 0, reward=None, critic: bool = False) ->
 
 
 def test_weights_gradients_and_optimizer_beside_the_engines_weights():
-    """In bfloat16: 2 + 4 + 12 bytes of each parameter, and 2 in the engine."""
+    """Each parameter has 2 + 4 + 12 bytes in the actor and 2 in the engine, in bfloat16."""
     load = fullest("rollout.kv_cache_gib=1")
     assert load.phase == "while the engine samples"
     assert sum(load.parts.values()) == 20 * PARAMETERS + GIB

@@ -72,7 +72,7 @@ def test_nothing_to_draw():
 
 
 def test_phases_are_stacked_up_to_the_step_time():
-    """Of 10 s, rollout, train and refit explain 9: the rest is named other."""
+    """The phases rollout, train and refit explain 9 of 10 s: the rest is named other."""
     times = {"time__rollout": [4.0], "time__train": [3.0], "time__refit": [2.0], "time__step": [10.0]}
     root = ElementTree.fromstring(plots.draw_phases(history(1, **times)))
     heights = {}

@@ -97,7 +97,7 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
 
 
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As in Phi-3's checkpoints."""
+    """Returns the checkpoint's tensors fused as in Phi-3's checkpoints."""
     found = {}
     for name, tensor in tensors.items():
         if "q_proj" in name:
@@ -205,7 +205,8 @@ def megatron_shard(
     vocab_multiple: int,
     experts: tuple[range, int, int],
 ) -> dict[str, torch.Tensor]:
-    """What megatron-core's converters make: QKV per group by reshape, gate and up as halves of each rank's rows.
+    """Returns the shard that megatron-core's converters make: QKV per group by reshape, gate and up as halves of each
+    rank's rows.
 
     experts: the numbers of those that the rank has, the tensor-parallel size of each, and the rank's place in it.
     """
@@ -260,7 +261,7 @@ def megatron_shard(
 
 
 def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: int, rank: int):
-    """What vLLM's weight loaders make of the checkpoint."""
+    """Returns the tensors that vLLM's weight loaders make of the checkpoint."""
     checkpoint = unfused(config, checkpoint)
     kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
 

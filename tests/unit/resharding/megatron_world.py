@@ -22,7 +22,7 @@ from tests.paths import BASE
 
 @dataclass(frozen=True)
 class RealRank:
-    """What megatron-core gives to a global rank.
+    """A global rank as megatron-core makes it.
 
     shapes           of its parameters and persistent buffers
     layers, experts  prefix of a layer or an expert -> its number in the whole model, or in the whole layer

@@ -37,7 +37,7 @@ def numbered(holder: Holder) -> Arrays:
 
 
 def held(holder: Holder, checkpoint: Arrays) -> Arrays:
-    """What a holder has when all is well, piece by piece."""
+    """Returns what a holder has when all is well, piece by piece."""
     arrays = {name: np.full(shape, UNWRITTEN) for name, shape in holder.shapes.items()}
     for piece in holder.pieces:
         target = part(arrays, Place(piece.local, piece.local_rectangle))
@@ -74,7 +74,7 @@ def carried_out(plan: Plan, sources: Sequence[Arrays], destinations: Sequence[Ho
 
 
 def enter_once(plan: Plan, sources: Sequence[Arrays]) -> bool:
-    """Whether no element comes twice into a node; of trainers and engines on different nodes."""
+    """Returns whether no element comes twice into a node; of trainers and engines on different nodes."""
     known: dict[int, set[int]] = defaultdict(set)
     for bucket in plan.buckets:
         for link in bucket.links:

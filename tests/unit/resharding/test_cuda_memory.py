@@ -1,4 +1,5 @@
-"""Who publishes what for whom on a GPU, and who opens and closes it: with host memory in the place of a GPU's."""
+"""Weights on a GPU: who publishes what for whom, and who opens and closes it, with host memory in the place of a
+GPU's."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ OWN = {"any": torch.empty(1)}
 
 
 ARGUMENTS = list(inspect.signature(rebuild_cuda_tensor).parameters)
-"""In the installed torch."""
+"""The names of rebuild_cuda_tensor's arguments in the installed torch."""
 
 
 class FakeIpc:
@@ -35,7 +36,8 @@ class FakeIpc:
     def __init__(self) -> None:
         self._published: dict[int, torch.Tensor] = {}
         self.readers: dict[tuple[bytes, int], int] = {}
-        """As torch counts them: an owner's storage is kept while its counter, which has no sign, is not zero."""
+        """The readers as torch counts them: an owner's storage is kept while its counter, which has no sign, is not
+        zero."""
         self.opened: dict[int, int] = {}
         """Handle -> the device that it was opened on."""
         self._open: list[weakref.ref] = []
@@ -97,7 +99,7 @@ def live_weights() -> dict[str, torch.Tensor]:
 
 
 def channel(weights: dict[str, torch.Tensor], moving: bool) -> CudaMemory:
-    """For all targets."""
+    """Returns a channel on which the weights are published for all targets."""
     return CudaMemory({SOURCE.name: {target.name: publish(weights) for target in TARGETS}}, moving)
 
 

@@ -11,7 +11,7 @@ from megarl.resharding.transports import delta
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 NEGATIVE_ZERO, NAN, OTHER_NAN, INFINITY = -(2**15), 0x7FC0, 0x7FC5, 0x7F80
-"""Of bfloat16."""
+"""The bits of some numbers in bfloat16."""
 
 
 def changed_into(old: torch.Tensor, new: torch.Tensor, target: torch.Tensor) -> int:

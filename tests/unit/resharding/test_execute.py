@@ -96,7 +96,7 @@ def test_whole_tensors_are_put_together_from_the_parts_of_ranks(checkpoint):
 
 
 def test_whole_tensors_are_put_together_on_the_device_that_wants_them(checkpoint):
-    """Not where they are read."""
+    """They are not put together on the device that they are read from."""
     writes = make_plan([FOLDER], [replace(FOLDER, name="engine")]).into("engine")
     assembly = Assembly(writes, LocalMemory({FOLDER.name: checkpoint}), torch.device("meta"))
     assert {tensor.device.type for _, tensor in assembly.parameters()} == {"meta"}

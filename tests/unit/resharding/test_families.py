@@ -42,7 +42,7 @@ def test_the_checkpoint_has_the_published_number_of_parameters(model):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_checkpoint_has_as_many_elements_as_the_model_of_transformers(model_type):
-    """In the sizes that transformers has as defaults: up to DeepSeek-V3's 671 thousand million."""
+    """The sizes are those that transformers has as defaults: up to DeepSeek-V3's 671 thousand million."""
     config = AutoConfig.for_model(model_type, sliding_window=None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -197,7 +197,7 @@ SIZES = dict(
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model["model_type"])
 def test_what_the_configs_rules_let_pass_every_rank_can_hold(model):
-    """So that in a run no message but theirs, which names the role's key, is ever seen."""
+    """The rules thus refuse first: in a run no message but theirs, which names the role's key, is ever seen."""
     source, taken = random.Random(0), 0
     for _ in range(1000):
         layout = layout_of(**{name: source.choice(sizes) for name, sizes in SIZES.items()})

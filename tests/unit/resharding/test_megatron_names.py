@@ -85,11 +85,12 @@ PUBLISHED = (
     ("DeepSeek-V3", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, last=1)),
     ("DeepSeek-V3", layout_of(tp=4, pp=8, dp=32, ep=8, etp=4, first=7, last=6)),
 )
-"""Up to 1,024 ranks; those of Qwen3-235B-A22B but the last are what others have published for training it."""
+"""Models with layouts of up to 1,024 ranks; those of Qwen3-235B-A22B but the last are what others have published for
+training it."""
 
 
 def label(value: str | Layout) -> str:
-    """Of a model, or of a layout: what differs from one process."""
+    """Returns the label of a model, or of a layout: what differs from one process."""
     if isinstance(value, str):
         return value
     return " ".join(
@@ -125,7 +126,8 @@ def test_published_models_on_every_rank_that_differs(model, layout):
 
 
 def test_layers_of_transformer_engine():
-    """In a process of its own, in which Megatron finds a Transformer Engine that has parameters only."""
+    """The layers are built in a process of its own, in which Megatron finds a Transformer Engine that has parameters
+    only."""
     cases = [
         (CONFIGS["SmolLM2-135M"], layout_of(tp=3, pp=2), 5),
         (CONFIGS["Llama-3.1-8B"] | {"attention_bias": True, "mlp_bias": True}, layout_of(tp=4), 1),

@@ -22,7 +22,7 @@ Weights = dict[str, dict[str, torch.Tensor]]
 
 
 def resharded(sources: list[Holder], weights: Weights, destinations: list[Holder]) -> Weights:
-    """Through a proven plan into tensors full of NaN."""
+    """Carries out a proven plan into tensors full of NaN, and returns the destinations' weights."""
     plan = make_plan(sources, destinations)
     check_plan(plan, sources, destinations)
     written = {}

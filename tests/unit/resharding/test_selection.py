@@ -1,4 +1,4 @@
-"""Which parameters of a Megatron rank a pattern over Hugging Face names chooses."""
+"""The parameters of a Megatron rank that a pattern over Hugging Face names chooses."""
 
 from __future__ import annotations
 

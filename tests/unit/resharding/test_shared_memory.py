@@ -100,7 +100,7 @@ def test_the_memory_of_a_trainer_that_is_gone_is_released(trainer):
 
 
 def maps(inode: int) -> bool:
-    """Whether this process has a mapping of that file."""
+    """Returns whether this process has a mapping of that file."""
     return any(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
 
 

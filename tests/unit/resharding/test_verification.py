@@ -51,7 +51,7 @@ def expected_of(
 @settings(max_examples=25)
 @given(configs())
 def test_an_engine_that_holds_the_weights_is_found_right(case):
-    """What it should hold is computed by plain tensor algebra, not by a plan."""
+    """The weights that it should hold are computed by plain tensor algebra, not by a plan."""
     config, layout, tp = case
     ranks, weights = trained(config, layout)
     engines = vllm_holders(config, tp, replicas=1)
@@ -94,7 +94,7 @@ def test_padding_of_experts_is_written_and_checked(case, extra):
 
 
 def with_padded_experts(own: Weights, extra: int) -> Weights:
-    """What vLLM's CPU build makes of its stacks of experts."""
+    """Returns the weights with the stacks of experts padded as vLLM's CPU build pads them."""
     padded = dict(own)
     for name, stack in own.items():
         if name.endswith("w2_weight"):

@@ -1,4 +1,4 @@
-"""What vllm_holder declares, against the models that vLLM's own classes build and load."""
+"""The declarations of vllm_holder, against the models that vLLM's own classes build and load."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 
 class Group:
-    """What model classes ask of a process group."""
+    """A process group with as much as model classes ask of one."""
 
     def __init__(self, size: int, rank: int):
         self.world_size, self.rank_in_group, self.rank = size, rank, lambda: rank

@@ -1,4 +1,4 @@
-"""What a reward model with another tokenizer reads, and which sampled tokens its steps end with."""
+"""The text that a reward model with another tokenizer reads, and the sampled tokens that its steps end with."""
 
 from math import nan
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_read_says_why():
 
 
 def reward(response: str, scores: list[float], own, actor, *overrides: str) -> ModelReward:
-    """By steps that end with a dot, in an actor that reads and writes with its own tokenizer."""
+    """Returns the reward by steps that end with a dot, in an actor that reads and writes with its own tokenizer."""
     read = reader("text", own=own, actor=actor)
     of_sample = sample(response, actor)
     rule = ClassifierReward("token", settings("reward_model.step_end=.", *overrides), own, read, rewards_tokens=True)

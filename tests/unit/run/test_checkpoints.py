@@ -209,7 +209,7 @@ def test_killed_after_any_change_of_the_disk_the_last_or_the_new_one_is_whole(tm
 def test_everything_is_on_the_disk_before_it_has_a_name_and_is_pointed_to(checkpoints, monkeypatch) -> None:
     events: list[tuple[str, str]] = []
 
-    def told(kind: str, inner, name):
+    def recording(kind: str, inner, name):
         def call(*args):
             events.append((kind, name(*args)))
             return inner(*args)
@@ -220,10 +220,10 @@ def test_everything_is_on_the_disk_before_it_has_a_name_and_is_pointed_to(checkp
         return os.path.relpath(path, checkpoints.path)
 
     monkeypatch.setattr(
-        os, "fsync", told("sync", os.fsync, lambda number: relative(os.readlink(f"/proc/self/fd/{number}")))
+        os, "fsync", recording("sync", os.fsync, lambda number: relative(os.readlink(f"/proc/self/fd/{number}")))
     )
-    monkeypatch.setattr(Path, "rename", told("name", Path.rename, lambda _, new: relative(new)))
-    monkeypatch.setattr(Path, "replace", told("name", Path.replace, lambda _, new: relative(new)))
+    monkeypatch.setattr(Path, "rename", recording("name", Path.rename, lambda _, new: relative(new)))
+    monkeypatch.setattr(Path, "replace", recording("name", Path.replace, lambda _, new: relative(new)))
     save(checkpoints, 10)
     hidden = ".step_000010"
     files = [f"{hidden}/actor/__0_0.distcp", f"{hidden}/actor/__1_0.distcp", f"{hidden}/actor/.metadata"]

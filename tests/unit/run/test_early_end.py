@@ -1,4 +1,4 @@
-"""What a run says that ends before its last step."""
+"""The messages of a run that ends before its last step."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def console_lines(*steps: tuple[int, dict], total: int = 14) -> list[str]:
 
 def test_a_run_on_offline_data_has_columns_of_its_own():
     stream = io.StringIO()
-    sink = ConsoleSink(3, stream, given=True)
+    sink = ConsoleSink(3, stream, is_offline=True)
     sink.write(1, {"preference/loss": 0.6931, "reward_model/grad_norm": 1.5, "preference/accuracy": 0.75})
     sink.write(2, {"policy/nll": 2.5, "policy/entropy": 1.25, "data/trained_tokens": 12345})
     header, first, second = (line.split() for line in stream.getvalue().splitlines())

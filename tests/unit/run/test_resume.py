@@ -1,4 +1,4 @@
-"""Where a run begins, by the key `resume`."""
+"""The place where a run begins, by the key `resume`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def config(root: Path, *overrides: str) -> Config:
 
 
 def save(resume_point: ResumePoint, settings: Config, step: int) -> Path:
-    """What a run leaves after `step` with three prompts a step: the metrics of one step more, and a checkpoint."""
+    """Writes what a run leaves after `step` with three prompts a step: the metrics of one step more, and a
+    checkpoint."""
     while resume_point.state.step < step:
         resume_point.state.cursor.take(3)
         resume_point.state.average.add(1 / (resume_point.state.step + 3), decay=0.9)
@@ -128,7 +129,7 @@ def test_what_a_killed_run_was_removing_is_removed(root: Path) -> None:
 
 
 def test_no_checkpoint_is_removed_before_the_newest_is_known_to_be_whole(root: Path) -> None:
-    """Which the ranks find out later, each for its own files."""
+    """The ranks find out later whether it is, each for its own files."""
     first = start(config(root), PROMPTS)
     saved = [save(first, config(root), step) for step in (1, 2, 3)]
     again = start(config(root, "resume=auto", "checkpoint.keep=1"), PROMPTS)

@@ -1,4 +1,4 @@
-"""What a step says of samples whose tokens are of several weight versions."""
+"""The metrics of a step with samples whose tokens are of several weight versions."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which sampled responses are compared."""
+"""The sampled responses that are compared."""
 
 from megarl.step.pairs import best_and_worst
 from megarl.step.scoring import ScoredSample

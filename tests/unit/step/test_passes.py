@@ -1,4 +1,4 @@
-"""Which passes a run makes, and that it says why."""
+"""The passes that a run makes, and the reasons that it gives."""
 
 import pytest
 

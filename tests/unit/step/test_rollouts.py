@@ -1,4 +1,4 @@
-"""Which samples a step gathers, where some prompts tell nothing."""
+"""The samples that a step gathers, where some prompts tell nothing."""
 
 from __future__ import annotations
 

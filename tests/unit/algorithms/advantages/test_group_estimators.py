@@ -1,4 +1,4 @@
-"""What samples are compared with: hand-worked groups, the definitions, and what an estimator does not see."""
+"""Baselines of samples: hand-worked groups, the definitions, and what an estimator does not see."""
 
 from statistics import fmean, stdev
 

@@ -25,7 +25,7 @@ def test_bradley_terry_is_the_cross_entropy_of_who_wins(values, smoothing):
 
 @given(MARGINS)
 def test_half_of_the_labels_wrong_would_teach_nothing(margin):
-    """At ε = ½ the loss is symmetric, and nearer to it the gradient shrinks towards its own optimum."""
+    """The loss is symmetric at ε = ½: neither response of a pair is preferred."""
     one, other = (bradley_terry(torch.tensor([sign * margin]).double(), 0.5) for sign in (1, -1))
     torch.testing.assert_close(one, other)
 
@@ -37,7 +37,7 @@ def test_the_best_margin_is_where_the_model_is_as_sure_as_its_labels():
 
 
 def test_ipo_pulls_the_margin_to_half_of_one_over_beta():
-    """Of log-ratios, whose β-fold is the margin."""
+    """The margin is that of the log-ratios; ipo is given β times it."""
     margin = torch.tensor([2.5, 1.0, -3.0], dtype=torch.float64, requires_grad=True)
     loss = ipo(0.2 * margin, beta=0.2)
     assert loss.tolist() == pytest.approx([0.0, 2.25, 30.25])

@@ -10,7 +10,7 @@ from megarl.algorithms.sample_segments import SampleSegments
 
 LENGTHS = (3, 1, 5, 2)
 SPLIT = torch.tensor([True, False, True, True, False, True, False, False, True, True, False])
-"""Which rows the first of two ranks has."""
+"""The rows that the first of two ranks has."""
 
 
 def gspo(log_ratio, advantage, clip_low, clip_high):
@@ -19,7 +19,8 @@ def gspo(log_ratio, advantage, clip_low, clip_high):
 
 
 def gmpo(log_ratio, advantage, clip_low, clip_high):
-    """As the paper has it: the geometric mean of |min(ρA, clip(ρ, e^−low, e^high)·A)|, with the sign of A."""
+    """Returns the loss as the paper has it: minus the geometric mean of |min(ρA, clip(ρ, e^−low, e^high)·A)|, with the
+    sign of A."""
     ratio = log_ratio.exp()
     terms = torch.minimum(ratio * advantage, ratio.clamp(math.exp(-clip_low), math.exp(clip_high)) * advantage)
     return -terms.abs().log().mean().exp() * torch.sign(advantage)
@@ -74,7 +75,7 @@ def test_loss_and_gradient_are_those_of_whole_samples(name, options, seed):
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_gradients_are_those_of_the_loss(name, options):
-    """Of an update: that of a single row is its share of its sample's."""
+    """The loss is that of an update: that of a single row is its share of its sample's."""
     now, old, advantage, mask, row_sample = data(1)
     samples, w = SampleSegments(mask, row_sample, 4), weights(mask, row_sample)
 
@@ -126,7 +127,7 @@ def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_sample_of_one_token_is_that_token(name):
-    """With n = 1 the geometric mean is the ratio itself, and the sum is the log-ratio."""
+    """The geometric mean of one ratio (n = 1) is the ratio itself, and the sum is the log-ratio."""
     now, old = torch.tensor([-0.5], dtype=torch.float64, requires_grad=True), torch.tensor([-0.6], dtype=torch.float64)
     samples = SampleSegments(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 1)
     options = OBJECTIVES[name].arguments

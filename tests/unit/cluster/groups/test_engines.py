@@ -21,7 +21,7 @@ from tests.paths import QUICKSTART
 from tests.unit.resharding.cases import config_of, layout_of
 
 DIED = object()
-"""What a call gives whose process is lost."""
+"""The answer to a call whose process is lost."""
 
 
 class FakeActor:
@@ -36,7 +36,7 @@ class FakeActor:
     """The size to which its kernels pad experts."""
     connected: list[tuple]
     put: list
-    """Into Ray's object store."""
+    """The objects that were put into Ray's object store."""
     asleep: list[str]
 
     def __init__(self, name: str):
@@ -52,8 +52,8 @@ class FakeActor:
         return self
 
     def remote(self, requests: list[str] | None = None, listener: object = None) -> Any:
-        """As Ray: so many references, of which that to the first, the infos, is a call that is run when it is waited
-        for."""
+        """Returns references as Ray does, one more than requests: the first, to the infos, is a call that is run when
+        it is waited for."""
         if requests is None:
             return lambda: None
         FakeActor.seen.setdefault(self._name, []).extend(requests)
@@ -63,13 +63,14 @@ class FakeActor:
 
 
 class FakeEngine:
-    """What such an actor holds."""
+    """The engine that such an actor holds."""
 
     def __init__(self, name: str):
         self._name = name
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        """As a family has them that calls the norm by another name."""
+        """Returns the shape and dtype of each parameter; for a misfit, as a family that calls the norm by another
+        name."""
         shard = vllm_holders(FakeActor.model, 1, 1, "float32", padded_experts=FakeActor.padded)[0].shard
         own = {name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()}
         if FakeActor.misfit:
@@ -208,7 +209,7 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_engine_without_one_of_its_ranks_ends(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
-    """So that it counts as lost. Any other error is the caller's to see."""
+    """The end of its process makes the engine count as lost. Any other error is the caller's to see."""
     ended: list[object] = []
     monkeypatch.setattr(engines.processes, "end_descendants", lambda: ended.append("descendants"))
     monkeypatch.setattr(engines.os, "_exit", ended.append)

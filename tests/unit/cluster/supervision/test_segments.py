@@ -33,7 +33,7 @@ def paths() -> Iterator[list[Path]]:
 
 
 def test_those_that_a_killed_process_made_are_removed(tmp_path: Path, paths: list[Path]) -> None:
-    """Not those that it had merely mapped: of programs that were there before, or that still use theirs."""
+    """Segments that it had merely mapped stay: those of programs that were there before, or that still use theirs."""
     unlinked, noted, late, earlier, served, unmapped = paths
     earlier.touch()
     segments.note_earlier(tmp_path)
@@ -82,7 +82,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_semaphore_is_known_from_the_moment_it_exists(tmp_path: Path) -> None:
-    """Of a process that was killed before anything could be noted, and whose tracker did not remove it."""
+    """Its process was killed before anything could be noted, and the process's tracker did not remove it."""
     scratch = tmp_path / f"megarl-test-{uuid4().hex}"
     scratch.mkdir()
     segments.note_earlier(scratch)

@@ -60,7 +60,8 @@ def _runs(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def signals_are_heard() -> Iterator[None]:
-    """Who starts the tests may ignore some, as nohup does, and processes inherit that."""
+    """Restores the default of signals that whoever starts the tests may ignore, as nohup does: processes inherit
+    that."""
     previous = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in previous.items():
@@ -176,7 +177,7 @@ def test_loss_of_the_parent() -> None:
 
 
 def test_an_ignored_hangup_stays_ignored() -> None:
-    """As under nohup."""
+    """The signal is ignored from the start, as under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with program("time.sleep(1)") as run:

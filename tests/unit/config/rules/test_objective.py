@@ -1,4 +1,4 @@
-"""What an objective asks of the data and of other keys."""
+"""The rules of an objective: what it asks of the data and of other keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank writes into a checkpoint, as megatron-core itself says of a model without memory."""
+"""The parts of a checkpoint that a rank writes, as megatron-core itself says of a model without memory."""
 
 from __future__ import annotations
 

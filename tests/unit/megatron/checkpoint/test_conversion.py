@@ -162,7 +162,8 @@ EXPERT_LAYOUTS = (
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_through_all_layouts_is_bit_exact(tmp_path, family):
-    """From each layout to the next, and in all of them Megatron finds the same tensors, but for the padding."""
+    """The checkpoint goes from each layout to the next, and in all of them Megatron finds the same tensors, but for the
+    padding."""
     config = config_of(**FAMILIES[family] | WIDE)
     tensors = write_model(tmp_path / "hf", config)
     first, *others = LAYOUTS + (EXPERT_LAYOUTS if has_experts(config) else ())
@@ -180,7 +181,7 @@ def has_experts(config: dict[str, Any]) -> bool:
 
 
 def whole_tensors(checkpoint: Path, vocabulary: int) -> dict[str, torch.Tensor]:
-    """As torch reads them, without the padding of the vocabulary."""
+    """Returns the tensors as torch reads them, without the padding of the vocabulary."""
     metadata = torch_checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in metadata.items() if hasattr(e, "chunks")}
     torch_checkpoint.load(tensors, checkpoint_id=checkpoint, no_dist=True)
@@ -473,7 +474,7 @@ def test_no_more_than_a_tensor_is_in_memory(tmp_path, monkeypatch, checkpoint):
 
 
 def test_a_checkpoint_of_a_newer_megatron(tmp_path, checkpoint):
-    """What is not sharded is an object among the tensors, without a file of its own."""
+    """A newer Megatron's object for what is not sharded lies among the tensors, without a file of its own."""
     stream = io.BytesIO()
     torch.save([{"iteration": 7}], stream)
     (checkpoint / "__9_0.distcp").write_bytes(b"something" + stream.getvalue())

@@ -1,4 +1,4 @@
-"""Which kernels are said to be taken, by what is installed."""
+"""The kernels that are said to be taken, by what is installed."""
 
 from __future__ import annotations
 

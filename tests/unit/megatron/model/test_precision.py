@@ -1,4 +1,4 @@
-"""Where fp8 is refused, and with which words."""
+"""The machines that fp8 is refused on, the words of the refusal, and the packs that its kernels need."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def move_at(position: tuple[int, int]) -> Move:
 
 
 def position(parameter: str, count: int = 0) -> tuple[int, int]:
-    """Of a move that writes into the parameter."""
+    """Returns the position of a move that writes into the parameter. count: how many such moves come before it."""
     return [at for at in MOVES if move_at(at).destination.parameter == parameter][count]
 
 
@@ -98,7 +98,7 @@ def test_a_link_dropped_and_doubled():
 
 
 def test_what_is_handed_on_must_have_come_before():
-    """In a bucket of its own, instead of the one that brings it."""
+    """A bucket of its own hands on, instead of the one that brings."""
     index, bucket = next((i, bucket) for i, bucket in enumerate(PLAN.buckets) if bucket.onward)
     again = tuple(Move(move.destination, move.destination, "float32", "float32") for move in bucket.moves)
     first, second = replace(bucket, onward=()), replace(bucket, links=bucket.onward, onward=(), moves=again)

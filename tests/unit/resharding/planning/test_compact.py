@@ -33,9 +33,9 @@ def test_a_part_has_the_hops_and_writes_of_its_members_and_no_others(case, toget
     for group in (names[i : i + together] for i in range(0, len(names), together)):
         part, members = sent.part(group), {names.index(name) for name in group}
 
-        def contents(of, members=members):
-            """Of its members' hops: the link, and what travels over it."""
-            hops = ((of.buckets[hop.bucket], hop.link) for hop in of.order if members & {*hop.link})
+        def contents(any_plan, members=members):
+            """Returns of each hop of the members the link, and what travels over it."""
+            hops = ((any_plan.buckets[hop.bucket], hop.link) for hop in any_plan.order if members & {*hop.link})
             return [(link, link in b.onward, b.moves, b.num_bytes) for b, link in hops]
 
         assert contents(part) == contents(plan)

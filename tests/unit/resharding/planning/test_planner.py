@@ -1,4 +1,5 @@
-"""What a plan promises beside being right: balance, one way into a node, buckets, the same everywhere, at any scale."""
+"""The promises of a plan beside being right: balance, one way into a node, buckets, the same everywhere, at any
+scale."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ LLAMA_70B = config_of(
 
 
 def holder(name: str, *rectangles, local: str = "w", node: int = 0) -> Holder:
-    """Of the tensor t: each rectangle is a parameter of its own."""
+    """Returns a holder of the tensor t: each rectangle is a parameter of its own."""
     pieces = tuple(
         Piece("t", rectangle, f"{local}{i}", tuple((0, n) for n in shape_of(rectangle)))
         for i, rectangle in enumerate(rectangles)
@@ -110,7 +111,7 @@ def test_a_source_on_the_same_node_is_preferred():
 
 
 def test_the_same_elements_under_different_names_enter_a_node_once():
-    """As a tied embedding does, which the first and the last stage keep."""
+    """A tied embedding does so, which the first and the last stage keep."""
     plan = proven(
         [holder("a", ((0, 4),))],
         [holder("first", ((0, 4),), local="embedding", node=1), holder("last", ((0, 4),), local="output", node=1)],

@@ -1,4 +1,4 @@
-"""How the two sides of a reshard are written, and what is said where they are wrong."""
+"""The notation of the two sides of a reshard, and what is said where it is wrong."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ SPEEDS = "inter=50GB/s,intra=400GB/s"
 
 
 def test_a_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What the engine's worker keeps of what its trainer rank has stays on their device; all else stays in the node."""
+    """Elements that the engine's worker keeps of what its trainer rank has stay on their device; all else stays in the
+    node."""
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
     model = config_of(vocab_size=64, num_key_value_heads=6)
     (tmp_path / "config.json").write_text(json.dumps(model))

@@ -1,4 +1,5 @@
-"""What engines on vLLM are started with, in a process of its own, as vLLM changes the one that imports it."""
+"""The arguments that engines on vLLM are started with, in a process of its own, as vLLM changes the one that imports
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On which cores the ranks of an engine on CPU run."""
+"""The cores on which the ranks of an engine on CPU run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cores(monkeypatch: pytest.MonkeyPatch):
 
 
 def binding(tp: int, threads: int, index: int) -> str:
-    """As vLLM reads it: ranks apart by |, their cores by commas."""
+    """Returns the cores as vLLM reads them: ranks apart by |, their cores by commas."""
     return environment(tp, threads, index)["VLLM_CPU_OMP_THREADS_BIND"]
 
 
