@@ -17,6 +17,7 @@ from megarl.core.timing import ElapsedTime, Stopwatch
 from megarl.data.model_folder import with_real_paths
 from megarl.run.loop import Loop, exit_status
 from megarl.run.preflight import preflight
+from megarl.step.agreement import warn_of_disagreement
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import dispatch, updates_of
 from megarl.step.metrics import step_metrics, update_rate
@@ -63,6 +64,7 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
     )
     with watch.phase("train"):
         metrics = train(config, workers, rollouts, number, loop.state.average)
+    warn_of_disagreement(config.model.dtype, metrics, loop.folder.logs)
     with watch.phase("refit"):
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
     return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)

@@ -73,6 +73,8 @@ class VllmEngine:
             seed=seed,
         )
         self._llm = LLM(**arguments)
+        for rank, description in enumerate(self._ask_workers(RefitExtension.describe)):
+            print(f"engine: rank {rank} is {description}", flush=True)
 
     async def generate(
         self, requests: Sequence[SamplingRequest], finished: Callable[[list[Sample]], object] = lambda _: None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -122,6 +123,18 @@ class RefitExtension:
     def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns the parameters that a refit writes: name -> shape and dtype."""
         return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
+
+    def describe(self) -> str:
+        """Returns what may differ between two starts of an engine, and with it the last digits of its log-probs."""
+        model, settings = self.model_runner.get_model(), self.model_runner.vllm_config
+        attention = sorted({type(m.impl).__name__ for m in model.modules() if hasattr(m, "impl")})
+        return (
+            f"vLLM {vllm.__version__}, attention by {', '.join(attention)}, {dtype_name(settings.model_config.dtype)}, "
+            f"keys and values in {settings.cache_config.cache_dtype}, mode of compilation "
+            f"{settings.compilation_config.mode}, {torch.get_num_threads()} threads, "
+            f"{torch.backends.cpu.get_cpu_capability()}, precision of float32 products "
+            f"{torch.backends.fp32_precision}"
+        )
 
     def checksums(self) -> dict[str, str]:
         """Returns the SHA-256 of each parameter's bytes."""
