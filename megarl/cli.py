@@ -152,6 +152,22 @@ def algorithms(
 
 
 @app.command()
+def doctor(
+    folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Where runs are to be kept.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of findings.")] = False,
+) -> None:
+    """Look at this machine: versions, GPUs, memory, disk, limits. The exit code is 1 if something is to be changed."""
+    import json
+    from dataclasses import asdict
+
+    from megarl.doctor.examine import examine, table
+
+    findings = examine(folder)
+    typer.echo(json.dumps([asdict(finding) for finding in findings]) if as_json else table(findings))
+    raise typer.Exit(int(any(finding.state == "problem" for finding in findings)))
+
+
+@app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, such as runs/latest.")]) -> None:
     """Write the report of a run and print its path."""
     import megarl.report

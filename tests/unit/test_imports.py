@@ -30,7 +30,7 @@ LAYERS = (
     ("ops", "planning", "data", "rewards", "environments", "resharding"),
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),
-    ("step", "run", "report"),
+    ("step", "run", "report", "doctor"),
     ("cli.py", "train.py", "finetune.py"),
 )
 """The house from the ground up, in folders and files of megarl/. A module may import its own layer and those below; the
@@ -44,7 +44,7 @@ OWNERS = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
 
 HEAVY = {"torch", "megatron", "vllm", "ray", "transformers"}
 
-LIGHT = ("cli.py", "core", "algorithms", "config", "planning", "resharding", "rewards", "environments")
+LIGHT = ("cli.py", "core", "algorithms", "config", "planning", "resharding", "rewards", "environments", "doctor")
 """The parts that import nothing heavy at module level, but for these:"""
 
 HEAVY_PARTS = (*TENSOR_RESHARDING, "core/device.py")
@@ -261,7 +261,8 @@ DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "trit
 
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["run"], *extras["gpu"]]
     declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
     trees = [ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES]
     packages = {name.split(".")[0] for tree in trees for _, name in imports(ast.walk(tree), "megarl")}

@@ -26,7 +26,7 @@ STARTING = [command for command in commands() if re.search(r"megarl init | my-ru
 LOOKING = [
     command
     for command in commands()
-    if re.match(r"\.venv/bin/megarl (config|algorithms)", command) and command not in STARTING
+    if re.match(r"\.venv/bin/megarl (config|algorithms|doctor)", command) and command not in STARTING
 ]
 MEASURING = [command for command in commands() if command.startswith(".venv/bin/python tools/benchmarks/")]
 
