@@ -22,7 +22,7 @@ from megarl.step.dispatch import dispatch, updates_of
 from megarl.step.metrics import step_metrics, update_rate
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes
-from megarl.step.rollouts import Rollouts, collect_rollouts
+from megarl.step.rollouts import Rollouts, collect_rollouts, record_advantages
 from megarl.step.scoring import Metrics, ScoredSample
 from megarl.step.token_rewards import reward_tokens
 
@@ -58,13 +58,14 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
     """Does one step: collects rollouts, trains, syncs weights. Returns its metrics; the engines' weight version is then
     its number."""
     watch, number = Stopwatch(), loop.state.step
-    rollouts = collect_rollouts(
-        config, workers, number, loop.take, loop.folder.rollouts(number), watch, loop.saver.commit
-    )
+    file = loop.folder.rollouts(number)
+    rollouts = collect_rollouts(config, workers, number, loop.take, file, watch, loop.saver.commit)
     with watch.phase("train"):
         metrics = train(config, workers, rollouts, number, loop.state.average)
+    recorded = record_advantages(workers, file)
     with watch.phase("refit"):
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
+    recorded.result()
     return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from megarl.cluster.rank_batch import Scores, get_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
-from megarl.core.files import append_rows
 from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_tokenizer
@@ -33,6 +31,7 @@ from megarl.environments.single_turn import SingleTurn
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import Reader, Reading, Unreadable
+from megarl.rewards.rollout_file import append_rollouts, write_advantages
 from megarl.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -124,7 +123,8 @@ class RewardWorker:
         ]
         for sample in samples:
             del self._begun[sample.id]
-        append_rows(rollouts, (_row(step, sample, score) for sample, (score, _) in zip(samples, judged, strict=True)))
+        scored = [(sample, score) for sample, (score, _) in zip(samples, judged, strict=True)]
+        await asyncio.to_thread(append_rollouts, rollouts, step, scored)
         by_token = {
             sample.id: token_rewards
             for sample, (_, token_rewards) in zip(samples, judged, strict=True)
@@ -187,22 +187,6 @@ def _kind(folder: Path) -> Kind:
     return head.kind
 
 
-def _row(step: int, sample: Sample, score: Score) -> dict:
-    return {
-        "step": step,
-        "sample_id": sample.id,
-        "prompt": sample.prompt.text,
-        "response": sample.text,
-        "answer": sample.prompt.answer,
-        "reward": score.value,
-        "parts": score.parts,
-        "failure": score.failure,
-        "version": [asdict(run) for run in sample.versions],
-        "finish_reason": sample.finish_reason,
-        "num_response_tokens": len(sample.response_ids),
-    }
-
-
 class RewardGroup(Group[RewardWorker]):
     """The process that scores samples, and the reward model that scores them first, if there is one."""
 
@@ -240,6 +224,16 @@ class RewardGroup(Group[RewardWorker]):
             return self._read("rewards", "score", {name: call}).then(lambda answers: answers[0])
 
         return score({}) if self._model is None else self._model_scores(self._model, samples).then(score)
+
+    def write_advantages(self, rollouts: Path, advantages: Mapping[str, float]) -> Pending[None]:
+        """Writes the advantages, by sample id, into the step's file of rollouts."""
+        return self._submit_to_first(
+            "advantages for the rollouts' file",
+            "write_advantages",
+            lambda _, path, by_sample: write_advantages(path, by_sample),
+            rollouts.resolve(),
+            advantages,
+        )
 
     def _model_scores(
         self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]
