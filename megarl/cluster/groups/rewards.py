@@ -25,6 +25,7 @@ from megarl.config.schema import Config
 from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.batch import judge_batch
 from megarl.environments.pool import FunctionPool
 from megarl.environments.protocol import Step, Turn
 from megarl.environments.single_turn import SingleTurn
@@ -73,6 +74,7 @@ class RewardWorker:
         self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens)
         self._functions = [entry.function for entry in rewards.functions]
         self._pool = FunctionPool(self._functions, rewards.judge, num_processes, rewards.timeout_s)
+        self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
         folder = models.reward_model
         if folder is not None:
             self._reader = model_reader(config, folder, models.actor)
@@ -91,7 +93,7 @@ class RewardWorker:
         self._pool.close()
 
     async def _judge(self, sample: Sample) -> Step:
-        environment = SingleTurn(self._pool, self._functions)
+        environment = SingleTurn(self._pool, self._single_functions)
         await environment.reset(sample.prompt)
         return await environment.step(Turn.whole_response(sample))
 
@@ -116,11 +118,13 @@ class RewardWorker:
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
         steps = [self.begin(sample) for sample in samples]
-        verdicts = await self._verdicts(samples)
-        judged = [
-            self._scorer.score(sample, (await task).rewards, model_rewards.get(sample.id), verdicts.get(sample.id))
-            for sample, task in zip(samples, steps, strict=True)
-        ]
+        # All samples are there now, which functions of batches wait for.
+        verdicts, batch_results = await asyncio.gather(self._verdicts(samples), judge_batch(self._pool, samples))
+        judged = []
+        for sample, task, batch_rewards in zip(samples, steps, batch_results, strict=True):
+            results = {**(await task).rewards, **batch_rewards}
+            ordered = {name: results[name] for name in self._functions}
+            judged.append(self._scorer.score(sample, ordered, model_rewards.get(sample.id), verdicts.get(sample.id)))
         for sample in samples:
             del self._begun[sample.id]
         scored = [(sample, score) for sample, (score, _) in zip(samples, judged, strict=True)]
