@@ -14,8 +14,9 @@ from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, values
 from megarl.core.timing import ElapsedTime, Stopwatch
-from megarl.data.model_folder import with_real_paths
+from megarl.data.model_folder import model_paths
 from megarl.run.loop import Loop, exit_status
+from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import dispatch, updates_of
@@ -32,9 +33,9 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    config = with_real_paths(config)
+    given, config = model_paths(config), find_model_paths(config)
     found = preflight(config)
-    with Loop.prepare(config, found.models, found.data) as loop:
+    with Loop.prepare(config, found.models, found.data, given) as loop:
         elapsed = ElapsedTime()
         with Session(config, loop.folder.logs, scratch) as session:
             elapsed.print("Ray: started")

@@ -91,7 +91,7 @@ def test_a_function_of_whole_batches_is_known_by_the_names_of_its_parameters(tmp
     assert not takes_batches(max) and asked_columns(resolve(f"{file}:f"), 3) == {"level": True}
     message = (
         r"^rewards.functions: .*batches.py:trl takes \(prompts, completions, answers\); a function of whole batches "
-        r"takes \(prompts, responses, answers\), by these names, and one of single samples \(prompt, response, answer\)$"
+        r"takes \(prompts, responses, answers\), by these names, and one of single samples \(prompt, resp"
     )
     with pytest.raises(ValueError, match=message):
         resolve(f"{file}:trl")
