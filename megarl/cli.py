@@ -118,11 +118,20 @@ def train(file: Recipe, overrides: Overrides = None) -> None:
 
 @app.command()
 def reshard(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A recipe, in place of --model, --from and --to."),
+    ] = None,
+    overrides: Overrides = None,
     model: Annotated[
-        str, typer.Option(metavar="PATH", help="A Hugging Face config.json, or as model.path in a recipe.")
-    ],
-    source: Annotated[str, typer.Option("--from", metavar="LAYOUT", help="tp=8,pp=16,ep=32,etp=1,dp=4 or hf.")],
-    destination: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="vllm:tp=8,replicas=32, tp=4 or hf.")],
+        str | None, typer.Option(metavar="PATH", help="A Hugging Face config.json, or as model.path in a recipe.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", metavar="LAYOUT", help="tp=8,pp=16,ep=32,etp=1,dp=4 or hf.")
+    ] = None,
+    destination: Annotated[
+        str | None, typer.Option("--to", metavar="LAYOUT", help="vllm:tp=8,replicas=32, tp=4 or hf.")
+    ] = None,
     nodes_of: Annotated[int, typer.Option(metavar="RANKS", help="Ranks on a node.")] = 8,
     bandwidth: Annotated[
         str, typer.Option(metavar="SPEEDS", help="Of one rank, between nodes and inside one, each direction.")
@@ -132,12 +141,31 @@ def reshard(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Plan how weights move from one layout to another, prove it, and predict its cost. Nothing is moved."""
+    """Plan how weights move from one layout to another, prove it, and predict its cost. Nothing is moved.
+
+    Of a recipe: from its actor to its engines, on the devices that cluster.placement gives them.
+    """
     import json
 
     from megarl.resharding.planning.preview import reshard, table
 
-    found = reshard(model, source, destination, nodes_of, bandwidth, colocated)
+    sides = {"--model": model, "--from": source, "--to": destination}
+    if file is not None:
+        from megarl.cluster.refit_preview import preview_refit, transport_of
+        from megarl.config.load import load
+
+        given = [option for option, value in {**sides, "--colocated": colocated or None}.items() if value is not None]
+        if given:
+            raise UserError(f"{given[0]}: {file} is a recipe, which says this itself; leave one of them away")
+        config = load(file, overrides or ())
+        found = preview_refit(config, nodes_of, bandwidth)
+        if not as_json:
+            typer.echo(f"refit    {transport_of(config)}")
+    else:
+        missing = [option for option, value in sides.items() if value is None]
+        if missing:
+            raise UserError(f"{missing[0]}: it is missing; give {', '.join(sides)}, or a recipe")
+        found = reshard(model, source, destination, nodes_of, bandwidth, colocated)
     typer.echo(json.dumps(found.as_dict()) if as_json else table(found))
 
 

@@ -15,11 +15,12 @@ from megarl.config.trained_model import trained_hf_config
 from megarl.core.metrics import values
 from megarl.core.timing import ElapsedTime, Stopwatch
 from megarl.core.types import Sample
-from megarl.data.model_folder import with_real_paths
+from megarl.data.model_folder import model_paths
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.run.loop import Loop, exit_status
+from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.passes import make_policy_passes
@@ -32,9 +33,9 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    config = with_real_paths(config)
+    given, config = model_paths(config), find_model_paths(config)
     found = preflight(config)
-    with Loop.prepare(config, found.models, found.data) as loop:
+    with Loop.prepare(config, found.models, found.data, given) as loop:
         elapsed = ElapsedTime()
         with Session(config, loop.folder.logs, scratch) as session:
             elapsed.print("Ray: started")

@@ -14,8 +14,9 @@ from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, values
 from megarl.core.timing import ElapsedTime, Stopwatch
-from megarl.data.model_folder import with_real_paths
+from megarl.data.model_folder import model_paths
 from megarl.run.loop import Loop, exit_status
+from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
 from megarl.step.agreement import warn_of_disagreement
 from megarl.step.baselines import attach_baselines, update_reward_average
@@ -23,7 +24,7 @@ from megarl.step.dispatch import dispatch, updates_of
 from megarl.step.metrics import step_metrics, update_rate
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes
-from megarl.step.rollouts import Rollouts, collect_rollouts
+from megarl.step.rollouts import Rollouts, collect_rollouts, record_advantages
 from megarl.step.scoring import Metrics, ScoredSample
 from megarl.step.token_rewards import reward_tokens
 
@@ -33,9 +34,9 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    config = with_real_paths(config)
+    given, config = model_paths(config), find_model_paths(config)
     found = preflight(config)
-    with Loop.prepare(config, found.models, found.data) as loop:
+    with Loop.prepare(config, found.models, found.data, given) as loop:
         elapsed = ElapsedTime()
         with Session(config, loop.folder.logs, scratch) as session:
             elapsed.print("Ray: started")
@@ -59,14 +60,15 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
     """Does one step: collects rollouts, trains, syncs weights. Returns its metrics; the engines' weight version is then
     its number."""
     watch, number = Stopwatch(), loop.state.step
-    rollouts = collect_rollouts(
-        config, workers, number, loop.take, loop.folder.rollouts(number), watch, loop.saver.commit
-    )
+    file = loop.folder.rollouts(number)
+    rollouts = collect_rollouts(config, workers, number, loop.take, file, watch, loop.saver.commit)
     with watch.phase("train"):
         metrics = train(config, workers, rollouts, number, loop.state.average)
     warn_of_disagreement(config.model.dtype, metrics, loop.folder.logs)
+    recorded = record_advantages(workers, file)
     with watch.phase("refit"):
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
+    recorded.result()
     return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
-from megarl.config.document import show
+from megarl.config.document import one_line
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
@@ -100,4 +100,5 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _show(leaves: Mapping[str, Any], key: str) -> str:
-    return show(leaves[key]) if key in leaves else "no such key"
+    """Returns the whole value: long ones, such as paths, may differ at their ends."""
+    return one_line(leaves[key]) if key in leaves else "no such key"

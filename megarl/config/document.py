@@ -78,10 +78,15 @@ def render(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
+def one_line(value: Any) -> str:
+    """Returns the value as YAML in one line."""
+    text = yaml.dump(value, Dumper=_CoreDumper, allow_unicode=True, default_flow_style=True, width=float("inf"))
+    return " ".join(text.removesuffix("\n...\n").split())
+
+
 def show(value: Any) -> str:
     """Returns the value as YAML in one line, shortened where it is long."""
-    text = yaml.dump(value, Dumper=_CoreDumper, allow_unicode=True, default_flow_style=True, width=float("inf"))
-    text = " ".join(text.removesuffix("\n...\n").split())
+    text = one_line(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -1,8 +1,8 @@
 """A process that calls functions of the user, for a `FunctionPool`, which may kill it at any time.
 
-It first says which function it imports, in a line of JSON each, and then which columns of the data they ask for. Then
-it reads pickled calls from stdin, (name, arguments, columns), and answers each with such a line. The functions' own
-stdin is empty, and what they print goes to stderr.
+It first says which function it imports, in a line of JSON each, and then which columns of the data they ask for, and
+which take whole batches. Then it reads pickled calls from stdin, (name, arguments, columns), and answers each with such
+a line. The functions' own stdin is empty, and what they print goes to stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as comparisons
-from megarl.rewards.registry import asked_columns, from_file, resolve
+from megarl.rewards.registry import asked_columns, from_file, resolve, takes_batches
 
 NUM_ARGUMENTS = 3
 JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
@@ -47,13 +47,17 @@ def main(functions: Sequence[str], judge: str | None) -> None:
         name: asked_columns(function, len(JUDGE_ARGUMENTS) if name == comparisons.NAME else NUM_ARGUMENTS)
         for name, function in known.items()
     }
-    _write(answers, {"ready": True, "columns": _needed_by(asked)})
+    batch_functions = [name for name in functions if takes_batches(known[name])]
+    _write(answers, {"ready": True, "columns": _needed_by(asked), "batch_functions": batch_functions})
     while True:
         try:
             name, arguments, columns = pickle.load(calls)
         except EOFError:  # the pool is closed, or its process has ended
             return
-        _write(answers, answer(known[name], arguments, _given(asked[name], columns)))
+        if name in batch_functions:
+            _write(answers, answer_batch(known[name], arguments, _given_to_batch(asked[name], columns)))
+        else:
+            _write(answers, answer(known[name], arguments, _given(asked[name], columns)))
 
 
 def _needed_by(asked: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:
@@ -69,6 +73,14 @@ def _given(asked: Mapping[str, bool], columns: Mapping[str, Any]) -> dict[str, A
     """Returns the further arguments of a call, by name."""
     named = {name: columns[name] for name in asked if name in columns}
     return named | ({ALL_COLUMNS: dict(columns)} if ALL_COLUMNS in asked else {})
+
+
+def _given_to_batch(asked: Mapping[str, bool], columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Returns the further arguments of a batch, by name. A column that some rows lack is None there. columns: those of
+    each sample's row."""
+    names = [name for name in asked if any(name in row for row in columns)]
+    lists = {name: [row.get(name) for row in columns] for name in names}
+    return lists | ({ALL_COLUMNS: [dict(row) for row in columns]} if ALL_COLUMNS in asked else {})
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -88,18 +100,48 @@ def _write(answers: BinaryIO, line: dict[str, Any]) -> None:
 def answer(
     function: Callable[..., Any], arguments: Sequence[Any], further: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Calls the function, and waits for it if it is async. Returns the fields of a Result."""
+    """Calls the function. Returns the fields of a Result."""
     try:
-        value = function(*arguments, **(further or {}))
-        if inspect.iscoroutine(value):
-            value = asyncio.run(value)
-        if isinstance(value, list | tuple):
-            values = [_number(item) for item in value]
-            return {"value": None if None in values else values, "returned": f"a list of {len(value)}"}
-        value, kind = _number(value), type(value).__name__
-        return {"value": value, "returned": kind if value is None else str(value)}
+        return _result(_returned(function, arguments, further or {}))
     except BaseException as error:  # the user's code may raise anything, SystemExit too
-        return {"value": None, "failure": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
+        return _failure(error)
+
+
+def answer_batch(
+    function: Callable[..., Any], arguments: Sequence[Sequence[Any]], further: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Calls the function with lists. Returns the fields of a Result for each sample, as `results`; or those of one that
+    is the failure of all samples."""
+    num_samples = len(arguments[0])
+    try:
+        values = _returned(function, arguments, further)
+        if getattr(values, "ndim", None) == 1:  # of an array or a tensor
+            values = values.tolist()
+        if not isinstance(values, list | tuple) or len(values) != num_samples:
+            found = f"a list of {len(values)}" if isinstance(values, list | tuple) else type(values).__name__
+            return {"value": None, "failure": f"returned {found} for {num_samples} samples, not one score for each,"}
+        return {"results": [_result(value) for value in values]}
+    except BaseException as error:
+        return _failure(error)
+
+
+def _returned(function: Callable[..., Any], arguments: Sequence[Any], further: Mapping[str, Any]) -> Any:
+    """Returns what the function returns; of one that is async, when it is done."""
+    value = function(*arguments, **further)
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def _result(value: Any) -> dict[str, Any]:
+    """Returns the fields of the Result of one sample."""
+    if isinstance(value, list | tuple):
+        values = [_number(item) for item in value]
+        return {"value": None if None in values else values, "returned": f"a list of {len(value)}"}
+    value, kind = _number(value), type(value).__name__
+    return {"value": value, "returned": kind if value is None else str(value)}
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    return {"value": None, "failure": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
 
 
 def _number(value: Any) -> float | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from megarl.core import stacks
 from megarl.core.errors import UserError
+from megarl.core.types import Prompt
 from megarl.rewards.result import Result
 
 READ_BYTES = 65536
@@ -52,9 +53,12 @@ class FunctionPool:
         self._closed = False
         self.columns: dict[str, str | None] = {}
         """The columns of the data that functions ask for, each with one that cannot do without it, or None."""
+        self.batch_functions: list[str] = []
+        """The functions that take whole batches."""
         try:
             for child in self._children:
-                self.columns = child.await_start(timeout_s)
+                ready = child.await_start(timeout_s)
+                self.columns, self.batch_functions = ready["columns"], ready["batch_functions"]
                 self._idle.put(child)
         except BaseException:
             self._kill_all()
@@ -64,19 +68,33 @@ class FunctionPool:
     def call(self, function: str, *arguments: Any, columns: Mapping[str, Any] = NO_COLUMNS) -> Future[Result]:
         """Calls the function, in the order in which calls come, as soon as a process is free. columns: of the data's
         row, of which the function gets those that it asks for."""
-        return self._threads.submit(self._call, function, arguments, columns)
+        return self._threads.submit(lambda: Result(**self._answer(function, arguments, dict(columns))))
 
-    def _call(self, function: str, arguments: Sequence[Any], columns: Mapping[str, Any]) -> Result:
+    def call_batch(self, function: str, prompts: Sequence[Prompt], responses: Sequence[str]) -> Future[list[Result]]:
+        """Calls a function of batches once, for all samples, with a response to each of the prompts. Where it fails, so
+        do all of them."""
+        arguments = [prompt.text for prompt in prompts], list(responses), [prompt.answer for prompt in prompts]
+        columns = [dict(prompt.columns) for prompt in prompts]
+
+        def results() -> list[Result]:
+            answer = self._answer(function, arguments, columns)
+            return [Result(**fields) for fields in answer.get("results", [answer] * len(prompts))]
+
+        return self._threads.submit(results)
+
+    def _answer(self, function: str, arguments: Sequence[Any], columns: Any) -> dict[str, Any]:
+        """Returns what a process answers to a call, or in place of an answer the fields of a Result that says why there
+        is none."""
         child = self._idle.get()
         try:
             return child.call(function, arguments, columns, self._timeout_s)
         except TimeoutError:
             child.show_stacks()
             child.kill()
-            return Result(None, failure=f"did not return within rewards.timeout_s={self._timeout_s:g}")
+            return {"value": None, "failure": f"did not return within rewards.timeout_s={self._timeout_s:g}"}
         except _Ended as end:
             child.kill()
-            return Result(None, failure=f"ended its process ({end})")
+            return {"value": None, "failure": f"ended its process ({end})"}
         finally:
             self._idle.put(child if child.runs or self._closed else self._replacement(child))
 
@@ -118,9 +136,10 @@ class _Child:
     def runs(self) -> bool:
         return self._process.poll() is None
 
-    def await_start(self, timeout_s: float) -> dict[str, str | None]:
-        """Returns the columns that the functions ask for, when the process has found them. Raises UserError if it has
-        not. timeout_s: the wall-clock time of a call, and of an import if it is longer than IMPORT_S."""
+    def await_start(self, timeout_s: float) -> dict[str, Any]:
+        """Returns what the process says of its functions, when it has found them: `columns` and `batch_functions` of
+        FunctionPool. Raises UserError if it has not. timeout_s: the wall-clock time of a call, and of an import if it
+        is longer than IMPORT_S."""
         answer, limit_s = {"importing": "rewards"}, None  # this process's own imports are not the user's
         while "ready" not in answer:
             importing = answer["importing"]
@@ -137,18 +156,17 @@ class _Child:
             limit_s = max(timeout_s, IMPORT_S)
             if "refused" in answer:
                 raise UserError(answer["refused"])
-        return answer["columns"]
+        return answer
 
-    def call(self, function: str, arguments: Sequence[Any], columns: Mapping[str, Any], timeout_s: float) -> Result:
-        """Raises TimeoutError, or _Ended if the process ends."""
+    def call(self, function: str, arguments: Sequence[Any], columns: Any, timeout_s: float) -> dict[str, Any]:
+        """Returns the answer to a call. Raises TimeoutError, or _Ended if the process ends."""
         deadline = time.monotonic() + timeout_s
         try:
-            call = (function, tuple(arguments), dict(columns))
-            pickle.dump(call, self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+            pickle.dump((function, tuple(arguments), columns), self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
             self._process.stdin.flush()
         except BrokenPipeError:
             raise _Ended(self._status()) from None
-        return Result(**self._read(deadline))
+        return self._read(deadline)
 
     def _read(self, deadline: float | None) -> dict[str, Any]:
         file = self._process.stdout.fileno()

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.environments.batch import judge_batch
 from megarl.environments.pool import FunctionPool
-from megarl.environments.protocol import Step, Turn
+from megarl.environments.protocol import Turn
 from megarl.environments.single_turn import SingleTurn
 from megarl.rewards import judge
+from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 
 
@@ -25,17 +27,20 @@ class Trial:
 
 def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
     """Scores the prompt's answer as if it were the response, as the run scores responses; the reward model is left
-    out. The judge compares the answer with itself."""
+    out. A function of batches gets a batch of one, and the judge compares the answer with itself."""
     rewards = config.rewards
     scorer = Scorer(rewards.functions)
     sample = _answered(prompt)
 
-    async def step() -> Step:
-        environment = SingleTurn(pool, [entry.function for entry in rewards.functions])
+    async def results_of_functions() -> dict[str, Result]:
+        names = [entry.function for entry in rewards.functions]
+        environment = SingleTurn(pool, [name for name in names if name not in pool.batch_functions])
         await environment.reset(prompt)
-        return await environment.step(Turn.whole_response(sample))
+        step = await environment.step(Turn.whole_response(sample))
+        [batch] = await judge_batch(pool, [sample])
+        return {**step.rewards, **batch}
 
-    results = asyncio.run(step()).rewards
+    results = asyncio.run(results_of_functions())
     verdict = None
     if rewards.judge is not None:
         samples = [sample, replace(sample, id=f"{sample.id} again")]

@@ -28,6 +28,14 @@ def with_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list
     return _whiten(config, estimated) if config.option("whiten") else estimated
 
 
+def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]:
+    """Returns the mean advantage over the trained tokens of each sample that has one, by name. names: of the samples,
+    in the order of the batch."""
+    counts = _sample_sums(batch, torch.ones_like(batch.advantage))
+    means = _sample_sums(batch, batch.advantage) / counts
+    return {name: mean for name, mean, count in zip(names, means.tolist(), counts.tolist(), strict=True) if count > 0}
+
+
 def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
     """Compares the sample's reward with its baseline. Rewards of single tokens are part of it (credit=whole), or are
     compared by themselves and count for the tokens up to theirs (credit=to_go). So is the KL."""

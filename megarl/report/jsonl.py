@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def read_objects(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+def read_objects(
+    path: Path, keep: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> tuple[list[dict[str, Any]], list[int]]:
     """Returns the objects of a JSONL file, and the numbers of the lines that hold none. NaN and infinities are read as
-    None."""
+    None. keep: returns what is kept of an object, which may be large."""
     objects, unreadable = [], []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
@@ -18,7 +21,7 @@ def read_objects(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
             except json.JSONDecodeError:
                 value = None
             if isinstance(value, dict):
-                objects.append(value)
+                objects.append(keep(value))
             else:
                 unreadable.append(number)
     return objects, unreadable

@@ -27,6 +27,8 @@ function facts(sample) {
   if (sample.failure) add(asText(sample.failure), "failed");
   for (const [name, value] of Object.entries(sample.parts || {})) add(name + " " + number(value));
   if (sample.answer !== null) add("answer " + asText(sample.answer));
+  if (sample.advantage !== null) add("advantage " + number(sample.advantage));
+  if (sample.mean_logprob !== null) add("log-prob " + number(sample.mean_logprob) + " a token");
   if (sample.num_response_tokens !== null) add(sample.num_response_tokens + " tokens");
   if (sample.finish_reason === "length") add("truncated", "cut");
   const runs = sample.version || [];

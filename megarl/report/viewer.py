@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megarl.report.jsonl import read_objects
@@ -24,6 +25,7 @@ FIELDS = (
     "finish_reason",
     "answer",
     "num_response_tokens",
+    "advantage",
 )
 
 
@@ -62,11 +64,9 @@ def spread(items: Sequence[Any], limit: int) -> list[Any]:
 
 
 def _read_step(step: int, path: Path) -> StepRollouts:
-    records, unreadable = read_objects(path)
+    records, unreadable = read_objects(path, keep=_shown)
     records.sort(key=_reward, reverse=True)
-    return StepRollouts(
-        step, [_shown(record) for record in spread(records, MAX_SAMPLES)], len(records), len(unreadable)
-    )
+    return StepRollouts(step, spread(records, MAX_SAMPLES), len(records), len(unreadable))
 
 
 def _reward(record: Mapping[str, Any]) -> float:
@@ -74,8 +74,15 @@ def _reward(record: Mapping[str, Any]) -> float:
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the page shows of a sample: of its log-probs, their mean."""
     sample = {field: record.get(field) for field in FIELDS}
-    return sample | {field: _shorten(str(sample[field])) for field in ("prompt", "response")}
+    texts = {field: _shorten(str(sample[field])) for field in ("prompt", "response")}
+    return sample | texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
+
+
+def _mean(values: Sequence[float | None] | None) -> float | None:
+    """Returns the mean, None where there is none, or one of the values is not finite."""
+    return fmean(values) if values and None not in values else None
 
 
 def _shorten(text: str) -> str:

@@ -15,10 +15,15 @@ from megarl.core.errors import UserError
 from megarl.rewards.exact import exact_match
 from megarl.rewards.numeric import numeric_match
 
-RewardFunction = Callable[[str, str, Any], float | bool | Sequence[float | bool]]
+RewardFunction = Callable[..., Any]
 """A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list of them, one
 for each turn, and raises where it cannot tell. A further parameter gets the column of the data's row that has its name,
-and `row` all columns."""
+and `row` all columns.
+
+A function f(prompts, responses, answers) takes lists instead, of all samples of a scoring pass, also of the columns,
+and returns a list with one such result for each sample."""
+
+SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
 
 FUNCTIONS: dict[str, RewardFunction] = {"exact_match": exact_match, "numeric_match": numeric_match}
 
@@ -28,7 +33,13 @@ def resolve(name: str) -> RewardFunction:
     if name in FUNCTIONS:
         return FUNCTIONS[name]
     if ":" in name:
-        return from_file("rewards.functions", name, ("prompt", "response", "answer"))
+        function = from_file("rewards.functions", name, SINGLE)
+        if _first_parameters(function)[:1] == BATCH[:1] and not takes_batches(function):
+            raise UserError(
+                f"rewards.functions: {name} takes {_signature(function)}; a function of whole batches takes "
+                f"({', '.join(BATCH)}), by these names, and one of single samples ({', '.join(SINGLE)})"
+            )
+        return function
     if name.endswith(".py"):
         raise UserError(f"rewards.functions: {name} names a file but no function; write {name}:FUNCTION")
     close = difflib.get_close_matches(name, FUNCTIONS, n=1)
@@ -56,6 +67,16 @@ def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., fl
         except TypeError as error:
             raise UserError(f"{key}: {name} takes {signature}, {error}; {definition}") from None
     return found
+
+
+def takes_batches(function: Callable[..., Any]) -> bool:
+    """Returns whether a reward function takes whole batches, which the names of its first parameters say."""
+    return _first_parameters(function) == BATCH
+
+
+def _first_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    signature = _signature(function)
+    return () if signature is None else tuple(signature.parameters)[: len(BATCH)]
 
 
 def asked_columns(function: Callable[..., Any], num_arguments: int) -> dict[str, bool]:

@@ -9,8 +9,10 @@ from megarl.config import document
 from megarl.config.continuation import check_continues
 from megarl.config.saved import complete
 from megarl.config.schema import Config
-from megarl.data.model_folder import with_real_paths
-from megarl.run.folder import RunFolder
+from megarl.data.model_folder import model_paths
+from megarl.data.weights_hash import weights_hash
+from megarl.run.folder import Models, RunFolder
+from megarl.run.model_paths import find_model_paths, moved_models, with_present_paths
 
 
 def check_beginning(config: Config) -> str | None:
@@ -23,6 +25,15 @@ def check_beginning(config: Config) -> str | None:
     if step is None or config.run.steps > step or not folder.config.exists():
         return None
     saved = document.parse(folder.config.read_text(encoding="utf-8"), str(folder.config)).values
-    version = json.loads(folder.manifest.read_text(encoding="utf-8"))["format"]
-    check_continues(with_real_paths(config), complete(saved, version), step, str(folder.path))
+    manifest = json.loads(folder.manifest.read_text(encoding="utf-8"))
+    config = find_model_paths(config)
+    saved = complete(saved, manifest["format"])
+    moved = moved_models(config, _identities(config), saved, manifest["models"] or {})
+    check_continues(config, with_present_paths(config, saved, moved), step, str(folder.path))
     return f"{folder.path}: already at step {step} of {config.run.steps}"
+
+
+def _identities(config: Config) -> Models:
+    """Returns folder and hash of the weights of each model that is in a folder here, by the key of its path."""
+    folders = {key: Path(path) for key, path in model_paths(config).items() if Path(path).is_dir()}
+    return {key: {"folder": str(folder), "hash": weights_hash(folder)} for key, folder in folders.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,12 @@ from megarl.run.early_end import early_end
 from megarl.run.folder import RunFolder
 from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
+from megarl.run.model_paths import note_given_paths
 from megarl.run.resume import ResumePoint, RunState, start
 from megarl.run.saver import Saver
 from megarl.run.summary import print_run_summary
+
+NONE_GIVEN: Mapping[str, str] = {}
 
 Step = Callable[[], dict[str, float]]
 """A function that does one step, whose number is state.step, and returns its metrics."""
@@ -55,14 +58,18 @@ class Loop:
 
     @classmethod
     @contextmanager
-    def prepare(cls, config: Config, models: ModelFolders, data: PromptSet | OfflineData) -> Iterator[Loop]:
+    def prepare(
+        cls, config: Config, models: ModelFolders, data: PromptSet | OfflineData, given: Mapping[str, str] = NONE_GIVEN
+    ) -> Iterator[Loop]:
         """Locks and opens the run's folder and prints the run's summary, before any process is started; at an early end
         prints how to go on. Raises UserError for a folder in use, for a `resume` that is no checkpoint, and for a disk
-        without room for the next checkpoint."""
+        without room for the next checkpoint.
+
+        given: the paths of models as the user gave them, by key, where they may not be the config's."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place(config, on_gpus=device.on_cuda())
         with run_lock(RunFolder.of(config).path):
-            identities = models.identify()
+            identities = note_given_paths(models.identify(), config, given)
             resume_point = start(config, data, num_bytes, identities)
             saver = Saver(resume_point.folder.checkpoints, config, num_bytes, data.data_hash, identities)
             print_run_summary(config, resume_point, models.actor, data, placement.describe())

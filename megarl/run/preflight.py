@@ -19,7 +19,6 @@ from megarl.config.explain import explain
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
-from megarl.data.model_folder import with_real_paths
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.environments.pool import FunctionPool
@@ -27,6 +26,7 @@ from megarl.environments.trial import Trial, try_rewards
 from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
+from megarl.run.model_paths import find_model_paths
 from megarl.run.resume import find_checkpoint
 
 SHOWN_CHARACTERS = 60
@@ -136,7 +136,7 @@ def _num_there(config: Config, checkpoints: Checkpoints) -> int:
 
 def print_checks(config: Config, _scratch: Path) -> None:
     """Prints what a run of this config would be, and what the checks found."""
-    config = with_real_paths(config)
+    config = find_model_paths(config)
     found = preflight(config)
     rows = {"model": str(found.models.actor), "data": _first_row(config, found.data)}
     if found.trial is not None:

@@ -14,11 +14,12 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, Checkpoint
 from megarl.core.errors import UserError
 from megarl.data.cursor import PromptCursor
-from megarl.data.model_folder import MODEL_SECTIONS, is_hub_id, real_path
+from megarl.data.model_folder import MODEL_SECTIONS, is_hub_id, model_paths, real_path
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import Models, RunFolder
+from megarl.run.model_paths import moved_models, with_present_paths
 
 
 @dataclass
@@ -64,6 +65,9 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"])
     goes_on = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
+    if checkpoint is not None:
+        for key, earlier in _moved_models(config, checkpoint, models).items():
+            print(f"{key}={model_paths(config)[key]}: its weights are those of {earlier}, where the run began")
     if goes_on:
         RunFolder.of(config).metrics_until(checkpoint.step)  # raises for what cannot be read, before anything changes
         if checkpoints.steps()[-1] > checkpoint.step:
@@ -111,7 +115,8 @@ def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
 
 def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
-    check_continues(config, _saved_config(checkpoint), checkpoint.step, str(path))
+    saved_config = with_present_paths(config, _saved_config(checkpoint), _moved_models(config, checkpoint, models))
+    check_continues(config, saved_config, checkpoint.step, str(path))
     _check_models(config, checkpoint, models)
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:
         raise UserError(
@@ -120,6 +125,14 @@ def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Mod
             "resume=never and a new run.name"
         )
     return checkpoint
+
+
+def _moved_models(config: Config, checkpoint: Checkpoint, models: Models) -> dict[str, str]:
+    return moved_models(config, models, _saved_config(checkpoint), _saved_models(checkpoint))
+
+
+def _saved_models(checkpoint: Checkpoint) -> Models:
+    return checkpoint.state.get("models", {})  # format 1 has none
 
 
 def _saved_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -133,7 +146,7 @@ def _saved_config(checkpoint: Checkpoint) -> dict[str, Any]:
 def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> None:
     """Raises UserError for a model whose weights are not those that the run started from: the reference, a reward model
     and an implicit reward's start are read from its folder again."""
-    for key, saved in checkpoint.state.get("models", {}).items():  # format 1 has none
+    for key, saved in _saved_models(checkpoint).items():
         if key in models and (found := models[key])["hash"] != saved["hash"]:
             remedy = " (model.revision chooses a commit)" if is_hub_id(config.model.path) else ""
             raise UserError(

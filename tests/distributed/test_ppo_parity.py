@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
 from megarl.core.types import Sample
 from megarl.data.model_folder import read_config
+from megarl.megatron import parallel
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.critic import CriticWorker
 from megarl.rewards.process import on_turns, turn_ends
@@ -153,6 +155,10 @@ def train_actor(
                 worker.keep_log_probs("old", batch)
         metrics = [worker.update(batch) for batch in batches][-1]
         worker.end_step()
+        trained = {item.sample.id for batch in batches for item in batch.samples if any(item.sample.response_mask)}
+        taken = worker.take_advantages()
+        assert taken.keys() == (trained if parallel.returns_results() else set()), "one rank of a replica has them"
+        assert all(map(math.isfinite, taken.values())) and not worker.take_advantages()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)
 
 

@@ -103,6 +103,11 @@ def test_rollouts_carry_the_version_that_sampled_them(learned):
         assert len(rows) == 64
         assert {run["version"] for row in rows for run in row["version"]} == {number - 1}
         assert fmean(row["reward"] for row in rows) == pytest.approx(step["reward/mean"])
+        assert all(len(row["rollout_logprobs"]) == row["num_response_tokens"] for row in rows)
+        for group in (rows[begin : begin + 8] for begin in range(0, 64, 8)):
+            rewards = torch.tensor([row["reward"] for row in group], dtype=torch.float64)
+            expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            assert [row["advantage"] for row in group] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-6)
 
 
 def test_exported_model_answers_as_the_engine_did(learned):

@@ -194,6 +194,21 @@ def test_reshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert error == f"megarl: error: --from tp=3: tp=3: {reason}\n"
 
 
+def test_reshard_of_a_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str) -> None:
+    keys = [f"model.path={model}", "actor.layout={tp: 2, pp: 1, last_stage_layers: null}", "rollout.tp=2"]
+    arguments = ["reshard", QUICKSTART, *keys]
+    assert run(monkeypatch, *arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("refit    cluster.placement=colocated, ") and lines[1] == "ranks    2 -> 2"
+    assert lines[2].endswith(" on a device")
+    assert run(monkeypatch, *arguments, "cluster.placement=disaggregated", "--nodes-of", "2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes_by_link"]["inter"] > 0
+    assert run(monkeypatch, *arguments, "--to", "hf") == 2
+    assert "--to: " in capsys.readouterr().err
+    assert run(monkeypatch, "reshard", "--from", "tp=2") == 2
+    assert capsys.readouterr().err == "megarl: error: --model: it is missing; give --model, --from, --to, or a recipe\n"
+
+
 def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     replace(monkeypatch, "report", write=lambda folder: folder / "report.html")
     assert run(monkeypatch, "report", "runs/latest") == 0
@@ -236,6 +251,7 @@ RESHARD = ["reshard", "--model", "MODEL", "--from", "tp=2", "--to", "vllm:tp=2"]
         ["config", "explain", QUICKSTART, "model.path=MODEL", "actor.layout.last_stage_layers=null"],
         ["train", QUICKSTART, "run.stps=1"],
         RESHARD,
+        ["reshard", QUICKSTART, "model.path=MODEL", "actor.layout.last_stage_layers=null"],
     ],
 )
 def test_command_is_quick_and_loads_nothing_heavy(arguments: list[str], model: str) -> None:

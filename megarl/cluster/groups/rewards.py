@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +22,17 @@ from megarl.cluster.rank_batch import Scores, get_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
-from megarl.core.files import append_rows
 from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.batch import judge_batch
 from megarl.environments.pool import FunctionPool
 from megarl.environments.protocol import Step, Turn
 from megarl.environments.single_turn import SingleTurn
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import Reader, Reading, Unreadable
+from megarl.rewards.rollout_file import append_rollouts, write_advantages
 from megarl.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class RewardWorker:
         self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens)
         self._functions = [entry.function for entry in rewards.functions]
         self._pool = FunctionPool(self._functions, rewards.judge, num_processes, rewards.timeout_s)
+        self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
         folder = models.reward_model
         if folder is not None:
             self._reader = model_reader(config, folder, models.actor)
@@ -92,7 +93,7 @@ class RewardWorker:
         self._pool.close()
 
     async def _judge(self, sample: Sample) -> Step:
-        environment = SingleTurn(self._pool, self._functions)
+        environment = SingleTurn(self._pool, self._single_functions)
         await environment.reset(sample.prompt)
         return await environment.step(Turn.whole_response(sample))
 
@@ -117,14 +118,17 @@ class RewardWorker:
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
         steps = [self.begin(sample) for sample in samples]
-        verdicts = await self._verdicts(samples)
-        judged = [
-            self._scorer.score(sample, (await task).rewards, model_rewards.get(sample.id), verdicts.get(sample.id))
-            for sample, task in zip(samples, steps, strict=True)
-        ]
+        # All samples are there now, which functions of batches wait for.
+        verdicts, batch_results = await asyncio.gather(self._verdicts(samples), judge_batch(self._pool, samples))
+        judged = []
+        for sample, task, batch_rewards in zip(samples, steps, batch_results, strict=True):
+            results = {**(await task).rewards, **batch_rewards}
+            ordered = {name: results[name] for name in self._functions}
+            judged.append(self._scorer.score(sample, ordered, model_rewards.get(sample.id), verdicts.get(sample.id)))
         for sample in samples:
             del self._begun[sample.id]
-        append_rows(rollouts, (_row(step, sample, score) for sample, (score, _) in zip(samples, judged, strict=True)))
+        scored = [(sample, score) for sample, (score, _) in zip(samples, judged, strict=True)]
+        await asyncio.to_thread(append_rollouts, rollouts, step, scored)
         by_token = {
             sample.id: token_rewards
             for sample, (_, token_rewards) in zip(samples, judged, strict=True)
@@ -187,22 +191,6 @@ def _kind(folder: Path) -> Kind:
     return head.kind
 
 
-def _row(step: int, sample: Sample, score: Score) -> dict:
-    return {
-        "step": step,
-        "sample_id": sample.id,
-        "prompt": sample.prompt.text,
-        "response": sample.text,
-        "answer": sample.prompt.answer,
-        "reward": score.value,
-        "parts": score.parts,
-        "failure": score.failure,
-        "version": [asdict(run) for run in sample.versions],
-        "finish_reason": sample.finish_reason,
-        "num_response_tokens": len(sample.response_ids),
-    }
-
-
 class RewardGroup(Group[RewardWorker]):
     """The process that scores samples, and the reward model that scores them first, if there is one."""
 
@@ -240,6 +228,16 @@ class RewardGroup(Group[RewardWorker]):
             return self._read("rewards", "score", {name: call}).then(lambda answers: answers[0])
 
         return score({}) if self._model is None else self._model_scores(self._model, samples).then(score)
+
+    def write_advantages(self, rollouts: Path, advantages: Mapping[str, float]) -> Pending[None]:
+        """Writes the advantages, by sample id, into the step's file of rollouts."""
+        return self._submit_to_first(
+            "advantages for the rollouts' file",
+            "write_advantages",
+            lambda _, path, by_sample: write_advantages(path, by_sample),
+            rollouts.resolve(),
+            advantages,
+        )
 
     def _model_scores(
         self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]

@@ -152,6 +152,11 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         metrics = join(trained).then(lambda parts: merge_updates([merge(ranks) for ranks in parts]))
         return metrics.then(lambda merged: ended.then(lambda _: merged))
 
+    def take_advantages(self) -> Pending[dict[str, float]]:
+        """Takes from the ranks the mean advantage over the trained tokens of each sample of the step's updates."""
+        taken = self._submit("advantages of the samples", "take_advantages", lambda worker: worker.take_advantages())
+        return taken.then(lambda parts: {name: advantage for part in parts for name, advantage in part.items()})
+
     def end_step(self) -> Pending[list[None]]:
         """Forgets the scores that passes have kept of the step's samples, and completes the parameters for those who
         read them."""

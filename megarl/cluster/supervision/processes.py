@@ -1,4 +1,8 @@
-"""The run's processes as the operating system sees them: adoption of orphans, memory, stacks, and their end."""
+"""The run's processes as the operating system sees them: adoption of orphans, memory, stacks, and their end.
+
+/proc may hide processes that this one may not trace (hidepid): those of other users, and of the run's those that have
+another user's identity or are not dumpable. Signals may reach them all the same.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,18 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 from megarl.core.stacks import SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
+
+PROC = Path("/proc")
+POLL_S = 0.02
 
 
 def adopt_orphans() -> None:
@@ -37,28 +44,79 @@ def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         # Listed again for the second signal: a process may have started another in between.
-        others = [process for process in _descendants() if not _tracks_resources(process)]
-        psutil.wait_procs([process for process in others if _signal(process, number)], timeout=grace_s)
-    _, late = psutil.wait_procs([process for process in _descendants() if _signal(process, 0)], timeout=tracker_s)
-    psutil.wait_procs([process for process in late if _signal(process, signal.SIGKILL)], timeout=grace_s)
+        others = [pid for pid in descendants() if not _tracks_resources(pid)]
+        _await_end([pid for pid in others if _signal(pid, number)], grace_s)
+    _await_end([pid for pid in descendants() if _signal(pid, 0)], tracker_s)
+    _await_end([pid for pid in descendants() if _signal(pid, signal.SIGKILL)], grace_s)
 
 
-def _descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def descendants() -> list[int]:
+    """Returns the processes that this one started, directly or not. One that /proc hides is found as a child of this
+    process, which it becomes with `adopt_orphans` when its parent has ended."""
+    children = defaultdict(list)
+    for entry in PROC.iterdir():
+        if entry.name.isdigit() and (parent := _parent(entry)) is not None:
+            children[parent].append(int(entry.name))
+    found = dict.fromkeys([*children[os.getpid()], *_own_children()])
+    waiting = list(found)
+    while waiting:
+        new = [pid for pid in children[waiting.pop()] if pid not in found]
+        found.update(dict.fromkeys(new))
+        waiting += new
+    return list(found)
 
 
-def _tracks_resources(process: psutil.Process) -> bool:
+def _parent(process: Path) -> int | None:
     try:
-        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
-    except psutil.Error:  # it has ended, or may not be read
+        # The name, in brackets, may have spaces and brackets of its own.
+        return int((process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except OSError:  # the process has ended, or may not be read
+        return None
+
+
+def _own_children() -> list[int]:
+    """Returns the children of all threads of this process as the kernel lists them, hidden ones too."""
+    found = []
+    for file in PROC.glob(f"{os.getpid()}/task/*/children"):
+        with suppress(OSError):  # the thread has ended
+            found += map(int, file.read_text().split())
+    return found
+
+
+def _await_end(pids: Sequence[int], timeout_s: float) -> None:
+    """Waits until these processes have ended, or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while pids := [pid for pid in pids if not _has_ended(pid)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+
+
+def _has_ended(pid: int) -> bool:
+    """Returns whether there is no such process. A child that has ended is reaped."""
+    with suppress(ChildProcessError):  # it is another's child
+        os.waitpid(pid, os.WNOHANG)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _tracks_resources(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in (PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:  # it has ended, or may not be read
         return False
 
 
-def _signal(process: psutil.Process, number: int) -> bool:
+def _signal(pid: int, number: int) -> bool:
     """Returns whether the signal could be sent: the process may have ended, or be another user's."""
     try:
-        process.send_signal(number)
-    except psutil.Error:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
         return False
     return True
 
@@ -67,11 +125,11 @@ def ask_for_stacks(files: Iterable[Path], patience_s: float = 5.0) -> list[Path]
     """Makes every process that this one started, and whose standard error is one of these files, write its stacks
     there. Returns the files that have them."""
     asked = {}
-    for process in psutil.Process().children(recursive=True):
-        file = _standard_error(process.pid)
-        if file in files and _catches(process.pid, SIGNAL):
+    for pid in descendants():
+        file = _standard_error(pid)
+        if file in files and _catches(pid, SIGNAL):
             asked.setdefault(file, file.stat().st_size)
-            _signal(process, SIGNAL)
+            _signal(pid, SIGNAL)
     deadline = time.monotonic() + patience_s
     last: dict[Path, int] = {}
     while time.monotonic() < deadline:
@@ -85,7 +143,7 @@ def ask_for_stacks(files: Iterable[Path], patience_s: float = 5.0) -> list[Path]
 
 def _standard_error(pid: int) -> Path | None:
     try:
-        return Path(os.readlink(f"/proc/{pid}/fd/2"))
+        return Path(os.readlink(PROC / str(pid) / "fd/2"))
     except OSError:  # the process has ended, has no standard error, or may not be read
         return None
 
@@ -93,7 +151,7 @@ def _standard_error(pid: int) -> Path | None:
 def _catches(pid: int, number: int) -> bool:
     """Returns whether the process handles the signal, which would end any other process."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:
         return False
     [mask] = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
@@ -107,10 +165,9 @@ def memory_gb() -> tuple[float, float]:
     Processes whose files in /proc may not be read are not counted.
     """
     rss = pss = 0
-    this_process = psutil.Process()
-    for process in [this_process, *this_process.children(recursive=True)]:
+    for pid in [os.getpid(), *descendants()]:
         try:
-            fields = _smaps_rollup(process.pid)
+            fields = _smaps_rollup(pid)
         except OSError:
             continue
         rss += fields["Rss"]
@@ -120,7 +177,7 @@ def memory_gb() -> tuple[float, float]:
 
 def _smaps_rollup(pid: int) -> dict[str, int]:
     """Returns bytes per field; all are 0 for a process that has ended but was not yet waited for."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
     fields = {"Rss": 0, "Pss": 0}
     for line in lines[1:]:
         name, value = line.split(":")

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import psutil
 
+from megarl.cluster.supervision.processes import descendants
+
 SHARED_MEMORY = Path("/dev/shm")
 EARLIER = "earlier_segments"
 NOTE = "segments"
@@ -47,9 +49,8 @@ def note(scratch: Path) -> None:
 
 def mapped() -> set[Segment]:
     """Returns the segments that this process and its descendants map."""
-    this_process = psutil.Process()
-    family = [this_process, *this_process.children(recursive=True)]
-    return _existing(name for process in family for name in _mapped_names(process.pid))
+    family = [os.getpid(), *descendants()]
+    return _existing(name for pid in family for name in _mapped_names(pid))
 
 
 def made(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:

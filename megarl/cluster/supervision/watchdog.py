@@ -6,8 +6,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Collection
+from contextlib import suppress
 
 import psutil
+
+from megarl.cluster.supervision.processes import descendants
 
 POLL_S = 1.0
 SIGNAL_S = 1.0
@@ -24,8 +28,7 @@ class Watchdog:
         """The wait of the driver, to be named with the loss."""
         self._stopped = False
         self._lock = threading.Lock()
-        children = psutil.Process().children(recursive=True)
-        self._watched = {process.name(): process for process in children if process.name() in FATAL}
+        self._watched = _find(FATAL)
         assert len(self._watched) == len(FATAL), f"expected {FATAL}, found {list(self._watched)}"
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -49,6 +52,17 @@ class Watchdog:
         while not self._stopped:
             self.check()
             time.sleep(POLL_S)
+
+
+def _find(names: Collection[str]) -> dict[str, psutil.Process]:
+    """Returns the descendants of this process that have these names."""
+    found = {}
+    for pid in descendants():
+        with suppress(psutil.Error):  # it has ended, or may not be read
+            process = psutil.Process(pid)
+            if process.name() in names:
+                found[process.name()] = process
+    return found
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -1,4 +1,7 @@
-"""The reward of the recipe beside this file. An exception in it is a failure that the run reports, never a 0."""
+"""The reward of the recipe beside this file. An exception in it is a failure that the run reports, never a 0.
+
+A function reward(prompts, responses, answers) would get lists, of all samples of a step, and return one for each.
+"""
 
 
 def reward(prompt: str, response: str, answer: str) -> float:

@@ -19,6 +19,7 @@ from megarl.core.types import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
+from megarl.megatron.advantages import mean_advantages
 from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.workers.trainer import TrainerWorker
@@ -41,6 +42,8 @@ class ActorWorker(TrainerWorker):
         """The KL coefficient, which changes between steps if algorithm.kl.adaptive_target is given."""
         if config.has_reference:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
+        self._advantages: dict[str, float] = {}
+        """The mean advantages of samples that updates have learned from, until they are taken."""
 
     @property
     def objective(self) -> Loss:
@@ -81,9 +84,19 @@ class ActorWorker(TrainerWorker):
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
         batches, algorithm = super()._training_batches(batch), self._config.algorithm
+        if algorithm.objective.spec.is_policy_objective and parallel.returns_results():
+            for token_batch, members in zip(batches, batch.members, strict=True):
+                names = [item.sample.id for item in members]
+                self._advantages |= mean_advantages(token_batch, names)
         if not algorithm.objective.spec.selects_tokens or not parallel.is_last_stage(None):
             return batches
         return with_selection(algorithm, batches, batch.members)
+
+    def take_advantages(self) -> dict[str, float]:
+        """Returns sample id -> mean advantage over its trained tokens, of all updates since the last call. One rank of
+        each data-parallel replica returns them."""
+        taken, self._advantages = self._advantages, {}
+        return taken
 
     def adapt_kl(self, divergence: float, num_samples: int) -> None:
         """Adapts the KL coefficient after a step with this mean divergence from the reference."""

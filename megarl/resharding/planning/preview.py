@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here, default_cache
+from megarl.resharding.piece import Holder
 from megarl.resharding.planning.collector import without_collector
 from megarl.resharding.planning.figures import Figures, figures
 from megarl.resharding.planning.planner import make_plan
@@ -20,8 +22,7 @@ from megarl.resharding.planning.side import bytes_per_second, colocate, on_nodes
 def reshard(
     model: str, source: str, destination: str, ranks_per_node: int, bandwidth: str, colocated: bool = False
 ) -> Figures:
-    """Returns the figures of the plan. Nodes are filled in the order of ranks. Figures that have been asked for before
-    are not computed again.
+    """Returns the figures of the plan. Nodes are filled in the order of ranks.
 
     model                 a config.json, or as model.path in a recipe, of what is on this machine
     source, destination   see side_holders
@@ -30,21 +31,44 @@ def reshard(
     Raises UserError for what cannot be read, or does not fit the model.
     """
     hf_config = _read(model)
-    speeds = Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")))
+    speeds = read_speeds(ranks_per_node, bandwidth)
+
+    def make_sides() -> tuple[list[Holder], list[Holder]]:
+        sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
+        wanting = side_holders("--to", destination, hf_config, is_source=False)
+        destinations = on_nodes(wanting, ranks_per_node, first=0 if colocated else sources[-1].node + 1)
+        return colocate(source, sources, destination, destinations) if colocated else (sources, destinations)
+
+    return plan_figures([hf_config, source, destination, ranks_per_node, colocated], make_sides, speeds)
+
+
+def read_speeds(ranks_per_node: int, bandwidth: str) -> Bandwidth:
+    """Reads --bandwidth, and checks --nodes-of. Raises UserError for what cannot be read."""
     if ranks_per_node < 1:
         raise UserError(f"--nodes-of {ranks_per_node}: expected at least one rank on a node")
+    return Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")))
+
+
+def plan_figures(
+    inputs: list[Any],
+    make_sides: Callable[[], tuple[list[Holder], list[Holder]]],
+    speeds: Bandwidth,
+    bucket_bytes: int | None = None,
+) -> Figures:
+    """Plans the way from sources to destinations, and returns the figures. Those that have been asked for before are
+    not computed again.
+
+    inputs       all that the sides follow from, as JSON
+    make_sides   returns the holders of both sides, with their nodes and devices
+    """
 
     def compute() -> dict[str, Any]:
         with without_collector():
-            sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
-            wanting = side_holders("--to", destination, hf_config, is_source=False)
-            destinations = on_nodes(wanting, ranks_per_node, first=0 if colocated else sources[-1].node + 1)
-            if colocated:
-                sources, destinations = colocate(source, sources, destination, destinations)
-            return figures(make_plan(sources, destinations), sources, destinations, speeds).as_dict()
+            sources, destinations = make_sides()
+            plan = make_plan(sources, destinations, bucket_bytes)
+            return figures(plan, sources, destinations, speeds).as_dict()
 
-    inputs = [hf_config, source, destination, ranks_per_node, asdict(speeds), colocated]
-    return Figures(**kept(default_cache() / "plans", inputs, compute))
+    return Figures(**kept(default_cache() / "plans", [*inputs, bucket_bytes, asdict(speeds)], compute))
 
 
 def table(found: Figures) -> str:

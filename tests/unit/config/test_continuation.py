@@ -74,6 +74,13 @@ def test_what_is_computed_may_not(override: str, now: str, then: str) -> None:
     assert line in violations(override)
 
 
+def test_long_values_may_differ_at_their_ends() -> None:
+    paths = [f"/models/{'x' * 60}/{name}" for name in ("one", "two")]
+    given, override = (f"model.path={path}" for path in paths)
+    [line] = violations(override, given=[given])
+    assert line.startswith(f"model.path={paths[1]}: ck is of a run with {paths[0]}; set it back")
+
+
 def test_every_changed_key_has_a_line() -> None:
     assert len(violations("run.seed=1", "rollout.temperature=0.5", "run.steps=500")) == 2
 

@@ -12,7 +12,7 @@ from megarl.config.load import load
 from megarl.config.schema import Algorithm
 from megarl.core.types import NO_BASELINE, Baseline, Prompt, Sample, TokenTotals, TrainingSample, VersionRun
 from megarl.data.collate import collate
-from megarl.megatron.advantages import with_advantages
+from megarl.megatron.advantages import mean_advantages, with_advantages
 from megarl.rewards.process import on_turns
 from tests.packing import packing
 from tests.paths import BASE
@@ -95,6 +95,17 @@ TOKEN_ESTIMATORS = [name for name, spec in ESTIMATORS.items() if isinstance(spec
 def test_a_sample_has_one_advantage_at_its_trained_tokens(estimator):
     found = estimated(algorithm(estimator))
     assert found == [[0.75, 0, 0.75, 0.75, 0], [-0.75], [0, -0.25, -0.25], [0, 0]]
+
+
+def test_a_sample_is_known_by_the_mean_over_its_trained_tokens():
+    """d has no trained token, and an empty pack no sample."""
+    values = {name: torch.arange(float(len(mask))) for name, mask in MASKS.items()}
+    settings = algorithm("gae", "advantage={gamma: 1.0, gae_lambda: 1.0, whiten: false}")
+    nothing, batch = (collate(own, packing(), values=values) for own in ([], [*map(training_sample, MASKS)]))
+    nothing, batch = with_advantages(settings, [nothing, batch])
+    # The reward less the value of each trained token: a's are 0, 2 and 3, b's is 0, c's are 1 and 2.
+    assert mean_advantages(batch, list(MASKS)) == pytest.approx({"a": 2 - 5 / 3, "b": -1.0, "c": -1.5})
+    assert mean_advantages(nothing, []) == {}
 
 
 def test_rewards_that_differ_little_keep_their_digits():

@@ -116,11 +116,13 @@ def test_a_complete_run_has_no_notes(tmp_path):
 
 def test_rollouts_are_embedded(tmp_path):
     version = [{"version": 0, "count": 2}]
-    kept = sample(version=version, answer="12", parts={"exact_match": 1.0}, num_response_tokens=2)
+    trained = {"num_response_tokens": 2, "rollout_logprobs": [-0.25, -0.75], "advantage": 0.7}
+    kept = sample(version=version, answer="12", parts={"exact_match": 1.0}, **trained)
     text = write(make_run(tmp_path, 1, rollouts=[(1, [sample(reward=0.0), kept])]))
     (step,) = embedded_rollouts(text)
     assert [entry["reward"] for entry in step["samples"]] == [1.0, 0.0]
-    assert step["samples"][0] == {**kept, "failure": None, "finish_reason": None}
+    del kept["rollout_logprobs"]
+    assert step["samples"][0] == {**kept, "failure": None, "finish_reason": None, "mean_logprob": -0.5}
     assert "All 2 samples of the run" in text
 
 

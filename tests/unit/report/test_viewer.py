@@ -67,3 +67,17 @@ def test_a_line_cut_by_a_crash_is_counted(tmp_path):
 def test_a_nan_reward_is_no_reward(tmp_path):
     (step,) = read_rollouts({1: write_step(tmp_path, 1, [sample(float("nan")), sample(0.0)])}).steps
     assert [entry["reward"] for entry in step.samples] == [0.0, None]
+
+
+def test_log_probs_are_shown_by_their_mean(tmp_path):
+    """One that is not finite has no mean, and a file of an earlier megarl has none."""
+    samples = [
+        sample(3.0, rollout_logprobs=[-1.0, -2.0], advantage=0.5),
+        sample(2.0, rollout_logprobs=[float("-inf")], advantage=None),
+        sample(1.0, rollout_logprobs=[]),
+        sample(0.0),
+    ]
+    (step,) = read_rollouts({1: write_step(tmp_path, 1, samples)}).steps
+    assert [entry["mean_logprob"] for entry in step.samples] == [-1.5, None, None, None]
+    assert [entry["advantage"] for entry in step.samples] == [0.5, None, None, None]
+    assert "rollout_logprobs" not in step.samples[0]

@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.rewards.exact import exact_match
-from megarl.rewards.registry import asked_columns, resolve
+from megarl.rewards.registry import asked_columns, resolve, takes_batches
 
 
 def test_built_in_functions_by_name():
@@ -76,3 +76,22 @@ def test_what_cannot_be_found_is_named(tmp_path, name, message):
     (tmp_path / "failing.py").write_text("1 / 0\n")
     with pytest.raises(ValueError, match=rf"^rewards\.functions: .*{message}"):
         resolve(name.format(folder=tmp_path))
+
+
+def test_a_function_of_whole_batches_is_known_by_the_names_of_its_parameters(tmp_path):
+    file = tmp_path / "batches.py"
+    file.write_text(
+        "def f(prompts, responses, answers, level):\n    return level\n"
+        "class Object:\n    async def __call__(self, prompts, responses, answers=None, **columns):\n        return []\n"
+        "object = Object()\n"
+        "def g(prompt, responses, answers):\n    return 1\n"
+        "def trl(prompts, completions, answers):\n    return 1\n"
+    )
+    assert [takes_batches(resolve(f"{file}:{name}")) for name in ("f", "object", "g")] == [True, True, False]
+    assert not takes_batches(max) and asked_columns(resolve(f"{file}:f"), 3) == {"level": True}
+    message = (
+        r"^rewards.functions: .*batches.py:trl takes \(prompts, completions, answers\); a function of whole batches "
+        r"takes \(prompts, responses, answers\), by these names, and one of single samples \(prompt, resp"
+    )
+    with pytest.raises(ValueError, match=message):
+        resolve(f"{file}:trl")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.data.weights_hash import weights_hash
 from megarl.run.beginning import check_beginning
 from tests.paths import BASE, ROOT
 from tests.unit.run.test_resume import PROMPTS, config, save, start
@@ -40,6 +41,22 @@ def test_a_finished_run_has_nothing_left_to_do(finished: Path) -> None:
 def test_a_finished_run_of_another_recipe_is_not_this_one(finished: Path, override: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         check_beginning(config(finished, "run.steps=3", "resume=auto", override))
+
+
+def test_a_finished_run_whose_model_was_moved_is_finished(tmp_path: Path) -> None:
+    models = {name: tmp_path / name for name in ("there", "here", "other")}
+    for name, folder in models.items():
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("other" if name == "other" else "same")
+    runs = tmp_path / "runs"
+    paths = {name: f"model.path={folder}" for name, folder in models.items()}
+    settings = config(runs, paths["there"])
+    identity = {"folder": str(models["there"]), "hash": weights_hash(models["there"])}
+    run = start(settings, PROMPTS, {"model.path": identity})
+    run.folder.finish(settings.run.steps)
+    assert "already at step" in check_beginning(config(runs, "resume=auto", paths["here"]))
+    with pytest.raises(UserError, match=r"^model.path=.*/other: .* is of a run with .*/there; set it back"):
+        check_beginning(config(runs, "resume=auto", paths["other"]))
 
 
 def test_a_name_that_is_taken_is_refused_and_a_run_that_is_under_way_goes_on(tmp_path: Path) -> None:

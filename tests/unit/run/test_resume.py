@@ -254,6 +254,20 @@ def test_another_model_under_the_same_path_is_refused(root: Path, path: str) -> 
     assert again.state.step == 2
 
 
+def test_a_model_that_was_moved_is_known_by_its_weights(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(start(config(root), PROMPTS), config(root), 2)
+    elsewhere = config(root, "resume=auto", "model.path=/new/m")
+    before = sorted(root.rglob("*"))
+    with pytest.raises(UserError, match=r"^model.path=/new/m: .* is of a run with m; set it back"):
+        start(elsewhere, PROMPTS, {"model.path": {"folder": "/new/m", "hash": "of others"}})
+    assert sorted(root.rglob("*")) == before
+    assert capsys.readouterr().out == ""
+    again = start(elsewhere, PROMPTS, {"model.path": {"folder": "/new/m", "hash": MODELS["model.path"]["hash"]}})
+    assert again.state.step == 2
+    assert capsys.readouterr().out == "model.path=/new/m: its weights are those of m, where the run began\n"
+    assert "/new/m" in again.folder.config.read_text()
+
+
 def test_the_newest_run_is_found_by_its_link(root: Path) -> None:
     """The link to the newest run, through which its checkpoints have another path."""
     first = start(config(root), PROMPTS)

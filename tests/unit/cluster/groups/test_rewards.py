@@ -135,3 +135,40 @@ def test_rows_hold_texts_that_utf8_cannot_carry(worker, tmp_path):
     assert [score.failure for score in scores] == [None, None]
     row, _ = map(json.loads, (tmp_path / "rows").read_text(encoding="utf-8").splitlines())
     assert (row["prompt"], row["response"], row["answer"]) == (prompt.text, item.text, prompt.answer)
+
+
+def test_functions_of_batches_are_called_once_when_the_last_sample_is_there(tmp_path):
+    """Beside one of single samples, which is called as they come, and in the order of the config."""
+    file = tmp_path / "both.py"
+    file.write_text(
+        "calls = 0\n"
+        "def best(prompts, responses, answers):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    longest = {}\n"
+        "    for prompt, response in zip(prompts, responses):\n"
+        "        longest[prompt] = max(longest.get(prompt, ''), response, key=len)\n"
+        "    found = [100 * calls + (longest[p] == r) for p, r in zip(prompts, responses)]\n"
+        "    return [None if 'odd' in r else n for r, n in zip(responses, found)]\n"
+        "def short(prompt, response, answer):\n    return len(response) / 10\n"
+    )
+    functions = [{"function": f"{file}:best", "weight": 2.0}, {"function": f"{file}:short"}]
+    config = load(QUICKSTART, [f"rewards.functions={json.dumps(functions)}"])
+    worker = RewardWorker(config, ModelFolders(Path(), None, None, None), num_processes=1)
+    texts = {"0.0": "one", "0.1": "longer", "1.0": "an odd one", "1.1": "x"}
+    prompts = [Prompt(f"p{i}", str(i), [5]) for i in range(2)]
+    samples = [replace(sample(name, text), prompt=prompts[int(name[0])]) for name, text in texts.items()]
+
+    async def step():
+        for item in samples[:3]:
+            await worker.begin(item)
+        return await worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl")
+
+    try:
+        scores, _ = asyncio.run(step())
+    finally:
+        worker.close()
+    assert [score.value for score in scores] == [200.3, 202.6, None, 200.1]
+    assert [list(scores[i].parts) for i in (0, 2)] == [[f"{file}:best", f"{file}:short"], [f"{file}:short"]]
+    reason = f"{file}:best returned NoneType, not a finite number or a bool, on sample 1.0"
+    assert scores[2].failure == f"rewards.functions: {reason}"

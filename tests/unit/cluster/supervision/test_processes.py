@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -107,6 +108,88 @@ def test_processes_that_may_not_be_read_end_like_the_others() -> None:
     assert not Path(scratch).exists()
     assert (done.returncode, done.stderr) == (0, "")
     assert seconds < 30
+
+
+def test_what_proc_does_not_tell_of_others_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12, a child of the child 11, the kernel's list of children knows nothing; of the hidden 13 it alone does."""
+    this_process = os.getpid()
+    parents = {11: this_process, 12: 11, 14: 1, 15: 14}
+    for pid, parent in parents.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a ) (name) S {parent} 1 1 0")
+    (tmp_path / "16" / "stat").mkdir(parents=True)  # one that may not be read
+    (tmp_path / "17").mkdir()  # one that has ended
+    (tmp_path / "uptime").touch()
+    (tmp_path / str(this_process) / "task" / "1").mkdir(parents=True)
+    (tmp_path / str(this_process) / "task" / "1" / "children").write_text("11 13 ")
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert sorted(processes.descendants()) == [11, 12, 13]
+
+
+HIDEPID_DRIVER = """
+import ctypes, os, subprocess, sys, time
+from pathlib import Path
+from megarl.cluster.supervision import processes, segments
+NOBODY = 65534
+NOT_DUMPABLE = (4, 0, 0, 0, 0)  # of prctl
+foreign = subprocess.Popen(["sleep", "60"])  # root's
+os.setgroups([])
+os.setgid(NOBODY)
+os.setuid(NOBODY)
+processes.adopt_orphans()
+
+def start(hidden, then=lambda: None):
+    ready, written = os.pipe()
+    pid = os.fork()
+    if pid:
+        return int(os.read(ready, 20))
+    below = then() or os.getpid()
+    ctypes.CDLL(None).prctl(4, 0 if hidden else 1, 0, 0, 0)
+    os.write(written, str(below).encode())
+    time.sleep(60)
+
+plain, hidden = start(False), start(True)
+below_plain = start(False, then=lambda: start(True))
+below_hidden = start(True, then=lambda: start(False))
+for pid in (foreign.pid, hidden, below_plain):
+    try:
+        Path(f"/proc/{pid}/stat").read_text()
+        print("it is not hidden")
+    except OSError:
+        pass
+Path(f"/proc/{plain}/stat").read_text()
+segments.mapped()
+print(processes.memory_gb()[0] > 0, processes.ask_for_stacks([]), hidden in processes.descendants())
+processes.end_descendants(grace_s=1, tracker_s=2)
+
+def exists(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+print([exists(pid) for pid in (foreign.pid, plain, hidden, below_plain, below_hidden)])
+"""
+
+
+def in_namespace(hidepid: int, command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a shell command where /proc is mounted with this option."""
+    mount = f"mount --make-rprivate / && mount -t proc -o hidepid={hidepid} proc /proc"
+    namespace = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", f"{mount} && {command}"]
+    return subprocess.run(namespace, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("hidepid", [1, 2], ids=["unreadable", "invisible"])
+def test_processes_that_proc_hides_end_too(hidepid: int) -> None:
+    """In a namespace of its own, as a user other than root from whom /proc hides what is not hers."""
+    if in_namespace(hidepid, "true").returncode:
+        pytest.skip("mounting /proc takes root; the test before has a stand-in")
+    done = in_namespace(hidepid, f"exec {shlex.quote(sys.executable)} -c {shlex.quote(HIDEPID_DRIVER)}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "True [] True\n[True, False, False, False, False]\n"
 
 
 WITH_TRACKER = """
