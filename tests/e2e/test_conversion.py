@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import random
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +23,7 @@ from megarl.megatron.checkpoint.conversion import (
 )
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.vllm.environment import environment
+from tests.e2e.engine_processes import engine_context
 from tests.e2e.test_refit import SIZES as REFIT_SIZES
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_model
@@ -36,7 +36,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n
 
 def sampled(folder: Path) -> list[Sample]:
     """Returns samples of an engine that loads the folder itself, in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, mp_context=engine_context()) as process:
         return process.submit(_sample, folder).result(timeout=300)
 
 

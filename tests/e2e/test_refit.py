@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import psutil
@@ -36,6 +37,7 @@ from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.verification import NOTHING, Checksum, Region, regions
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.vllm.environment import environment
+from tests.e2e.engine_processes import engine_context
 from tests.e2e.run import mapped_shared_memory
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_model
@@ -45,13 +47,13 @@ DEADLINE_S = 180
 BUCKET_BYTES = 2**16
 """Smaller than some tensors."""
 STEPS_BEFORE_REFIT = 5
+FORK = multiprocessing.get_context("fork")
 
 
 class Remote:
     """A process that answers calls by name on an object that it builds for itself."""
 
-    def __init__(self, context: str, build, *args):
-        mp = multiprocessing.get_context(context)
+    def __init__(self, mp: BaseContext, build, *args):
         self._connection, theirs = mp.Pipe()
         # A short path: those of the sockets that vLLM has there may have 107 bytes.
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
@@ -377,7 +379,7 @@ class Trainers:
     """Two ranks, called together."""
 
     def __init__(self, start, config: Config, folder: Path, store: Path):
-        self._ranks = [start("fork", TrainerSide, config, folder, store, rank) for rank in range(2)]
+        self._ranks = [start(FORK, TrainerSide, config, folder, store, rank) for rank in range(2)]
         self.holders = self.call("holder")
         self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -423,7 +425,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     truncated = [] if (name, tp) in IN_FLIGHT else ["rollout.top_k=7", "rollout.top_p=0.8"]
     config, hf_config = config_of(folder, layout, tp, truncated), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
-    engine = remotes("spawn", EngineSide, config, folder, False)
+    engine = remotes(engine_context(), EngineSide, config, folder, False)
     padded = padded_experts(engine.call("parameters")[0])
     assert "pads" not in name or padded > changes["moe_intermediate_size"] / tp
     targets = [vllm_holder(hf_config, tp, rank, replica=0, padded_experts=padded) for rank in range(tp)]
@@ -455,12 +457,12 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         trainers.call("update", uninterrupted)
         through, of_new_weights = engine.call("sample_through_a_refit", prompts(), 3)
         old, exported = exported, trainers.export(hf_config, shared_memory, tmp_path / "newer")
-        check_samples_through_a_refit(through[:4], uninterrupted, remotes("fork", TwoModels, old, exported))
+        check_samples_through_a_refit(through[:4], uninterrupted, remotes(FORK, TwoModels, old, exported))
         of_new_weights += through[4:]  # four at a time: these had to wait
     after = engine.call("greedy", prompts())
     assert after != before, "the updates did not change what the model says"
 
-    fresh = remotes("spawn", EngineSide, config, exported, True)
+    fresh = remotes(engine_context(), EngineSide, config, exported, True)
     expected = fresh.call("checksums")
     assert engine.call("checksums") == expected
     assert fresh.call("greedy", prompts()) == after
@@ -591,7 +593,7 @@ def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path
     folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(tie_word_embeddings=True))
     config, hf_config = config_of(folder, STAGES, 1, QUANTISED), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
-    engine = remotes("spawn", EngineSide, config, folder, False)
+    engine = remotes(engine_context(), EngineSide, config, folder, False)
     mismatched_params = vllm_holder(hf_config, 1, 0, replica=0, dtype="bfloat16").shard.mismatched_params(
         engine.call("parameters")[0]
     )
@@ -607,7 +609,9 @@ def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path
         assert worker.num_bytes == target.shard.num_bytes
         if version < 2:
             trainers.call("update", engine.call("sample", prompts()))
-    fresh = remotes("spawn", EngineSide, config, trainers.export(hf_config, shared_memory, tmp_path / "exported"), True)
+    fresh = remotes(
+        engine_context(), EngineSide, config, trainers.export(hf_config, shared_memory, tmp_path / "exported"), True
+    )
     expected, answers = fresh.call("checksums"), fresh.call("greedy", prompts())
     assert engine.call("checksums") == expected
     assert engine.call("greedy", prompts()) == answers

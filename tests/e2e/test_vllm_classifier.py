@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ from tests.distributed.test_reward_model import (
     token_scores,
     write_classifier,
 )
+from tests.e2e.engine_processes import engine_context
 from tests.e2e.test_refit import MODELS, SIZES
 from tests.parity import config_of
 from tests.tiny_model import write_tiny_model
@@ -43,7 +43,7 @@ def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
 
 
 def vllm_scores(folders: Sequence[Path]) -> list[list[list[float]]]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=engine_context()) as pool:
         return pool.submit(in_vllm, folders).result(timeout=300)
 
 

@@ -34,7 +34,7 @@ def recipe(model: Path, placement: str, *overrides: str) -> Config:
 
 
 def test_a_colocated_recipe_is_planned_rank_by_rank(model: Path) -> None:
-    """As by hand: what stays on the devices, what moves inside nodes and between them."""
+    """The bytes by hand: what stays on the devices, what moves inside nodes and between them."""
     for ranks_per_node in (8, 4):
         found = preview_refit(recipe(model, "colocated", "rollout.replicas=4"), ranks_per_node, SPEEDS)
         sides = "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4"

@@ -138,7 +138,7 @@ def test_rows_hold_texts_that_utf8_cannot_carry(worker, tmp_path):
 
 
 def test_functions_of_batches_are_called_once_when_the_last_sample_is_there(tmp_path):
-    """Beside one of single samples, which is called as they come, and in the order of the config."""
+    """Another function is of single samples, and called as they come; results are in the order of the config."""
     file = tmp_path / "both.py"
     file.write_text(
         "calls = 0\n"
