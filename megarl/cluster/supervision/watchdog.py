@@ -9,6 +9,8 @@ import time
 
 import psutil
 
+from megarl.cluster.supervision.interrupts import interrupts
+
 POLL_S = 1.0
 SIGNAL_S = 1.0
 """The time in which the driver hears of a signal that has ended them, where all processes of the run got it."""
@@ -34,6 +36,9 @@ class Watchdog:
         lost = [name for name, process in self._watched.items() if not _runs(process)]
         if lost and not self._stopped:
             time.sleep(SIGNAL_S)
+            if interrupts.is_told:
+                interrupts.expire()  # the signal has ended them, too: there is nothing to wait for
+                return
             with self._lock:
                 if not self._stopped:
                     line = f"megarl: error: {self.phase}: Ray's {lost[0]} died; the run ends"
