@@ -365,6 +365,11 @@ class Checkpoint(Section):
     on_signal: bool
     grace_s: NonNegativeFloat
 
+    @property
+    def may_be_saved(self) -> bool:
+        """Whether a run may save any."""
+        return self.every_steps is not None or self.on_signal
+
 
 Limit = Literal["start", "rollout", "rewards", "passes", "update", "refit", "checkpoint"]
 """The keys of Timeouts. Each wait of the driver for a process of the run is bounded by one of them."""

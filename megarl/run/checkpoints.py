@@ -50,7 +50,7 @@ class Checkpoints:
                 f"checkpoint.keep={keep}: {self.path} has {free / 1e9:.2f} GB free, and {number} more "
                 f"{'checkpoint needs' if number == 1 else 'checkpoints need'} {number} x {num_bytes / 1e9:.2f} = "
                 f"{number * num_bytes / 1e9:.2f} GB (one is written before the oldest is removed); free some there, "
-                "lower checkpoint.keep, or set checkpoint.every_steps=null"
+                "lower checkpoint.keep, or set checkpoint.every_steps=null and checkpoint.on_signal=false"
             )
 
     def begin(self, step: int) -> Path:

@@ -271,5 +271,5 @@ def test_a_full_disk_is_refused_with_the_arithmetic(checkpoints: Checkpoints, mo
     assert str(error.value) == (
         f"checkpoint.keep=2: {checkpoints.path} has 5.00 GB free, and 3 more checkpoints need 3 x 2.00 = 6.00 GB (one "
         "is written before the oldest is removed); free some there, lower checkpoint.keep, or set "
-        "checkpoint.every_steps=null"
+        "checkpoint.every_steps=null and checkpoint.on_signal=false"
     )

@@ -146,5 +146,10 @@ def test_a_call_has_the_deadline_of_its_phase(groups: Groups, tmp_path: Path, ph
     assert {other for _, other in groups.session.waits} == {limit}
 
 
+def test_waits_between_ranks_are_bounded_by_the_longest() -> None:
+    """A collective may belong to any phase: the driver's own deadline is the first to be missed."""
+    assert load(QUICKSTART, ["cluster.timeouts.passes=9000"]).cluster.timeouts.longest == 9000
+
+
 def test_every_deadline_bounds_something() -> None:
     assert {limit for limit, _ in CASES.values()} == set(get_args(Limit))
