@@ -49,6 +49,7 @@ def test_a_signal_to_the_group_saves_the_step_and_the_next_run_goes_on(tmp_path:
     def tell_in_a_step() -> None:
         os.killpg(run.pid, signal.SIGTERM)
         run.wait_until(lambda: "interrupted; saves after the step under way" in run.output)
+        time.sleep(HELD_S)  # Ray's processes would be gone
         assert not run.metrics
         hold.unlink()
 
