@@ -107,7 +107,7 @@ def train(file: Recipe, overrides: Overrides = None) -> None:
         return
     from megarl.cluster.supervision.supervisor import supervised
 
-    with supervised() as scratch:
+    with supervised(config.checkpoint.grace_s) as scratch:
         if config.is_offline:
             from megarl.finetune import main
         else:

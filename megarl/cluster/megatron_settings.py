@@ -31,7 +31,7 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
             input=json.dumps({"config": config.model_dump(), "models": asked}),
             capture_output=True,
             text=True,
-            timeout=config.cluster.start_timeout_s,
+            timeout=config.cluster.timeouts.start,
         )
     except subprocess.TimeoutExpired as error:
         raise RunFailure(f"megatron_overrides and fp8: no answer from {PROGRAM} in {error.timeout:g} s") from None

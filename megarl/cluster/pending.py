@@ -39,10 +39,12 @@ class Pending(Generic[T]):
         session: Session | None,
         calls: Mapping[str, ray.ObjectRef],
         phase: str,
+        limit: str,
         timeout_s: float,
         expendable: Collection[str] = (),
     ):
-        self.phase, self.timeout_s, self.expendable = phase, timeout_s, expendable
+        """limit: the key of cluster.timeouts that gives timeout_s."""
+        self.phase, self.limit, self.timeout_s, self.expendable = phase, limit, timeout_s, expendable
         self.deadline = time.monotonic() + timeout_s
         self.unfinished = {ref: name for name, ref in calls.items()}
         self.errors: dict[str, Exception] = {}
@@ -113,7 +115,7 @@ class Pending(Generic[T]):
 
 def ready(value: T) -> Pending[T]:
     """Returns a Pending that waits for nothing."""
-    return Pending(None, {}, "", 0.0).then(lambda _: value)
+    return Pending(None, {}, "", "", 0.0).then(lambda _: value)
 
 
 def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:

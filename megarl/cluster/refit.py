@@ -65,7 +65,7 @@ class Refit:
                     continue
             sending = self._trainers.start_sending() if self.transport == "p2p" else {}
             calls = sending | self._engines.start_refit(version, expected)
-            answers = self._session.submit(calls, "refit", expendable=self._engines.expendable).result()
+            answers = self._session.submit(calls, "refit", "refit", expendable=self._engines.expendable).result()
             if not answers.lost:
                 break
             self._engines.drop(answers.lost, "refit")

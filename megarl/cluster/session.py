@@ -19,7 +19,7 @@ from megarl.cluster.pending import Answers, Pending, error_of
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.cluster.trace import Trace
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Limit
 from megarl.planning.object_store import FLOOR_MIB, object_store_mib
 
 SETTLE_S = 3.0
@@ -50,7 +50,7 @@ class Session:
     def __init__(self, config: Config, logs: Path, scratch: Path):
         """scratch: the folder for files that are not needed after the run."""
         self.logs, self.scratch = logs.resolve(), scratch
-        self._config = config.cluster
+        self._timeouts = config.cluster.timeouts
         self._watched: dict[str, ActorHandle] = {}
         self._under_way: list[Pending] = []
         self.trace = Trace(self.logs)
@@ -93,15 +93,15 @@ class Session:
         self,
         calls: Mapping[str, ray.ObjectRef],
         phase: str,
-        timeout_s: float | None = None,
+        limit: Limit,
         expendable: Collection[str] = (),
     ) -> Pending[Answers]:
         """Returns the future of remote calls, by the name of the process that runs each.
 
-        timeout_s    None takes cluster.step_timeout_s
+        limit        the key of cluster.timeouts that bounds the wait
         expendable   processes whose loss is no failure; nor are the errors that follow from it in others
         """
-        pending = Pending(self, calls, phase, timeout_s or self._config.step_timeout_s, expendable)
+        pending = Pending(self, calls, phase, limit, self._timeouts.seconds(limit), expendable)
         self._under_way.append(pending)
         return pending
 
@@ -175,12 +175,15 @@ class Session:
             self._watchdog.check()
 
     def _overdue(self, pending: Pending) -> str:
-        """Returns a message that names who did not answer in time, and the files with their stacks, if they still write
-        them."""
+        """Returns a message that names who did not answer in time, the files with their stacks, if they still write
+        them, and the key of the deadline."""
         names = list(pending.unfinished.values())
         files = processes.ask_for_stacks([self.logs / f"{name}.log" for name in names])
         seen = f"their stacks are at the end of {', '.join(map(str, files))}" if files else f"see {self.logs}"
-        return f"{pending.phase}: no answer from {', '.join(names)} in {pending.timeout_s:g} s; {seen}"
+        return (
+            f"{pending.phase}: no answer from {', '.join(names)} in {pending.timeout_s:g} s; {seen}; if they only need "
+            f"longer, raise cluster.timeouts.{pending.limit}"
+        )
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:
         """Returns the errors of those processes that died while nothing was asked of them."""

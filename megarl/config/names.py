@@ -87,6 +87,8 @@ VERL = {
 
 EARLIER = {
     "megatron_extra": "megatron_overrides",
+    "start_timeout_s": "timeouts.start",
+    "step_timeout_s": "timeouts (rollout, rewards, passes, update, refit, checkpoint)",
     "untrained_samples": "empty_samples (counted: include, left_out: exclude)",
     "vllm_extra": "vllm_overrides",
 }

@@ -1,4 +1,5 @@
-"""Configurations in checkpoints, which an earlier megarl may have saved: what they lack is added."""
+"""Configurations in checkpoints, which an earlier megarl may have saved: what they lack is added, and what is no longer
+a key removed."""
 
 from __future__ import annotations
 
@@ -18,13 +19,25 @@ ADDED: dict[int, dict[str, Any]] = {
         "rewards.timeout_s": 60.0,
         "run.replace": True,
     },
+    3: {
+        "checkpoint.on_signal": False,
+        "checkpoint.grace_s": 0.0,
+        "cluster.timeouts": {
+            "start": 600.0,
+            **dict.fromkeys(("rollout", "rewards", "passes", "update", "refit", "checkpoint"), 3600.0),
+        },
+    },
 }
 """The keys that came with each format of checkpoints (megarl.core.checkpoint.FORMAT), with the values that runs had
 without them, as far as there are such. A default that base.yaml gets later is not theirs."""
 
+REMOVED = {3: ("cluster.start_timeout_s", "cluster.step_timeout_s")}
+"""The keys that went with a format; others have taken their place."""
+
 
 def complete(saved: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """Returns the configuration that was saved in this format, with the keys that have been added since."""
+    """Returns the configuration that was saved in this format, with the keys that have been added since, and
+    without those that were removed."""
     config = deepcopy(dict(saved))
     for later in range(version + 1, max(ADDED) + 1):
         for key, value in ADDED[later].items():
@@ -32,5 +45,11 @@ def complete(saved: Mapping[str, Any], version: int) -> dict[str, Any]:
             section = config
             for part in sections:
                 section = section.setdefault(part, {})
-            section.setdefault(name, value)
+            section.setdefault(name, deepcopy(value))
+        for key in REMOVED.get(later, ()):
+            *sections, name = key.split(".")
+            section = config
+            for part in sections:
+                section = section.get(part, {})
+            section.pop(name, None)
     return config

@@ -6,7 +6,7 @@ a list's items, which a recipe gives as a whole and cannot lay over those of the
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -362,12 +362,40 @@ class Checkpoint(Section):
     every_steps: PositiveInt | None
     keep: PositiveInt
     background: bool
+    on_signal: bool
+    grace_s: NonNegativeFloat
+
+    @property
+    def may_be_saved(self) -> bool:
+        """Whether a run may save any."""
+        return self.every_steps is not None or self.on_signal
+
+
+Limit = Literal["start", "rollout", "rewards", "passes", "update", "refit", "checkpoint"]
+"""The keys of Timeouts. Each wait of the driver for a process of the run is bounded by one of them."""
+
+
+class Timeouts(Section):
+    start: PositiveFloat
+    rollout: PositiveFloat
+    rewards: PositiveFloat
+    passes: PositiveFloat
+    update: PositiveFloat
+    refit: PositiveFloat
+    checkpoint: PositiveFloat
+
+    def seconds(self, limit: Limit) -> float:
+        return getattr(self, limit)
+
+    @property
+    def longest(self) -> float:
+        """The bound of waits between processes that belong to several phases."""
+        return max(map(self.seconds, get_args(Limit)))
 
 
 class Cluster(Section):
     placement: Literal["colocated", "disaggregated"]
-    start_timeout_s: PositiveFloat
-    step_timeout_s: PositiveFloat
+    timeouts: Timeouts
     object_store_mib: PositiveInt | None
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from megarl.core.files import number_in, numbered
 MANIFEST = "manifest.json"
 PREFIX = "step_"
 NAME = PREFIX + "{:06d}"
-FORMAT = 2
+NOTE = "__{}.written"
+"""The name of the note that a rank has written its files: it begins as Megatron's names of a rank's files do."""
+
+FORMAT = 3
 """The version of what a manifest holds. It grows by one with keys of the config that an earlier save does not have; the
 values that they then have are in megarl.config.saved. A manifest of version 1 does not name it."""
 
@@ -102,6 +105,28 @@ class Checkpoint:
                 f"{self.path}: {record.path} is damaged: it has {size:,} bytes and had {record.num_bytes:,}; "
                 f"{_remedy(self.path)}"
             )
+
+
+def write_note(folder: Path, rank: int, files: Iterable[FileRecord]) -> None:
+    """Notes in the folder that these files of a rank are written. The note is no file of the checkpoint."""
+    note = folder / NOTE.format(rank)
+    new = note.with_suffix(".new")
+    new.write_text(json.dumps([asdict(record) for record in files]), encoding="utf-8")
+    new.replace(note)
+
+
+def noted_files(checkpoint: Path, folder: str, num_ranks: int) -> list[FileRecord] | None:
+    """Returns the files that the ranks have noted in a folder of the checkpoint; None as long as one has not."""
+    notes = [checkpoint / folder / NOTE.format(rank) for rank in range(num_ranks)]
+    if not all(note.exists() for note in notes):
+        return None
+    records = [FileRecord(**record) for note in notes for record in json.loads(note.read_text(encoding="utf-8"))]
+    return [replace(record, path=f"{folder}/{record.path}") for record in records]
+
+
+def remove_notes(checkpoint: Path) -> None:
+    for note in checkpoint.glob(f"*/{NOTE.format('*')}"):
+        note.unlink()
 
 
 def is_checkpoint(folder: Path) -> bool:

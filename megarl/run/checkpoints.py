@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.core.checkpoint import NAME, PREFIX, Checkpoint, FileRecord, write_manifest, write_synced
+from megarl.core.checkpoint import NAME, PREFIX, Checkpoint, FileRecord, remove_notes, write_manifest, write_synced
 from megarl.core.errors import UserError
 from megarl.core.files import numbered, sync
 
@@ -50,7 +50,7 @@ class Checkpoints:
                 f"checkpoint.keep={keep}: {self.path} has {free / 1e9:.2f} GB free, and {number} more "
                 f"{'checkpoint needs' if number == 1 else 'checkpoints need'} {number} x {num_bytes / 1e9:.2f} = "
                 f"{number * num_bytes / 1e9:.2f} GB (one is written before the oldest is removed); free some there, "
-                "lower checkpoint.keep, or set checkpoint.every_steps=null"
+                "lower checkpoint.keep, or set checkpoint.every_steps=null and checkpoint.on_signal=false"
             )
 
     def begin(self, step: int) -> Path:
@@ -74,6 +74,7 @@ class Checkpoints:
         Checkpoint.open(hidden)
         # A checkpoint of that name exists where a run was killed before it could point to it.
         self._remove(final)
+        remove_notes(hidden)
         hidden.rename(final)
         sync(self.path)
         self.point_to(final)

@@ -14,6 +14,7 @@ from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import Placement, place
+from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
 from megarl.config.schema import Config
 from megarl.core import device
@@ -89,20 +90,49 @@ class Loop:
         return [self.data[i] for i in self.state.cursor.take(n)]
 
     def run(self, trained: Sequence[TrainerGroup], step: Step) -> None:
-        """Does all steps up to run.steps. trained: the groups that checkpoints hold, with their weights loaded."""
-        state, folder, saver = self.state, self.folder, self.saver
+        """Does all steps up to run.steps. trained: the groups that checkpoints hold, with their weights loaded.
+
+        Told to end by a signal, it finishes the checkpoint whose state is in host memory; with checkpoint.on_signal it
+        saves one at the end of the step under way. Both are tried for checkpoint.grace_s seconds."""
+        saver, settings, done = self.saver, self.config.checkpoint, self.state.step
         saver.keep()  # a run that was killed may not have removed the oldest
-        sinks = (JsonlSink(folder.metrics), ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline))
-        with MemorySampler() as memory:
-            while state.step < self.config.run.steps:
-                state.step += 1
-                metrics = step() | {"data/dropped_rows": self.data.num_dropped}
-                metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
-                metrics |= saver.save(trained, state.step, state.dump())
-                for sink in sinks:
-                    sink.write(state.step, metrics)
-                saver.commit()  # after the step's metrics: a run that goes on from here has them
-            saver.finish()
+        with MemorySampler() as memory, interrupts.grace(settings.grace_s, settings.on_signal):
+            try:
+                for number in self._steps(trained, step, memory):
+                    done = number
+                    self._end_if_told(trained)
+                    saver.commit()  # after the step's metrics: a run that goes on from here has them
+                saver.finish()
+                self._end_if_told(trained)
+            except RunFailure as failure:
+                if not interrupts.is_told:
+                    raise
+                print(f"the step under way did not come to its end: {failure}", flush=True)
+                saver.finish_after_interrupt(done, left_s=lambda: 0.0)
+                raise KeyboardInterrupt from failure
+            except KeyboardInterrupt:
+                saver.finish_after_interrupt(done, left_s=lambda: interrupts.left_s)
+                raise
+
+    def _steps(self, trained: Sequence[TrainerGroup], step: Step, memory: MemorySampler) -> Iterator[int]:
+        """Yields the number of each step when its metrics are written."""
+        state = self.state
+        sinks = (JsonlSink(self.folder.metrics), ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline))
+        while state.step < self.config.run.steps:
+            state.step += 1
+            metrics = step() | {"data/dropped_rows": self.data.num_dropped}
+            metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
+            metrics |= self.saver.save(trained, state.step, state.dump())
+            for sink in sinks:
+                sink.write(state.step, metrics)
+            yield state.step
+
+    def _end_if_told(self, trained: Sequence[TrainerGroup]) -> None:
+        """Ends the run between two steps, saved, if a signal has told it to."""
+        if interrupts.is_told:
+            self.saver.save(trained, self.state.step, self.state.dump(), at_once=True)
+            self.saver.finish()
+            raise KeyboardInterrupt
 
     def export(self, write: Callable[[Path], None]) -> None:
         """Ends the run after its last step: writes the trained model by `write`, if run.export asks for it; else

@@ -121,7 +121,7 @@ def _find_folder(config: Config) -> RunFolder:
 
 def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet | OfflineData) -> None:
     find_checkpoint(config, data, models.identify())
-    if config.checkpoint.every_steps is not None:
+    if config.checkpoint.may_be_saved:
         checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep
         size = checkpoint_bytes(config, models.trained(config))
         checkpoints.require_space(size, keep, max(0, keep + 1 - _num_there(config, checkpoints)))
@@ -142,7 +142,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if found.trial is not None:
         said = ", ".join(f"{name} gives {value:g}" for name, value in found.trial.parts.items())
         rows["rewards"] = f"{said or 'nothing'} for the first row's answer"
-    if config.checkpoint.every_steps is not None:
+    if config.checkpoint.may_be_saved:
         size = checkpoint_bytes(config, found.models.trained(config))
         rows["disk"] = f"{config.checkpoint.keep} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
     print(explain(config))

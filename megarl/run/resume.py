@@ -73,7 +73,7 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
         if checkpoints.steps()[-1] > checkpoint.step:
             checkpoint.verify(checkpoint.files)  # later ones, which may be the only good ones, are removed
         checkpoints.sweep()
-    if config.checkpoint.every_steps is not None:
+    if config.checkpoint.may_be_saved:
         keep = config.checkpoint.keep
         # Checkpoints that exist already are counted in, even more than `keep`: the oldest are removed for the next.
         checkpoints.require_space(num_bytes, keep, number=max(0, keep + 1 - (len(checkpoints) if goes_on else 0)))

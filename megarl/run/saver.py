@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,17 @@ from typing import Any
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import join
 from megarl.config.schema import Config
+from megarl.core.checkpoint import NAME, FileRecord
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import Models
 
+POLL_S = 0.05
+"""The interval at which the files of a checkpoint are looked for after an interrupt."""
+
 
 class Saver:
-    """Saves every checkpoint.every_steps steps and after the last one. At most one save is under way."""
+    """Saves every checkpoint.every_steps steps and after the last one, and where it is asked to. At most one save is
+    under way."""
 
     def __init__(self, folder: Path, config: Config, num_bytes: int, data_hash: str, models: Models):
         """num_bytes: the size of one checkpoint."""
@@ -27,14 +32,16 @@ class Saver:
         self._unfinished: Unfinished | None = None
         self._metrics: dict[str, float] = {}
 
-    def save(self, groups: Sequence[TrainerGroup], step: int, run: Mapping[str, Any]) -> dict[str, float]:
-        """Copies everything to host memory if a checkpoint is due after `step`. run: the driver's state, as JSON
-        values.
+    def save(
+        self, groups: Sequence[TrainerGroup], step: int, run: Mapping[str, Any], at_once: bool = False
+    ) -> dict[str, float]:
+        """Copies everything to host memory if a checkpoint is due after `step`, or at_once if there is none of it yet.
+        run: the driver's state, as JSON values.
 
         Returns the metrics since the last call: the seconds that training waited and, of a checkpoint that was
         completed, its bytes and the seconds since its beginning.
         """
-        if self._due(step):
+        if not self._has(step) if at_once else self._due(step):
             self.finish()
             with self._waiting():
                 self._checkpoints.require_space(self._num_bytes, self._config.checkpoint.keep)
@@ -56,12 +63,32 @@ class Saver:
         checkpoint.keep."""
         if self._unfinished is None:
             return
-        unfinished, self._unfinished = self._unfinished, None
+        unfinished = self._unfinished
         with self._waiting():
             writing = [group.finish_checkpoint(unfinished.folder) for group in unfinished.groups]
-            files = [record for pending in writing for record in pending.result()]
-            checkpoint = self._checkpoints.commit(unfinished.step, {**self._fixed, "run": unfinished.run}, files)
-            self.keep()
+            self._complete(unfinished, [record for pending in writing for record in pending.result()])
+
+    def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
+        """Completes the checkpoint that is under way, if any, if its files are written while left_s is above 0. The
+        ranks may be in the middle of a step, and are not waited for.
+
+        done: the last step whose metrics are written; a run that goes on from a checkpoint needs those of its step."""
+        unfinished = self._unfinished
+        # Its folder has another name from the moment on that it is complete.
+        if unfinished is None or unfinished.step > done or not unfinished.folder.exists():
+            return
+        while (files := unfinished.files()) is None:
+            if left_s() <= 0:
+                grace = f"checkpoint.grace_s={self._config.checkpoint.grace_s:g}"
+                print(f"checkpoint: that of step {unfinished.step} was not written within {grace}", flush=True)
+                return
+            time.sleep(POLL_S)
+        self._complete(unfinished, files)
+
+    def _complete(self, unfinished: Unfinished, files: Sequence[FileRecord]) -> None:
+        checkpoint = self._checkpoints.commit(unfinished.step, {**self._fixed, "run": unfinished.run}, files)
+        self._unfinished = None
+        self.keep()
         self._metrics["checkpoint/seconds"] = seconds = time.perf_counter() - unfinished.start
         self._metrics["checkpoint/bytes"] = checkpoint.num_bytes
         size = f"{checkpoint.num_bytes / 1e9:.2f} GB"
@@ -70,6 +97,12 @@ class Saver:
     def keep(self) -> None:
         """Removes the oldest checkpoints beyond checkpoint.keep."""
         self._checkpoints.keep(self._config.checkpoint.keep)
+
+    def _has(self, step: int) -> bool:
+        """Returns whether the checkpoint of this step is under way or complete."""
+        latest = self._checkpoints.latest()
+        is_under_way = self._unfinished is not None and self._unfinished.step == step
+        return is_under_way or (latest is not None and latest.name == NAME.format(step))
 
     def _due(self, step: int) -> bool:
         every = self._config.checkpoint.every_steps
@@ -96,3 +129,8 @@ class Unfinished:
         """Returns whether all ranks of all groups have written their files, or failed to."""
         asked = [group.checkpoint_written() for group in self.groups]
         return all(join(asked).result())
+
+    def files(self) -> list[FileRecord] | None:
+        """Returns the records of all files once they are written, without asking the ranks; until then None."""
+        parts = [group.written_files(self.folder) for group in self.groups]
+        return None if None in parts else [record for part in parts for record in part]

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.model_folders import ModelFolders
 from megarl.config.schema import Config, Role
-from megarl.core.checkpoint import Checkpoint, FileRecord
+from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
 from megarl.data.model_folder import read_config
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.planning.checkpoint_size import checkpoint_bytes
@@ -172,6 +172,7 @@ def saved_by(
     (hidden / "actor").mkdir()
     ranks = run_ranks(config.actor.layout.world_size, function, config, model, hidden, *arguments)
     files = [record for rank in ranks for record in rank.files]
+    assert noted_files(hidden, "actor", len(ranks)) == files
     checkpoint = checkpoints.commit(SAVED_AFTER, {"config": config.model_dump()}, files)
     expected = checkpoint_bytes(config, {"actor": read_config(model)})
     assert sum(record.num_bytes for record in files) == pytest.approx(expected, rel=0.04)

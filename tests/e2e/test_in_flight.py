@@ -48,7 +48,7 @@ def drive(folder: Path, result: Path) -> None:
             if len(refits) < 2:
                 for weight in weights.values():
                     weight.mul_(1.1)
-                ray_session.submit(engines.start_refit(len(refits), None), "refit").result()
+                ray_session.submit(engines.start_refit(len(refits), None), "refit", "refit").result()
                 refits.append(len(refits))
 
         refit()

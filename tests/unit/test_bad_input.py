@@ -60,7 +60,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Commands run in this process, and Ray does not start."""
-    monkeypatch.setattr(supervisor, "supervised", lambda: nullcontext(tmp_path / "scratch"))
+    monkeypatch.setattr(supervisor, "supervised", lambda *_: nullcontext(tmp_path / "scratch"))
     monkeypatch.setattr("megarl.train.Session", None)
 
 

@@ -28,7 +28,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`train` runs in this process, so that it can be watched."""
-    monkeypatch.setattr(supervisor, "supervised", lambda: nullcontext(tmp_path))
+    monkeypatch.setattr(supervisor, "supervised", lambda *_: nullcontext(tmp_path))
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
 
 
@@ -165,6 +165,14 @@ def test_train_exits_with_the_code_of_the_run(monkeypatch: pytest.MonkeyPatch, t
     keys = ["run.steps=3", f"run.folder={tmp_path}"]
     assert run(monkeypatch, "train", QUICKSTART, *keys) == 7
     assert seen == [(load(QUICKSTART, keys), tmp_path)]
+
+
+def test_train_has_the_grace_time_of_its_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[float] = []
+    replace(monkeypatch, "train", main=lambda config, scratch: 0)
+    monkeypatch.setattr(supervisor, "supervised", lambda grace_s: seen.append(grace_s) or nullcontext(tmp_path))
+    assert run(monkeypatch, "train", QUICKSTART, f"run.folder={tmp_path}", "checkpoint.grace_s=280") == 0
+    assert seen == [280]
 
 
 def test_reshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str) -> None:

@@ -20,7 +20,7 @@ from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import processes, segments
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Limit
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.model_folder import read_config
 from megarl.resharding.families import huggingface_holder, vllm_holders
@@ -132,7 +132,9 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return started.then(self._check_parameters).then(lambda _: self.sleep())
 
     def _parameters_of_first(self) -> Pending[list[dict[str, tuple[tuple[int, ...], str]]]]:
-        return self._submit_to_first("parameters of the engine", "parameters", lambda engine: engine.parameters())
+        return self._submit_to_first(
+            "parameters of the engine", "start", "parameters", lambda engine: engine.parameters()
+        )
 
     def _check_parameters(self, workers: Sequence[Mapping[str, tuple[tuple[int, ...], str]]]) -> None:
         """Takes whole tensors if parameters differ from the model's family, but for experts that are padded. workers:
@@ -149,12 +151,14 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     def sleep(self) -> Pending[None]:
         """Gives the devices' memory back until the next refit, if rollout.sleep asks for it: see Engine.sleep."""
         calls = self._calls("sleep", lambda engine: engine.sleep()) if self._sleeps else {}
-        asleep = self._submit_expendable("engines: giving memory back", "sleep", calls)
+        asleep = self._submit_expendable("engines: giving memory back", "refit", "sleep", calls)
         return asleep.then(lambda answers: self.drop(answers.lost, "rollout"))
 
-    def _submit_expendable(self, phase: str, task: str, calls: Mapping[str, ray.ObjectRef]) -> Pending[Answers]:
+    def _submit_expendable(
+        self, phase: str, limit: Limit, task: str, calls: Mapping[str, ray.ObjectRef]
+    ) -> Pending[Answers]:
         """Submits calls of engines, some of which may be lost."""
-        pending = self._session.submit(calls, phase, expendable=self.expendable)
+        pending = self._session.submit(calls, phase, limit, expendable=self.expendable)
         return pending.then(lambda answers: replace(answers, values=self._session.trace.add(task, answers)))
 
     def _take_whole_tensors(self, mismatched_params: Sequence[str]) -> None:
@@ -219,7 +223,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
                 else self._generate(groups, listener, samples)
             )
 
-        return self._submit_expendable("rollout", "generate", calls).then(collect)
+        return self._submit_expendable("rollout", "rollout", "generate", calls).then(collect)
 
     def _ask(
         self, name: str, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None
@@ -238,7 +242,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
             self.drop(answers.lost, "refit")
             return not answers.lost
 
-        return self._submit_expendable("connecting for the refit", "connect", calls).then(drop_lost)
+        return self._submit_expendable("connecting for the refit", "refit", "connect", calls).then(drop_lost)
 
     def start_refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
         """Starts the refit in every engine, see Engine.refit. Returns the calls, which end with those that send."""

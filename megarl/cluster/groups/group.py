@@ -16,6 +16,7 @@ from megarl.cluster.pending import Pending
 from megarl.cluster.placement import VISIBLE, Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
+from megarl.config.schema import Limit
 
 W = TypeVar("W")
 """The class of the workers, of which each process of the role holds one."""
@@ -59,29 +60,34 @@ class Group(Generic[W]):
         names."""
         self._session, self._title, self._actors = session, title, dict(actors)
 
-    def _submit(self, phase: str, task: str, function: Callable[..., T], *arguments: Any) -> Pending[list[T]]:
+    def _submit(
+        self, phase: str, limit: Limit, task: str, function: Callable[..., T], *arguments: Any
+    ) -> Pending[list[T]]:
         """Runs function(worker, *arguments) in every process. The result has their return values, in their order.
 
         phase   the wait of the driver, for its messages
+        limit   the key of cluster.timeouts that bounds it
         task    the work of the process, for its title and for the trace
         """
-        return self._read(phase, task, self._calls(task, function, *arguments))
+        return self._read(phase, limit, task, self._calls(task, function, *arguments))
 
     def _submit_each(
-        self, phase: str, task: str, function: Callable[..., T], arguments: Iterable[Sequence[Any]]
+        self, phase: str, limit: Limit, task: str, function: Callable[..., T], arguments: Iterable[Sequence[Any]]
     ) -> Pending[list[T]]:
         """Runs function(worker, *arguments) as _submit does, in each process with its own arguments."""
         pairs = zip(self._actors.items(), arguments, strict=True)
         calls = {
             name: self._call(actor, task, function, *process_arguments) for (name, actor), process_arguments in pairs
         }
-        return self._read(phase, task, calls)
+        return self._read(phase, limit, task, calls)
 
-    def _submit_to_first(self, phase: str, task: str, function: Callable[..., T], *arguments: Any) -> Pending[T]:
+    def _submit_to_first(
+        self, phase: str, limit: Limit, task: str, function: Callable[..., T], *arguments: Any
+    ) -> Pending[T]:
         """Runs function(worker, *arguments) as _submit does, in the first process only."""
         name, actor = next(iter(self._actors.items()))
         calls = {name: self._call(actor, task, function, *arguments)}
-        return self._read(phase, task, calls).then(lambda answers: answers[0])
+        return self._read(phase, limit, task, calls).then(lambda answers: answers[0])
 
     def _calls(self, task: str, function: Callable[..., T], *arguments: Any) -> dict[str, ray.ObjectRef]:
         """Runs function(worker, *arguments) in every process. Returns the calls, for the caller to submit."""
@@ -90,9 +96,7 @@ class Group(Generic[W]):
     def _call(self, actor: ActorHandle, task: str, function: Callable[..., T], *arguments: Any) -> ray.ObjectRef:
         return actor.call.options(name=f"{self._title}.{task}").remote(function, *arguments)
 
-    def _read(
-        self, phase: str, task: str, calls: Mapping[str, ray.ObjectRef], timeout_s: float | None = None
-    ) -> Pending[list[Any]]:
+    def _read(self, phase: str, limit: Limit, task: str, calls: Mapping[str, ray.ObjectRef]) -> Pending[list[Any]]:
         """Submits calls whose answers are `Answer`s."""
-        pending = self._session.submit(calls, phase, timeout_s)
+        pending = self._session.submit(calls, phase, limit)
         return pending.then(lambda answers: list(self._session.trace.add(task, answers).values()))

@@ -15,7 +15,7 @@ from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch
 from megarl.cluster.session import Session
-from megarl.config.schema import Config, MegatronRole
+from megarl.config.schema import Config, Limit, MegatronRole
 from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
 
@@ -59,7 +59,7 @@ class RankActor(ProcessActor):
         begin = time.time()
         host = ray.util.get_node_ip_address()
         world_size = self._config.placed(self._role).layout.world_size
-        self._store = parallel.open_store(host, world_size, self._config.cluster.start_timeout_s)
+        self._store = parallel.open_store(host, world_size, self._config.cluster.timeouts.start)
         return Answer((host, self._store.port), begin, time.time())
 
     def start(self, host: str, port: int) -> Answer:
@@ -68,7 +68,7 @@ class RankActor(ProcessActor):
 
         begin = time.time()
         rank, world_size = self._process.index, self._config.placed(self._role).layout.world_size
-        timeout_s = self._config.cluster.start_timeout_s
+        timeout_s = self._config.cluster.timeouts.start
         store = self._store if rank == 0 else parallel.join_store(host, port, world_size, timeout_s)
         role_worker = worker_class(self._config, self._role)
         worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
@@ -102,7 +102,6 @@ class RankGroup(Group[W]):
         self, session: Session, config: Config, role: MegatronRole, model_folder: Path, processes: Sequence[Process]
     ):
         self._role = role
-        self._start_timeout_s = config.cluster.start_timeout_s
         self._processes = processes
         actors = {
             process.name: self.actor_class.remote(config, role, model_folder, process, session.logs)
@@ -118,15 +117,13 @@ class RankGroup(Group[W]):
     def start(self) -> Pending[None]:
         """Opens the rendezvous on rank 0, then builds the model on all ranks."""
         name, first = next(iter(self._actors.items()))
-        opened = self._read(
-            f"{self._role} rendezvous", "open_store", {name: first.open_store.remote()}, self._start_timeout_s
-        )
+        opened = self._read(f"{self._role} rendezvous", "start", "open_store", {name: first.open_store.remote()})
         return opened.then(lambda addresses: self._start_ranks(*addresses[0]))
 
     def _start_ranks(self, host: str, port: int) -> Pending[None]:
         self.store_address = (host, port)
         calls = {name: actor.start.remote(host, port) for name, actor in self._actors.items()}
-        return self._read(f"{self._role} start", "start", calls, self._start_timeout_s).then(self._note_started)
+        return self._read(f"{self._role} start", "start", "start", calls).then(self._note_started)
 
     def _note_started(self, started: Sequence[Started]) -> None:
         self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
@@ -136,14 +133,15 @@ class RankGroup(Group[W]):
 
     def close(self) -> Pending[list[None]]:
         """Makes all ranks leave the process group together, so that no rank sees the others vanish."""
-        return self._submit(f"{self._role} end", "close", lambda worker: worker.close())
+        return self._submit(f"{self._role} end", "start", "close", lambda worker: worker.close())
 
     def _submit_batches(
         self,
         phase: str,
+        limit: Limit,
         task: str,
         function: Callable[[W, LocalBatch], T],
         batches: Sequence[RankBatch],
     ) -> Pending[list[T]]:
         """Runs function(worker, batch) in every rank, with the LocalBatch of its data-parallel rank's batch."""
-        return self._submit_each(phase, task, function, [(batches[rank],) for rank in self._data_parallel_ranks])
+        return self._submit_each(phase, limit, task, function, [(batches[rank],) for rank in self._data_parallel_ranks])

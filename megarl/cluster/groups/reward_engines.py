@@ -55,5 +55,5 @@ class RewardEngineGroup(VllmGroup["VllmClassifier"]):
             [sample for sample in samples if prompts[sample.info.prompt_id] % len(self._actors) == i]
             for i in range(len(self._actors))
         ]
-        scored = self._submit_each("reward model: scores", "score", score, [(share,) for share in shares])
+        scored = self._submit_each("reward model: scores", "rewards", "score", score, [(share,) for share in shares])
         return scored.then(join_scores)

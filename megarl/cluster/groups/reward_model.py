@@ -39,7 +39,7 @@ class RewardModelGroup(RankGroup["RewardModelWorker"]):
         microbatches = schedule([Lengths.of(sample.info) for sample in samples], self.packing)
         sample_refs = [SampleRef.unscored(sample.info.id, sample.ref) for sample in samples]
         batches = [RankBatch.of(sample_refs, members) for members in microbatches]
-        scores = self._submit_batches("reward model: scores", "score_tokens", _score_tokens, batches)
+        scores = self._submit_batches("reward model: scores", "rewards", "score_tokens", _score_tokens, batches)
         return scores.then(join_scores)
 
 

@@ -215,7 +215,7 @@ class RewardGroup(Group[RewardWorker]):
 
     def start(self) -> Pending[list[None]]:
         calls = {name: actor.start.remote(self._config, self._models) for name, actor in self._actors.items()}
-        return self._read("reward start", "start", calls)
+        return self._read("reward start", "start", "start", calls)
 
     def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
         """Scores the samples by the reward model, then by the functions. The result has their scores, and references to
@@ -225,7 +225,7 @@ class RewardGroup(Group[RewardWorker]):
         def score(model_scores: Scores) -> Pending[tuple[list[Score], Scores]]:
             [(name, actor)] = self._actors.items()
             call = actor.score.options(name=f"{self._title}.score").remote(refs, model_scores, step, path)
-            return self._read("rewards", "score", {name: call}).then(lambda answers: answers[0])
+            return self._read("rewards", "rewards", "score", {name: call}).then(lambda answers: answers[0])
 
         return score({}) if self._model is None else self._model_scores(self._model, samples).then(score)
 
@@ -233,6 +233,7 @@ class RewardGroup(Group[RewardWorker]):
         """Writes the advantages, by sample id, into the step's file of rollouts."""
         return self._submit_to_first(
             "advantages for the rollouts' file",
+            "update",
             "write_advantages",
             lambda _, path, by_sample: write_advantages(path, by_sample),
             rollouts.resolve(),
@@ -247,6 +248,7 @@ class RewardGroup(Group[RewardWorker]):
             return model.scores(samples)
         read = self._submit_to_first(
             "reading for the reward model",
+            "rewards",
             "read",
             lambda worker, refs: worker.read(refs),
             [sample.ref for sample in samples],

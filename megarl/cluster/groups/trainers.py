@@ -17,7 +17,7 @@ from megarl.cluster.rank_batch import RankBatch, Scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.config.schema import Config, Role
-from megarl.core.checkpoint import Checkpoint, FileRecord
+from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.types import TokenTotals
 from megarl.resharding.planning.compact import CompactPlan
@@ -60,12 +60,14 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         role = self._role
         checked = self._submit(
             f"{role}: checksums of the checkpoint",
+            "checkpoint",
             "check_checkpoint",
             lambda worker: worker.check_checkpoint(checkpoint, role),
         )
         return checked.then(
             lambda _: self._submit(
                 f"{role}: loading the checkpoint",
+                "checkpoint",
                 "load_checkpoint",
                 lambda worker: worker.load_checkpoint(checkpoint, role),
             )
@@ -73,7 +75,9 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
 
     def publish(self) -> Pending[dict[str, Published]]:
         """Publishes the weights. The result has the place of each live parameter in shared memory, by holder name."""
-        return self._submit("publishing weights", "publish", lambda worker: worker.publish()).then(self._by_holder)
+        return self._submit("publishing weights", "refit", "publish", lambda worker: worker.publish()).then(
+            self._by_holder
+        )
 
     def publish_on_gpu(self, plan: Plan) -> Pending[dict[str, dict[str, Published]]]:
         """Publishes the weights on the devices. The result has, by holder name and name of the reading holder, the
@@ -86,7 +90,9 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             return published
 
         arguments = [(readers[holder.name],) for holder in self.holders]
-        return self._submit_each("publishing weights", "publish_on_gpu", publish, arguments).then(self._by_holder)
+        return self._submit_each("publishing weights", "refit", "publish_on_gpu", publish, arguments).then(
+            self._by_holder
+        )
 
     def _by_holder(self, parts: Sequence[dict]) -> dict[str, dict]:
         return {holder.name: part for holder, part in zip(self.holders, parts, strict=True)}
@@ -95,6 +101,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         """Makes this plan the one of which `start_sending` sends each rank's part."""
         return self._submit(
             "connecting for the refit",
+            "refit",
             "connect",
             lambda worker, whole, rendezvous: worker.connect(whole.part([worker.holder.name]), rendezvous),
             ray.put(plan),
@@ -109,6 +116,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         """Computes the checksums that holders of these regions should have. plan: the plan of an export."""
         parts = self._submit(
             "checksums of the weights",
+            "refit",
             "checksums",
             lambda worker, wanted, whole: worker.checksums(wanted, whole.part([worker.holder.name])),
             ray.put(wanted),
@@ -121,6 +129,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         passes = [
             self._submit_batches(
                 f"{policy} log-probs",
+                "passes",
                 f"{policy}_log_probs",
                 lambda worker, batch: worker.keep_log_probs(policy, batch),
                 batches,
@@ -133,7 +142,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         """Scores the samples' tokens. The result has references to the scores and, by sample, totals of the trained
         tokens' scores."""
         phase = f"{self._role}: scores"
-        scored = [self._submit_batches(phase, "score_tokens", _score_tokens, batches) for batches in updates]
+        scored = [self._submit_batches(phase, "passes", "score_tokens", _score_tokens, batches) for batches in updates]
         return join(scored).then(lambda parts: _join_scores([part for ranks in parts for part in ranks]))
 
     def train(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[dict[str, Metric]]:
@@ -142,6 +151,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         trained = [
             self._submit_batches(
                 f"{self._role} update",
+                "update",
                 "update",
                 lambda worker, batch: worker.update(batch),
                 batches,
@@ -154,36 +164,47 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
 
     def take_advantages(self) -> Pending[dict[str, float]]:
         """Takes from the ranks the mean advantage over the trained tokens of each sample of the step's updates."""
-        taken = self._submit("advantages of the samples", "take_advantages", lambda worker: worker.take_advantages())
+        taken = self._submit(
+            "advantages of the samples", "update", "take_advantages", lambda worker: worker.take_advantages()
+        )
         return taken.then(lambda parts: {name: advantage for part in parts for name, advantage in part.items()})
 
     def end_step(self) -> Pending[list[None]]:
         """Forgets the scores that passes have kept of the step's samples, and completes the parameters for those who
         read them."""
         calls = {name: actor.end_step.remote() for name, actor in self._actors.items()}
-        return self._read("end of step", "end_step", calls)
+        return self._read("end of step", "update", "end_step", calls)
 
     def adapt_kl(self, divergence: float, num_samples: int) -> Pending[list[None]]:
         """Moves the actor's KL coefficient."""
         return self._submit(
-            "change of the KL's coefficient", "adapt_kl", lambda worker: worker.adapt_kl(divergence, num_samples)
+            "change of the KL's coefficient",
+            "update",
+            "adapt_kl",
+            lambda worker: worker.adapt_kl(divergence, num_samples),
         )
 
     def renew_reference(self) -> Pending[list[None]]:
         """Moves the actor's reference to the policy."""
-        return self._submit("renewal of the reference", "renew_reference", lambda worker: worker.renew_reference())
+        return self._submit(
+            "renewal of the reference", "update", "renew_reference", lambda worker: worker.renew_reference()
+        )
 
     def offload(self) -> Pending[dict[str, Metric]]:
         """Makes room on the devices, until `onload`. The result has the bytes that this frees over all ranks, as
         metrics."""
-        return self._submit(f"{self._role}: to host memory", "offload", lambda worker: worker.offload()).then(merge)
+        return self._submit(f"{self._role}: to host memory", "refit", "offload", lambda worker: worker.offload()).then(
+            merge
+        )
 
     def onload(self) -> Pending[list[None]]:
-        return self._submit(f"{self._role}: back from host memory", "onload", lambda worker: worker.onload())
+        return self._submit(f"{self._role}: back from host memory", "refit", "onload", lambda worker: worker.onload())
 
     def export(self, plan: Plan, transport: SharedMemory, out: Path) -> Pending[None]:
         """Makes the first rank write the whole model, a few tensors at a time."""
-        return self._submit_to_first("export", "export", lambda worker: worker.export(plan, transport, out))
+        return self._submit_to_first(
+            "export", "checkpoint", "export", lambda worker: worker.export(plan, transport, out)
+        )
 
     def save_checkpoint(self, checkpoint: Path) -> Pending[list[None]]:
         """Starts a checkpoint in a folder of the role in this one. It is done when all ranks have copied what they will
@@ -192,6 +213,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         (checkpoint / role).mkdir()
         return self._submit(
             f"{role}: copy for the checkpoint",
+            "checkpoint",
             "save_checkpoint",
             lambda worker: worker.save_checkpoint(checkpoint, role),
         )
@@ -199,14 +221,23 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
     def checkpoint_written(self) -> Pending[bool]:
         """Asks whether all ranks have written their files, or failed to."""
         written = self._submit(
-            f"{self._role}: state of the checkpoint", "checkpoint_written", lambda worker: worker.checkpoint_written()
+            f"{self._role}: state of the checkpoint",
+            "checkpoint",
+            "checkpoint_written",
+            lambda worker: worker.checkpoint_written(),
         )
         return written.then(all)
+
+    def written_files(self, checkpoint: Path) -> list[FileRecord] | None:
+        """Returns the records of the files of all ranks, None as long as some are being written. No rank is asked, as
+        its answer would come after the call that it is busy with, which may take minutes."""
+        return noted_files(checkpoint, self._role, len(self._processes))
 
     def finish_checkpoint(self, checkpoint: Path) -> Pending[list[FileRecord]]:
         """Waits for the files of all ranks, and returns their records once they are on the disk."""
         records = self._submit(
             f"{self._role}: writing the checkpoint",
+            "checkpoint",
             "finish_checkpoint",
             lambda worker: worker.finish_checkpoint(checkpoint),
         )

@@ -53,7 +53,6 @@ class VllmGroup(Group[W]):
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process], tp: int):
         """tp: the number of an engine's ranks."""
-        self._start_timeout_s = config.cluster.start_timeout_s
         actors = {
             process.name: self.actor_class.remote(config, model_folder, process, tp, session.logs, session.scratch)
             for process in processes
@@ -63,7 +62,7 @@ class VllmGroup(Group[W]):
 
     def start(self) -> Pending[Any]:
         calls = {name: actor.start.remote() for name, actor in self._actors.items()}
-        return self._read(f"{next(iter(calls)).rpartition('-')[0]} start", "start", calls, self._start_timeout_s)
+        return self._read(f"{next(iter(calls)).rpartition('-')[0]} start", "start", "start", calls)
 
     def _watch(self) -> None:
         """Makes the loss of an engine end the run, from now on."""

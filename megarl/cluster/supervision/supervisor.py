@@ -11,25 +11,32 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megarl.cluster.supervision import processes, segments
+from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 
 DEADLINE_S = 15
-"""The seconds that the child may take to end after an interrupt, before it is killed: one of its calls may hang."""
+"""The seconds that the child may take to end after an interrupt and the grace time, before it is killed: one of its
+calls may hang."""
 
 INTERRUPTED = "interrupted; the run ends"
 
 
 @contextmanager
-def supervised() -> Iterator[Path]:
+def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     """Runs its body in a child process; the parent exits with the child's status and never enters the body.
 
     Yields a scratch folder. However the body ends, no process that it started is left, nor the folder. SIGINT, SIGTERM
-    and SIGHUP, to one of the two or to all processes of the run, end it with a KeyboardInterrupt and then exit status
-    130.
+    and SIGHUP, to one of the two or to the run's process group, end it with a KeyboardInterrupt and then exit status
+    130. grace_s: the time that the body may take for that, see `interrupts`.
+
+    The child and what it starts are a process group of their own in the same session. So a signal to the run's group,
+    from a terminal or Slurm, reaches the parent alone, which hands it on to the child: Ray's processes would die of it
+    and take what is to be saved with them.
     """
     # The folder is not in $TMPDIR, which may be long: paths of the sockets in it are limited to 107 bytes.
     scratch = Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
@@ -40,10 +47,13 @@ def supervised() -> Iterator[Path]:
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)  # until each of the two can handle them
     child = os.fork()
     if child:
-        sys.exit(_guard(child, scratch, heard))
+        sys.exit(_guard(child, scratch, heard, grace_s))
+    os.setpgid(0, 0)
+    for number in (signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)  # which stop a group in the background of a terminal that uses it
     processes.adopt_orphans()
     processes.interrupt_with_parent()
-    _interrupt_by({signal.SIGINT, *heard})
+    interrupts.listen({signal.SIGINT, *heard})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
     try:
         yield scratch
@@ -56,16 +66,26 @@ def supervised() -> Iterator[Path]:
         _end(scratch)
 
 
-def _guard(child: int, scratch: Path, signals: Collection[int]) -> int:
+def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) -> int:
     """Waits for the child and ends what it left. Returns the exit status. signals: those that end a run, blocked."""
 
-    is_interrupted = False
+    told_at: list[float] = []
 
     def interrupt(*_) -> None:
-        nonlocal is_interrupted
-        is_interrupted = True
+        now = time.monotonic()
+        if told_at and now - told_at[0] < REPEAT_S:
+            return
+        told_at.append(now)
         kill(signal.SIGINT)
-        signal.alarm(DEADLINE_S)
+        if len(told_at) <= 2:  # more of them do not put the end off
+            signal.setitimer(signal.ITIMER_REAL, DEADLINE_S + (grace_s if len(told_at) == 1 else 0.0))
+
+    def stop(*_) -> None:
+        """Stops the child's group and this process, as the terminal stops a run that is one group, until SIGCONT."""
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.killpg(child, signal.SIGCONT)
 
     def kill(number: int) -> None:
         with suppress(ProcessLookupError):  # it has just ended
@@ -74,13 +94,15 @@ def _guard(child: int, scratch: Path, signals: Collection[int]) -> int:
     for number in signals:
         signal.signal(number, interrupt)
     signal.signal(signal.SIGALRM, lambda *_: kill(signal.SIGKILL))
+    if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     _, status = os.waitpid(child, 0)
     for number in (*signals, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
     _end(scratch)
     code = os.waitstatus_to_exitcode(status)
-    if is_interrupted and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
+    if told_at and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
         _say(INTERRUPTED)  # the child had the signal, too, before it could handle it
         return 130
     if code >= 0:
@@ -92,23 +114,6 @@ def _guard(child: int, scratch: Path, signals: Collection[int]) -> int:
 def _heard() -> list[int]:
     """Returns the signals that end a run: nohup, for one, makes it ignore SIGHUP."""
     return [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
-
-
-def _interrupt_by(signals: Iterable[int]) -> None:
-    """Makes the first of these signals raise KeyboardInterrupt in this process. Forked ones that go on with its code
-    end by theirs as any other process."""
-    driver, heard = os.getpid(), []
-
-    def interrupt(number: int, _) -> None:
-        if os.getpid() != driver:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif not heard:  # a second one, as from an impatient Ctrl-C, would interrupt the clean-up
-            heard.append(number)
-            raise KeyboardInterrupt
-
-    for number in signals:
-        signal.signal(number, interrupt)
 
 
 def _end(scratch: Path) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import psutil
 
+from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.processes import descendants
 
 POLL_S = 1.0
@@ -37,6 +38,9 @@ class Watchdog:
         lost = [name for name, process in self._watched.items() if not _runs(process)]
         if lost and not self._stopped:
             time.sleep(SIGNAL_S)
+            if interrupts.is_told:
+                interrupts.expire()  # the signal has ended them, too: there is nothing to wait for
+                return
             with self._lock:
                 if not self._stopped:
                     line = f"megarl: error: {self.phase}: Ray's {lost[0]} died; the run ends"

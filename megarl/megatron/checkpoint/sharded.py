@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -33,7 +34,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
-from megarl.core.checkpoint import FileRecord, seal
+from megarl.core.checkpoint import FileRecord, seal, write_note
 from megarl.core.errors import UserError
 from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
@@ -43,6 +44,9 @@ from megarl.megatron.weight_snapshots import WeightSnapshots
 
 # Each layer has its own name: as slices of one tensor, frozen layers would be holes in the optimizer's state.
 FORMAT = {"non_homogeneous_layers": True}
+BACKEND = ("torch_dist", 1)
+"""Megatron's name and version of the format of the files."""
+
 SNAPSHOTS = "weight_snapshots"
 RANDOM = "random"
 """The key of the ranks' random states, which mean something under the same layout only."""
@@ -50,10 +54,10 @@ RANDOM = "random"
 
 class Saving:
     """A save whose copy to host memory is done. A thread writes the files, and reads them back, while training goes
-    on."""
+    on. Its last file is a note of them, by which others learn that they are on the disk while the rank is busy."""
 
     def __init__(self, folder: Path, request: AsyncRequest):
-        self._folder, self._finalize = folder, request.finalize_fns
+        self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         write = request.async_fn  # nobody else has the copies
         self._written: Future[list[FileRecord]] = self._thread.submit(_write, folder, write, dist.get_rank())
@@ -64,8 +68,8 @@ class Saving:
         return self._written.done()
 
     def finish(self, checkpoint: Path) -> list[FileRecord]:
-        """Waits for the thread, raises its error, and returns the files of this rank, which are on the disk then. All
-        ranks call this together. checkpoint: the folder that the files' paths are relative to."""
+        """Waits for the thread, raises its error, and returns the files of this rank, which are on the disk then.
+        checkpoint: the folder that the files' paths are relative to."""
         try:
             records = self._written.result()
         except torch_checkpoint.CheckpointException as error:
@@ -73,21 +77,23 @@ class Saving:
             # torch's own words for a full disk do not tell that it is one.
             free = shutil.disk_usage(self._folder).free / 1e9
             raise RuntimeError(f"{self._folder}, on a disk with {free:.2f} GB free: {reason}") from error
-        for finalize in self._finalize:
-            finalize()
         self._thread.shutdown()
         # glibc would keep the memory of the copies, and more with every save.
         ctypes.CDLL(None).malloc_trim(0)
-        # Rank 0 adds the small shared files, some of which `finalize` has just written.
-        shared = set() if dist.get_rank() else set(self._folder.iterdir()) - set(self._folder.glob("__*"))
-        records = records + [seal(file, self._folder) for file in sorted(shared)]
         return [replace(record, path=str((self._folder / record.path).relative_to(checkpoint))) for record in records]
 
 
 def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecord]:
-    """Writes this rank's part of the model. Returns its files, relative to the folder."""
+    """Writes this rank's part of the model, and notes its files. Returns them, relative to the folder. Rank 0 adds the
+    small files that all share."""
     write()
-    return [seal(file, folder) for file in sorted(folder.glob(f"__{rank}_*"))]
+    files = sorted(folder.glob(f"__{rank}_*"))
+    if rank == 0:
+        save_config(CheckpointingConfig(*BACKEND), str(folder))
+        files += sorted(set(folder.iterdir()) - set(folder.glob("__*")))
+    records = [seal(file, folder) for file in files]
+    write_note(folder, rank, records)
+    return records
 
 
 def save(
@@ -115,7 +121,7 @@ def save(
         "counters": dict(counters),
         RANDOM: _sharded_random(),
     }
-    strategy = ThreadStrategy("torch_dist", 1)
+    strategy = ThreadStrategy(*BACKEND)
     return Saving(folder, dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True))
 
 
@@ -169,6 +175,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
                 process_group=parallel.host_group(),
             )
 
+        # What Megatron adds to the list is not called: it meets all ranks, which training does meanwhile.
         return AsyncRequest(write, (), [])
 
 

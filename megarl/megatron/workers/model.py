@@ -53,7 +53,7 @@ class ModelWorker:
         settings = self._settings
         self.packing = packing_of(settings, hf_config)
         device.claim(threads)
-        parallel.initialize(settings.layout, store, rank, config.run.seed, timeout_s=config.cluster.step_timeout_s)
+        parallel.initialize(settings.layout, store, rank, config.run.seed, config.cluster.timeouts.longest)
         self.chunks = build_model(
             settings,
             hf_config,

@@ -103,7 +103,7 @@ class FakeSession:
 
     trace = SimpleNamespace(add=lambda task, answers: answers.values)
 
-    def submit(self, calls: dict, phase: str, expendable) -> Pending[Answers]:
+    def submit(self, calls: dict, phase: str, limit: str, expendable) -> Pending[Answers]:
         lost, self._engines.dying = self._engines.dying, set()
         return ready(Answers({name: call() for name, call in calls.items() if name not in lost}, lost))
 

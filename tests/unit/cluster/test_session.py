@@ -17,11 +17,14 @@ from megarl.cluster.failure import RunFailure
 from megarl.cluster.pending import Answers, join
 from megarl.cluster.session import Session
 from megarl.config.load import load
+from megarl.config.schema import Timeouts
 from megarl.core.errors import UserError
 from megarl.planning.object_store import object_store_mib
 from tests.paths import BASE
 
 NEVER = float("inf")
+SECONDS = {"start": 600, "rollout": 100, "rewards": 70, "passes": 60, "update": 100, "refit": 20, "checkpoint": 30}
+TIMEOUTS = Timeouts(**SECONDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +94,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 def session(ray: FakeRay) -> Session:
     session = Session.__new__(Session)  # without Ray
     session.logs = Path("/logs")
-    session._config = SimpleNamespace(step_timeout_s=100)
+    session._timeouts = TIMEOUTS
     session._watched = {name: FakeActor(ray) for name in ("trainer-0", "trainer-1", "engine-0")}
     session._watchdog = FakeWatchdog()
     session._under_way = []
@@ -101,7 +104,7 @@ def session(ray: FakeRay) -> Session:
 def results(
     session: Session, calls: dict[str, Call], phase: str, meanwhile: Callable[[], object] | None = None
 ) -> list:
-    return list(session.submit(calls, phase).result(meanwhile).values.values())
+    return list(session.submit(calls, phase, "update").result(meanwhile).values.values())
 
 
 def test_results_come_in_the_order_of_the_calls(session: Session) -> None:
@@ -110,14 +113,14 @@ def test_results_come_in_the_order_of_the_calls(session: Session) -> None:
     assert session._watchdog.phase == "update"
 
 
-@pytest.mark.parametrize(("timeout_s", "seconds"), [(None, 100), (7, 7)])
-def test_a_deadline_names_those_that_did_not_answer(
-    session: Session, ray: FakeRay, timeout_s: float | None, seconds: int
+@pytest.mark.parametrize(("limit", "seconds"), SECONDS.items())
+def test_a_deadline_names_those_that_did_not_answer_and_its_key(
+    session: Session, ray: FakeRay, limit: str, seconds: int
 ) -> None:
     calls = {"trainer-0": Call(1), "trainer-1": Call(NEVER), "engine-0": Call(NEVER)}
-    message = f"update: no answer from trainer-1, engine-0 in {seconds} s; see /logs"
-    with pytest.raises(RunFailure, match=f"^{message}$"):
-        session.submit(calls, "update", timeout_s).result()
+    message = f"a phase: no answer from trainer-1, engine-0 in {seconds} s; see /logs; if they only need longer, raise "
+    with pytest.raises(RunFailure, match=f"^{message}cluster.timeouts.{limit}$"):
+        session.submit(calls, "a phase", limit).result()
     assert ray.now == seconds
 
 
@@ -167,7 +170,7 @@ EXPENDABLE = ("engine-0", "engine-1")
 @pytest.mark.parametrize("loss", [ActorDiedError(), OutOfMemoryError("low on memory")])
 def test_an_expendable_process_may_be_lost(session: Session, ray: FakeRay, loss: Exception) -> None:
     calls = {"engine-0": Call(1, loss), "engine-1": Call(40, "samples")}
-    assert session.submit(calls, "rollout", expendable=EXPENDABLE).result() == Answers(
+    assert session.submit(calls, "rollout", "rollout", expendable=EXPENDABLE).result() == Answers(
         {"engine-1": "samples"}, {"engine-0"}
     )
     assert ray.now == 40, "the others' calls have ended"
@@ -177,13 +180,13 @@ def test_what_others_see_of_an_expendable_loss_is_no_failure(session: Session) -
     """The others' errors count for nothing even where they are seen before the loss itself."""
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     calls = {"trainer-0": Call(1, reset), "engine-0": Call(2, ActorDiedError()), "engine-1": Call(9, reset)}
-    assert session.submit(calls, "refit", expendable=EXPENDABLE).result() == Answers({}, {"engine-0"})
+    assert session.submit(calls, "refit", "refit", expendable=EXPENDABLE).result() == Answers({}, {"engine-0"})
 
 
 def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(session: Session) -> None:
     calls = {"engine-0": Call(1, RayTaskError("f", "", KeyError("w"))), "engine-1": Call(NEVER)}
     with pytest.raises(RunFailure, match=r"^refit: engine-0: KeyError: 'w'; see /logs/engine-0.log$"):
-        session.submit(calls, "refit", expendable=EXPENDABLE).result()
+        session.submit(calls, "refit", "refit", expendable=EXPENDABLE).result()
 
 
 @pytest.mark.parametrize(
@@ -196,17 +199,21 @@ def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(sessi
 def test_a_loss_does_not_hide_the_failure_of_another(session: Session, error: Exception, message: str) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "trainer-0": Call(2, error), "engine-1": Call(NEVER)}
     with pytest.raises((RunFailure, UserError), match=f"^{message}$"):
-        session.submit(calls, "refit", expendable=EXPENDABLE).result()
+        session.submit(calls, "refit", "refit", expendable=EXPENDABLE).result()
 
 
 def test_after_a_loss_the_others_still_have_a_deadline(session: Session) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "engine-1": Call(NEVER)}
-    with pytest.raises(RunFailure, match=r"^rollout: no answer from engine-1 in 100 s; see /logs$"):
-        session.submit(calls, "rollout", expendable=EXPENDABLE).result()
+    with pytest.raises(
+        RunFailure, match=r"^rollout: no answer from engine-1 in 100 s; see /logs; .* raise cluster.timeouts.rollout$"
+    ):
+        session.submit(calls, "rollout", "rollout", expendable=EXPENDABLE).result()
 
 
 def test_futures_are_waited_for_in_any_order_while_both_are_under_way(session: Session, ray: FakeRay) -> None:
-    slow, fast = (session.submit({name: Call(at, name)}, name) for name, at in (("trainer-0", 30), ("engine-0", 10)))
+    slow, fast = (
+        session.submit({name: Call(at, name)}, name, "update") for name, at in (("trainer-0", 30), ("engine-0", 10))
+    )
     assert session.first([slow, fast]) is fast
     assert ray.now == 10
     assert not slow.advance() and fast.result().values == {"engine-0": "engine-0"}
@@ -216,39 +223,43 @@ def test_futures_are_waited_for_in_any_order_while_both_are_under_way(session: S
 
 def test_what_follows_a_future_is_part_of_it(session: Session, ray: FakeRay) -> None:
     def start(answers: Answers):
-        return session.submit({"trainer-1": Call(ray.now + 5, answers.values["trainer-0"] + 1)}, "start")
+        return session.submit({"trainer-1": Call(ray.now + 5, answers.values["trainer-0"] + 1)}, "start", "start")
 
-    pending = session.submit({"trainer-0": Call(2, 7)}, "address").then(start).then(lambda a: a.values["trainer-1"])
-    other = session.submit({"engine-0": Call(20)}, "rollout")
+    pending = (
+        session.submit({"trainer-0": Call(2, 7)}, "address", "start").then(start).then(lambda a: a.values["trainer-1"])
+    )
+    other = session.submit({"engine-0": Call(20)}, "rollout", "rollout")
     assert session.first([other, pending]) is pending
     assert (pending.result(), ray.now) == (8, 7)
 
 
 def test_what_waits_for_nothing_may_be_followed_by_calls(session: Session, ray: FakeRay) -> None:
     """A step without a pair to train on has no updates, and an end all the same."""
-    ended = session.submit({"trainer-0": Call(3, "ended")}, "end of step")
+    ended = session.submit({"trainer-0": Call(3, "ended")}, "end of step", "update")
     assert join([]).then(lambda metrics: ended.then(lambda _: metrics)).result() == []
     assert ray.now == 3
 
 
 def test_the_failure_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
-    session.submit({"trainer-1": Call(3, RayTaskError("f", "", KeyError("w")))}, "critic update")
+    session.submit({"trainer-1": Call(3, RayTaskError("f", "", KeyError("w")))}, "critic update", "update")
     with pytest.raises(RunFailure, match=r"^critic update: trainer-1: KeyError: 'w'; see /logs/trainer-1.log$"):
-        session.submit({"trainer-0": Call(50)}, "actor update").result()
+        session.submit({"trainer-0": Call(50)}, "actor update", "update").result()
     assert ray.now < 10
 
 
 def test_the_most_telling_error_of_all_futures_is_the_cause(session: Session) -> None:
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
-    session.submit({"trainer-1": Call(4, ActorDiedError())}, "critic update")
+    session.submit({"trainer-1": Call(4, ActorDiedError())}, "critic update", "update")
     with pytest.raises(RunFailure, match=r"^critic update: trainer-1 died; see /logs/trainer-1.log$"):
-        session.submit({"trainer-0": Call(3, reset)}, "actor update").result()
+        session.submit({"trainer-0": Call(3, reset)}, "actor update", "update").result()
 
 
 def test_the_deadline_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
-    session.submit({"engine-0": Call(NEVER)}, "rollout", timeout_s=20)
-    with pytest.raises(RunFailure, match=r"^rollout: no answer from engine-0 in 20 s; see /logs$"):
-        session.submit({"trainer-0": Call(50)}, "update").result()
+    session.submit({"engine-0": Call(NEVER)}, "rollout", "refit")
+    with pytest.raises(
+        RunFailure, match=r"^rollout: no answer from engine-0 in 20 s; see /logs; .* raise cluster.timeouts.refit$"
+    ):
+        session.submit({"trainer-0": Call(50)}, "update", "update").result()
     assert ray.now == 20
 
 

@@ -36,7 +36,7 @@ def violations(*overrides: str, given: Sequence[str] = (), step: int = 10, saved
             "actor.overlap_communication=false",
         ],
         ["rollout.tp=2", "rollout.replicas=2", "rollout.kv_cache_gib=3.5", "rollout.vllm_overrides.block_size=32"],
-        ["checkpoint.every_steps=null", "checkpoint.keep=9", "cluster.step_timeout_s=7", "rewards.failure_limit=0.1"],
+        ["checkpoint.every_steps=null", "checkpoint.keep=9", "cluster.timeouts.update=7", "rewards.failure_limit=0.1"],
     ],
 )
 def test_where_and_how_long_may_change(overrides: list[str]) -> None:

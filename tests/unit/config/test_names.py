@@ -45,6 +45,11 @@ from tests.readme import text_of
             "actor has the keys layout, optimizer, tokens_per_microbatch, "
             "overlap_communication, recompute, fp8, frozen, offload, threads, megatron_overrides",
         ),
+        ("cluster.start_timeout_s", "start_timeout_s is now timeouts.start"),
+        (
+            "cluster.step_timeout_s",
+            "step_timeout_s is now timeouts (rollout, rewards, passes, update, refit, checkpoint)",
+        ),
         ("actor.megatron_extra", "megatron_extra is now megatron_overrides"),
         ("rollout.vllm_extra", "vllm_extra is now vllm_overrides"),
         ("run.quux.zyx", "run has the keys name, folder, seed, steps, export, replace"),

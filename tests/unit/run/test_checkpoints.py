@@ -6,11 +6,12 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megarl.core.checkpoint import Checkpoint, FileRecord, seal
+from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files, seal, write_note
 from megarl.run.checkpoints import Checkpoints
 
 STATE = {"run": {"step": 1}, "config": {"lr": 1e-6, "name": "é"}}
@@ -241,6 +242,17 @@ def test_a_leftover_without_a_name_is_removed_by_the_next(checkpoints: Checkpoin
     assert names(checkpoints) == ["latest", "step_000020"]
 
 
+def test_notes_of_the_ranks_are_not_part_of_a_checkpoint(checkpoints: Checkpoints) -> None:
+    files = write(checkpoints, 10)
+    hidden, [shared, *by_rank] = checkpoints.path / ".step_000010", sorted(files, key=lambda record: record.path)
+    for rank, record in enumerate(by_rank):
+        assert noted_files(hidden, "actor", 2) is None
+        write_note(hidden / "actor", rank, [replace(record, path=record.path.removeprefix("actor/"))])
+    assert noted_files(hidden, "actor", 2) == by_rank
+    saved = checkpoints.commit(10, STATE, [shared, *by_rank])
+    assert {f"actor/{file.name}" for file in (saved.path / "actor").iterdir()} == {record.path for record in files}
+
+
 def test_a_file_that_was_not_written_is_no_checkpoint(checkpoints: Checkpoints) -> None:
     files = write(checkpoints, 10)
     (checkpoints.path / ".step_000010" / "actor" / ".metadata").unlink()
@@ -259,5 +271,5 @@ def test_a_full_disk_is_refused_with_the_arithmetic(checkpoints: Checkpoints, mo
     assert str(error.value) == (
         f"checkpoint.keep=2: {checkpoints.path} has 5.00 GB free, and 3 more checkpoints need 3 x 2.00 = 6.00 GB (one "
         "is written before the oldest is removed); free some there, lower checkpoint.keep, or set "
-        "checkpoint.every_steps=null"
+        "checkpoint.every_steps=null and checkpoint.on_signal=false"
     )

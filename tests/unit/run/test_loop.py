@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.pending import Pending, ready
 from megarl.config.load import load
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
@@ -66,6 +69,110 @@ def test_checkpoints_that_a_killed_run_did_not_come_to_are_removed_when_the_mode
         assert checkpoints.steps() == [1, 2, 3]
         again.run([], step=dict)
         assert checkpoints.steps() == [3]
+
+
+class Told:
+    """Stands in for the driver's interrupts; a step sets is_told, as a signal in it does."""
+
+    is_told, left_s = False, 1.0
+
+    def __init__(self) -> None:
+        self.graces: list[tuple[float, bool]] = []
+
+    @contextmanager
+    def grace(self, seconds: float, is_awaited: bool) -> Iterator[None]:
+        self.graces.append((seconds, is_awaited))
+        yield
+
+
+class Group:
+    """Stands in for a TrainerGroup without files, which are written at once."""
+
+    def save_checkpoint(self, checkpoint: Path) -> Pending[None]:
+        return ready(None)
+
+    def checkpoint_written(self) -> Pending[bool]:
+        return ready(False)
+
+    def written_files(self, checkpoint: Path) -> list:
+        return []
+
+    def finish_checkpoint(self, checkpoint: Path) -> Pending[list]:
+        return ready([])
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    stand_in = Told()
+    monkeypatch.setattr("megarl.run.loop.interrupts", stand_in)
+    return stand_in
+
+
+def run_until(ours: Loop, number: int, act: Callable[[], dict]) -> list[int]:
+    """Runs the loop, where step `number` is `act`. Returns the steps whose metrics are written."""
+
+    def step() -> dict:
+        return act() if ours.state.step == number else {}
+
+    with pytest.raises(KeyboardInterrupt):
+        ours.run([Group()], step)
+    return [json.loads(line)["step"] for line in ours.folder.metrics.read_text().splitlines()]
+
+
+NONE_DUE = ("checkpoint.every_steps=null", "checkpoint.on_signal=true", "checkpoint.grace_s=7")
+
+
+@pytest.mark.parametrize("every", ["checkpoint.every_steps=null", "checkpoint.every_steps=2"])
+@pytest.mark.parametrize("number", [2, 3])
+def test_told_to_end_it_saves_after_the_step_under_way(tmp_path: Path, told: Told, every: str, number: int) -> None:
+    def act() -> dict:
+        told.is_told = True
+        return {}
+
+    with pytest.raises(KeyboardInterrupt), loop(tmp_path, *NONE_DUE, every) as ours:
+        assert run_until(ours, number, act) == list(range(1, number + 1))
+        assert Checkpoints(ours.folder.checkpoints).steps()[-1] == number
+        assert told.graces == [(7, True)]
+        raise KeyboardInterrupt
+    told.is_told = False
+    with loop(tmp_path, *NONE_DUE, every, "resume=auto") as again:
+        assert again.state.step == number
+
+
+def test_told_at_the_end_of_its_last_step_it_ends_saved(tmp_path: Path, told: Told, monkeypatch) -> None:
+    """It may be minutes until the model is written."""
+    with loop(tmp_path, *NONE_DUE) as ours:
+        monkeypatch.setattr(type(ours.saver), "commit", lambda _: setattr(told, "is_told", ours.state.step == 3))
+        assert run_until(ours, 0, dict) == [1, 2, 3]
+        assert Checkpoints(ours.folder.checkpoints).steps() == [3]
+
+
+def test_a_run_whose_processes_end_by_the_signal_is_interrupted(tmp_path: Path, told: Told, capsys) -> None:
+    def act() -> dict:
+        told.is_told = True
+        raise RunFailure("update: trainer-0 died")
+
+    with loop(tmp_path, *NONE_DUE) as ours:
+        assert run_until(ours, 2, act) == [1]
+    assert "the step under way did not come to its end: update: trainer-0 died" in capsys.readouterr().out
+
+
+def test_without_a_signal_a_failure_is_one(tmp_path: Path, told: Told) -> None:
+    def fail() -> dict:
+        raise RunFailure("update: trainer-0 died")
+
+    with loop(tmp_path) as ours, pytest.raises(RunFailure, match="trainer-0 died"):
+        ours.run([], fail)
+
+
+def test_interrupted_in_a_step_it_finishes_what_is_in_host_memory(tmp_path: Path, told: Told) -> None:
+    def act() -> dict:
+        raise KeyboardInterrupt
+
+    with loop(tmp_path, "checkpoint.every_steps=2", "checkpoint.grace_s=9") as ours:
+        assert run_until(ours, 3, act) == [1, 2]
+        assert Checkpoints(ours.folder.checkpoints).steps() == [2]
+        assert told.graces == [(9, False)]
 
 
 def test_a_model_of_an_earlier_step_does_not_stay(tmp_path: Path) -> None:

@@ -156,6 +156,8 @@ def test_the_disk_must_hold_one_more_than_are_kept(root: Path, monkeypatch: pyte
     start(config(root, "checkpoint.keep=2", "checkpoint.every_steps=null"), PROMPTS)
     with pytest.raises(ValueError, match=r"^checkpoint.keep=2: .* 3 more checkpoints need 3 x 0.00"):
         start(config(root, "checkpoint.keep=2"), PROMPTS)
+    with pytest.raises(ValueError, match=r"^checkpoint.keep=2: .* 3 more checkpoints need 3 x 0.00"):
+        start(config(root, "checkpoint.keep=2", "checkpoint.every_steps=null", "checkpoint.on_signal=true"), PROMPTS)
     have_space(monkeypatch, 300)
     first = start(config(root, "checkpoint.keep=2"), PROMPTS)
     for step in (1, 2, 3):

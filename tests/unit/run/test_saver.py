@@ -30,6 +30,9 @@ class Group:
     def checkpoint_written(self) -> Pending[bool]:
         return ready(self.written)
 
+    def written_files(self, checkpoint: Path) -> list[FileRecord] | None:
+        return self.finish_checkpoint(checkpoint).result() if self.written else None
+
     def finish_checkpoint(self, checkpoint: Path) -> Pending[list[FileRecord]]:
         (checkpoint / "actor" / "file").write_text("content")
         return ready([seal(checkpoint / "actor" / "file", checkpoint)])
@@ -89,6 +92,80 @@ def test_the_next_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Pa
     ours.finish()
     assert latest(tmp_path) == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000007"]
+
+
+class Clock:
+    """The rest of a grace time, at whose end, after some questions, a group has written its files."""
+
+    def __init__(self, group: Group, questions: int, grace: int):
+        self._group, self._questions, self._grace = group, questions, grace
+
+    def left_s(self) -> float:
+        self._questions, self._grace = self._questions - 1, self._grace - 1
+        self._group.written = self._questions <= 0
+        return float(self._grace)
+
+
+def test_what_is_in_host_memory_is_finished_after_an_interrupt(tmp_path: Path, capsys) -> None:
+    group, ours = Group(), saver(tmp_path, "checkpoint.keep=1")
+    ours.save([group], 3, {"step": 3})
+    ours.finish_after_interrupt(3, Clock(group, questions=3, grace=5).left_s)
+    assert latest(tmp_path) == 3
+    assert "step_000003 is complete" in capsys.readouterr().out
+    ours.finish_after_interrupt(3, Clock(group, questions=3, grace=5).left_s)
+
+
+def test_it_is_not_when_the_grace_time_ends_before(tmp_path: Path, capsys) -> None:
+    group, ours = Group(), saver(tmp_path)
+    ours.save([group], 3, {})
+    ours.finish_after_interrupt(3, Clock(group, questions=9, grace=5).left_s)
+    assert latest(tmp_path) is None
+    expected = "checkpoint: that of step 3 was not written within checkpoint.grace_s=20\n"
+    assert capsys.readouterr().out.endswith(expected)
+
+
+def test_one_that_is_written_is_finished_without_a_grace_time(tmp_path: Path) -> None:
+    group, ours = Group(), saver(tmp_path)
+    ours.save([group], 3, {})
+    group.written = True
+    ours.finish_after_interrupt(3, left_s=lambda: 0.0)
+    assert latest(tmp_path) == 3
+
+
+def test_one_without_its_steps_metrics_is_not_finished(tmp_path: Path) -> None:
+    """A run could not go on from it."""
+    group, ours = Group(), saver(tmp_path)
+    ours.save([group], 3, {})
+    group.written = True
+    ours.finish_after_interrupt(2, left_s=lambda: 1.0)
+    assert latest(tmp_path) is None
+
+
+def test_an_interrupt_while_it_was_being_completed_does_no_harm(tmp_path: Path, monkeypatch) -> None:
+    group, ours = Group(), saver(tmp_path)
+    ours.save([group], 3, {})
+    group.written = True
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(Checkpoints, "point_to", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        ours.finish()
+    ours.finish_after_interrupt(3, left_s=lambda: 1.0)
+    group, ours = Group(), saver(tmp_path)
+    ours.save([group], 6, {})
+    group.written = True
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(group, "finish_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        ours.finish()
+    ours.finish_after_interrupt(6, left_s=lambda: 1.0)
+    assert latest(tmp_path) == 6
+
+
+def test_a_step_is_saved_at_once_unless_it_is(tmp_path: Path) -> None:
+    group, ours = Group(), saver(tmp_path, "checkpoint.every_steps=null")
+    for _ in range(2):
+        ours.save([group], 2, {"step": 2}, at_once=True)
+    ours.finish()
+    assert ours.save([group], 2, {}, at_once=True).keys() >= {"checkpoint/bytes"}
+    assert latest(tmp_path) == 2
 
 
 def test_none_is_saved_where_none_is_asked_for(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class FakeSession:
 
     trace = SimpleNamespace(add=lambda task, answers: answers.values)
 
-    def submit(self, calls: dict, phase: str, timeout_s: float | None = None, expendable: Sequence[str] = ()):
+    def submit(self, calls: dict, phase: str, limit: str, expendable: Sequence[str] = ()):
         answers = {name: call() for name, call in calls.items()}
         lost = {name for name, answer in answers.items() if answer is DIED}
         assert lost <= set(expendable)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -23,7 +26,7 @@ import os, signal, subprocess, sys, time
 from megarl.cluster.supervision import supervisor
 supervisor.DEADLINE_S = {deadline_s}
 parent = os.getpid()
-with supervisor.supervised() as scratch:
+with supervisor.supervised({grace_s}) as scratch:
     (scratch / "file").touch()
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     print(os.getpid(), helper.pid, scratch, flush=True)
@@ -69,9 +72,9 @@ def signals_are_heard() -> Iterator[None]:
 
 
 @contextmanager
-def program(body: str, deadline_s: float = supervisor.DEADLINE_S) -> Iterator[Program]:
+def program(body: str, deadline_s: float = supervisor.DEADLINE_S, grace_s: float = 0.0) -> Iterator[Program]:
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(body=body, deadline_s=deadline_s)],
+        [sys.executable, "-c", PROGRAM.format(body=body, deadline_s=deadline_s, grace_s=grace_s)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -144,6 +147,78 @@ def test_a_child_that_does_not_end_is_killed() -> None:
         code, errors = run.end()
     assert code == 1
     assert errors == f"megarl: error: the driver process {run.child} was ended by SIGKILL; the run ends\n"
+
+
+def test_the_child_has_the_grace_time_beside_the_deadline() -> None:
+    late = "\n    ".join(("try: print(flush=True); time.sleep(60)", "except KeyboardInterrupt: time.sleep(2)"))
+    with program(late, deadline_s=1, grace_s=5) as run:
+        run.process.stdout.readline()
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.end()
+        assert run.process.returncode == 0, "it was not killed"
+
+
+def test_a_child_that_does_not_end_after_a_second_signal_is_killed_without_the_grace_time() -> None:
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    with program(deaf, deadline_s=1, grace_s=60) as run:
+        run.process.stdout.readline()
+        os.kill(run.process.pid, signal.SIGTERM)
+        time.sleep(1.2)
+        os.kill(run.process.pid, signal.SIGTERM)
+        code, errors = run.end()
+    assert (code, "was ended by SIGKILL" in errors) == (1, True)
+
+
+def test_a_signal_to_the_group_does_not_reach_what_the_child_started() -> None:
+    """Ray's processes end by it, and with them what is to be saved."""
+    starting = "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    waiting = "try: print(flush=True); time.sleep(60)"
+    looking = "except KeyboardInterrupt: time.sleep(0.5); print(worker.poll(), os.getsid(0) == parent, flush=True)"
+    with program("\n    ".join((starting, waiting, looking))) as run:
+        run.process.stdout.readline()
+        os.killpg(run.process.pid, signal.SIGTERM)
+        run.end()
+        assert run.process.stdout.read() == "None True\n"
+
+
+def test_it_stops_and_goes_on_as_one_under_job_control() -> None:
+    with program("time.sleep(60)") as run:
+        os.kill(run.process.pid, signal.SIGTSTP)
+        _wait_for(run, psutil.STATUS_STOPPED)
+        os.kill(run.process.pid, signal.SIGCONT)
+        _wait_for(run, psutil.STATUS_SLEEPING)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
+
+
+def _wait_for(run: Program, status: str) -> None:
+    deadline = time.monotonic() + 10
+    while {psutil.Process(pid).status() for pid in (run.process.pid, run.child)} != {status}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_ctrl_c_in_a_terminal_that_stops_writers_in_the_background() -> None:
+    """The child is one: it writes all the same, and gets no more than an error where it reads."""
+    reading = "\n    ".join(("try: os.read(0, 1)", "except OSError as error: print('cannot read', flush=True)"))
+    body = "\n    ".join((reading, "time.sleep(60)"))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        settings = termios.tcgetattr(0)
+        settings[3] |= termios.TOSTOP
+        termios.tcsetattr(0, termios.TCSANOW, settings)
+        command = PROGRAM.format(body=body, deadline_s=5, grace_s=0.0)
+        os.execv(sys.executable, [sys.executable, "-c", command])
+    output = b""
+    while b"cannot read" not in output:
+        assert select.select([terminal], [], [], 20)[0], output
+        output += os.read(terminal, 1000)
+    os.write(terminal, b"\x03")
+    with suppress(OSError):  # all that wrote have ended
+        while part := os.read(terminal, 1000):
+            output += part
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert output.endswith(b"megarl: error: interrupted; the run ends\r\n")
 
 
 def test_loss_of_the_child() -> None:

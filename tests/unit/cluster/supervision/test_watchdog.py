@@ -61,6 +61,24 @@ except KeyboardInterrupt:
     assert run(body, tmp_path) == (0, "interrupted\n", "")
 
 
+def test_a_signal_that_ends_them_ends_what_the_driver_waits_for(tmp_path: Path) -> None:
+    body = """
+import os, signal
+from megarl.cluster.supervision.interrupts import interrupts
+interrupts.listen([signal.SIGTERM])
+try:
+    with interrupts.grace(60, is_awaited=True):
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(15)
+        print("goes on")
+except KeyboardInterrupt:
+    watchdog.stop()
+    print("interrupted")
+"""
+    code, output, errors = run(body, tmp_path)
+    assert (code, output.splitlines()[1:], errors) == (0, ["interrupted"], "")
+
+
 def test_after_stop_they_may_end(tmp_path: Path) -> None:
     body = "watchdog.stop(); ray['raylet'].kill(); ray['raylet'].wait(); watchdog.check(); print('goes on')"
     assert run(body, tmp_path) == (0, "goes on\n", "")

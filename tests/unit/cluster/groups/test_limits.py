@@ -1,0 +1,155 @@
+"""Each call that the driver waits for has the deadline of its phase."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+
+from megarl.cluster.groups import engines, reward_model, rewards, trainers
+from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.reward_engines import RewardEngineGroup
+from megarl.cluster.groups.reward_model import RewardModelGroup
+from megarl.cluster.groups.rewards import RewardGroup
+from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.pending import Pending
+from megarl.cluster.placement import Process
+from megarl.cluster.refit import Refit
+from megarl.config.load import load
+from megarl.config.schema import Limit
+from tests.paths import QUICKSTART
+from tests.unit.resharding.cases import config_of
+
+
+class Handle:
+    """Stands in for an actor, or one of its methods."""
+
+    def __getattr__(self, name: str) -> Handle:
+        return self
+
+    def options(self, **_: Any) -> Handle:
+        return self
+
+    def remote(self, *arguments: Any) -> Handle:
+        return self
+
+    def __iter__(self) -> Iterator[Handle]:
+        """Yields the references to a call's two return values."""
+        return iter((self, self))
+
+    def __getitem__(self, index: int) -> Handle:
+        return self
+
+
+class Hanging(Exception):
+    """Stands for a wait without end."""
+
+
+class Hang:
+    """A Session whose calls are never answered."""
+
+    logs, scratch = Path("logs"), Path("scratch")
+    trace = SimpleNamespace(add=lambda task, answers: answers.values)
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[str, Limit]] = []
+
+    def watch(self, actors: dict) -> None:
+        pass
+
+    def submit(self, calls: dict, phase: str, limit: Limit, expendable: Any = ()) -> Pending:
+        self.waits.append((phase, limit))
+        return Pending(self, {"call": Handle()}, phase, limit, 1.0)
+
+    def wait(self, pending: Pending, meanwhile: Any) -> None:
+        raise Hanging
+
+
+class Groups:
+    """The groups of a run with one process each."""
+
+    def __init__(self, folder: Path, session: Hang):
+        self.session, self.config = session, load(QUICKSTART)
+        self.actor = TrainerGroup(session, self.config, "actor", folder, [Process("trainer", 0, 1)])
+        self.engines = EngineGroup(session, self.config, folder, [Process("engine", 0, 1)])
+        self.reward_model = RewardModelGroup(session, self.config, "reward_model", folder, [Process("model", 0, 1)])
+        self.reward_engines = RewardEngineGroup(session, self.config, folder, [Process("engine", 0, 1)])
+        for group in (self.actor, self.reward_model):
+            group._data_parallel_ranks, group.packing = [0], None
+        self.rewards = RewardGroup(session, self.config, Process("rewards", 0, 1), None, None)
+        self.judged = RewardGroup(session, self.config, Process("rewards", 0, 1), self.reward_model, None)
+        self.judged._reads_ids = False
+        self.refit = Refit(session, load(QUICKSTART, ["rollout.verify_refit=off"]), self.actor, self.engines, None)
+
+
+CASES: dict[str, tuple[Limit, Callable[[Groups, Path], Any]]] = {
+    "actor rendezvous": ("start", lambda groups, _: groups.actor.start()),
+    "actor start": ("start", lambda groups, _: groups.actor._start_ranks("host", 1)),
+    "engine start": ("start", lambda groups, _: groups.engines.start()),
+    "reward start": ("start", lambda groups, _: groups.rewards.start()),
+    "actor end": ("start", lambda groups, _: groups.actor.close()),
+    "rollout": ("rollout", lambda groups, _: groups.engines.generate([["request"]])),
+    "rewards": ("rewards", lambda groups, folder: groups.rewards.score([], 1, folder)),
+    "reading for the reward model": ("rewards", lambda groups, folder: groups.judged.score([], 1, folder)),
+    "reward model: scores": ("rewards", lambda groups, _: groups.reward_model.scores([])),
+    "reward model: scores in vLLM": ("rewards", lambda groups, _: groups.reward_engines.scores([])),
+    "reference log-probs": ("passes", lambda groups, _: groups.actor.keep_log_probs("reference", [["batch"]])),
+    "actor: scores": ("passes", lambda groups, _: groups.actor.score_tokens([["batch"]])),
+    "actor update": ("update", lambda groups, _: groups.actor.train([["batch"]])),
+    "change of the KL's coefficient": ("update", lambda groups, _: groups.actor.adapt_kl(0.1, 1)),
+    "renewal of the reference": ("update", lambda groups, _: groups.actor.renew_reference()),
+    "publishing weights": ("refit", lambda groups, _: groups.actor.publish()),
+    "checksums of the weights": ("refit", lambda groups, _: groups.actor.checksums([], None)),
+    "connecting for the refit": ("refit", lambda groups, _: groups.engines.connect(None, None)),
+    "refit": ("refit", lambda groups, _: groups.refit.run(version=1)),
+    "engines: giving memory back": ("refit", lambda groups, _: groups.engines.sleep()),
+    "actor: to host memory": ("refit", lambda groups, _: groups.actor.offload()),
+    "actor: back from host memory": ("refit", lambda groups, _: groups.actor.onload()),
+    "actor: copy for the checkpoint": ("checkpoint", lambda groups, folder: groups.actor.save_checkpoint(folder)),
+    "actor: state of the checkpoint": ("checkpoint", lambda groups, _: groups.actor.checkpoint_written()),
+    "actor: writing the checkpoint": ("checkpoint", lambda groups, folder: groups.actor.finish_checkpoint(folder)),
+    "actor: checksums of the checkpoint": ("checkpoint", lambda groups, _: groups.actor.load_checkpoint(None)),
+    "export": ("checkpoint", lambda groups, folder: groups.actor.export(None, None, folder)),
+}
+"""By the name of the phase: the key of its deadline, and what begins it."""
+
+
+def connect(refit: Refit) -> None:
+    """Stands in for Refit._connect."""
+    refit._plan, refit._connected = "plan", refit._engines.names
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
+    for group in (TrainerGroup, EngineGroup, RewardModelGroup, RewardEngineGroup):
+        monkeypatch.setattr(group, "actor_class", Handle())
+    monkeypatch.setattr(rewards, "RewardActor", Handle())
+    for module in (engines, trainers):
+        monkeypatch.setattr(module, "ray", SimpleNamespace(put=lambda value: value))
+    monkeypatch.setattr(reward_model, "schedule", lambda *_: [()])
+    monkeypatch.setattr(Refit, "_connect", connect)
+    (tmp_path / "config.json").write_text(json.dumps(config_of()))
+    return Groups(tmp_path, Hang())
+
+
+@pytest.mark.parametrize("phase", CASES)
+def test_a_call_has_the_deadline_of_its_phase(groups: Groups, tmp_path: Path, phase: str) -> None:
+    limit, begin = CASES[phase]
+    with suppress(Hanging):
+        begin(groups, tmp_path)
+    assert groups.session.waits[0] == (phase.removesuffix(" in vLLM"), limit)
+    assert {other for _, other in groups.session.waits} == {limit}
+
+
+def test_waits_between_ranks_are_bounded_by_the_longest() -> None:
+    """A collective may belong to any phase: the driver's own deadline is the first to be missed."""
+    assert load(QUICKSTART, ["cluster.timeouts.passes=9000"]).cluster.timeouts.longest == 9000
+
+
+def test_every_deadline_bounds_something() -> None:
+    assert {limit for limit, _ in CASES.values()} == set(get_args(Limit))

@@ -1,0 +1,121 @@
+"""The time that a run has from a signal to its end, and what cuts it short."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.unit.cluster.supervision.test_supervisor import Program, program, signals_are_heard
+
+__all__ = ["signals_are_heard"]
+INTERRUPTED = "megarl: error: interrupted; the run ends\n"
+
+AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
+    with interrupts.grace({seconds}, is_awaited=True):
+        print("working", flush=True)
+        for _ in range({tenths}):
+            time.sleep(0.1)
+        print("told" if interrupts.is_told else "not told", flush=True)
+        raise KeyboardInterrupt"""
+
+NOT_AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
+    with interrupts.grace({seconds}, is_awaited=False):
+        try:
+            print("working", flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("has time" if interrupts.left_s > 0 else "has none", flush=True)
+            while interrupts.left_s > 0:
+                time.sleep(0.01)
+            print("finished", flush=True)"""
+
+
+def begin(run: Program) -> None:
+    assert run.process.stdout.readline() == "working\n"
+
+
+def check_end(run: Program, within_s: float, code: int = 130) -> list[str]:
+    """Checks that it ends in time, with this status. Returns what it said."""
+    start = time.monotonic()
+    assert run.process.wait(20) == code
+    assert time.monotonic() - start < within_s
+    run.end()
+    return run.process.stdout.read().splitlines()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("whom", ["parent", "child", "group", "both"])
+def test_what_is_awaited_comes_to_its_end(number: int, whom: str) -> None:
+    with program(AWAITED.format(seconds=60, tenths=10), grace_s=60) as run:
+        begin(run)
+        if whom == "group":
+            os.killpg(run.process.pid, number)
+        for pid in {"parent": [run.process.pid], "child": [run.child], "both": [run.process.pid, run.child]}.get(
+            whom, []
+        ):
+            os.kill(pid, number)
+        said = check_end(run, within_s=10)
+    assert said[0].startswith("interrupted; saves after the step under way, if within checkpoint.grace_s=60 s; ")
+    assert said[1:] == ["told"]
+
+
+def test_the_grace_time_has_an_end() -> None:
+    with program(AWAITED.format(seconds=1, tenths=600), grace_s=1) as run:
+        begin(run)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert len(check_end(run, within_s=10)) == 1
+
+
+def test_a_second_signal_cuts_it_short() -> None:
+    with program(AWAITED.format(seconds=60, tenths=600), grace_s=60) as run:
+        begin(run)
+        os.kill(run.process.pid, signal.SIGTERM)
+        time.sleep(1.2)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert len(check_end(run, within_s=8)) == 1
+
+
+def test_a_signal_that_comes_twice_at_once_is_one() -> None:
+    """GNU timeout, for one, sends it to the process and to its group."""
+    with program(AWAITED.format(seconds=60, tenths=10), grace_s=60) as run:
+        begin(run)
+        for _ in range(3):
+            os.kill(run.process.pid, signal.SIGTERM)
+            time.sleep(0.05)
+        assert check_end(run, within_s=10)[1:] == ["told"]
+
+
+def test_without_the_parent_nothing_is_awaited() -> None:
+    """Nobody would end a process that hangs."""
+    with program(AWAITED.format(seconds=60, tenths=600), grace_s=60) as run:
+        begin(run)
+        run.process.kill()
+        code, errors = run.end()
+        assert (code, errors) == (-signal.SIGKILL, INTERRUPTED)
+
+
+def test_what_is_not_awaited_has_the_time_to_finish() -> None:
+    with program(NOT_AWAITED.format(seconds=1), grace_s=1) as run:
+        begin(run)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert check_end(run, within_s=10) == ["has time"]
+
+
+def test_a_second_signal_cuts_that_short_too() -> None:
+    with program(NOT_AWAITED.format(seconds=60), grace_s=60) as run:
+        begin(run)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.process.stdout.readline() == "has time\n"
+        time.sleep(1.2)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert check_end(run, within_s=8) == []
+
+
+def test_without_a_grace_time_nothing_is_waited_for() -> None:
+    with program(NOT_AWAITED.format(seconds=0)) as run:
+        begin(run)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert check_end(run, within_s=8, code=0) == ["has none", "finished"]
