@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Limit, Callable[[Groups, Path], Any]]] = {
     "actor: checksums of the checkpoint": ("checkpoint", lambda groups, _: groups.actor.load_checkpoint(None)),
     "export": ("checkpoint", lambda groups, folder: groups.actor.export(None, None, folder)),
 }
-"""By the name of the phase: the key of its deadline, and what begins it."""
+"""Phase -> the key of its deadline, and what begins it."""
 
 
 def connect(refit: Refit) -> None:

@@ -111,7 +111,7 @@ def test_processes_that_may_not_be_read_end_like_the_others() -> None:
 
 
 def test_what_proc_does_not_tell_of_others_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 12, a child of the child 11, the kernel's list of children knows nothing; of the hidden 13 it alone does."""
+    """The kernel's list of children has the hidden 13, as nothing else has, and not 12, a child of the child 11."""
     this_process = os.getpid()
     parents = {11: this_process, 12: 11, 14: 1, 15: 14}
     for pid, parent in parents.items():
@@ -184,7 +184,7 @@ def in_namespace(hidepid: int, command: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize("hidepid", [1, 2], ids=["unreadable", "invisible"])
 def test_processes_that_proc_hides_end_too(hidepid: int) -> None:
-    """In a namespace of its own, as a user other than root from whom /proc hides what is not hers."""
+    """The processes are in a namespace, of a user other than root from whom /proc hides what is not hers."""
     if in_namespace(hidepid, "true").returncode:
         pytest.skip("mounting /proc takes root; the test before has a stand-in")
     done = in_namespace(hidepid, f"exec {shlex.quote(sys.executable)} -c {shlex.quote(HIDEPID_DRIVER)}")
