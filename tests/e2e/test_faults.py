@@ -91,12 +91,6 @@ def test_sigterm_while_starting(recipe: Path, tmp_path: Path) -> None:
         check_end(run, lambda: os.killpg(run.pid, signal.SIGTERM), 130, INTERRUPTED)
 
 
-def test_sigterm(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
-        run.wait_for_step(2)
-        check_end(run, lambda: os.killpg(run.pid, signal.SIGTERM), 130, INTERRUPTED)
-
-
 def test_loss_of_a_trainer(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:
         run.wait_for_step(2)
