@@ -192,11 +192,11 @@ def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold
 
 @pytest.mark.usefixtures("hold")
 def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, "cluster.timeouts.rewards=30") as run:
+    with Run(recipe, tmp_path, "cluster.timeouts.rewards=10") as run:
         assert run.end(seconds=180) == 1
     log = run.folder / "logs/attempt_1/rewards-0.log"
     [line] = run.errors
-    cause = f"rewards: no answer from rewards-0 in 30 s; their stacks are at the end of {log}"
+    cause = f"rewards: no answer from rewards-0 in 10 s; their stacks are at the end of {log}"
     cause += "; if they only need longer, raise cluster.timeouts.rewards"
     assert line == f"megarl: error: {cause}"
     assert "in digit_share" in log.read_text()
