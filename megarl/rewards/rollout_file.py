@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megarl.core.files import append_rows
 from megarl.core.types import Sample, Score
 
@@ -52,6 +54,6 @@ def _row(step: int, sample: Sample, score: Score) -> dict[str, Any]:
         "version": [asdict(run) for run in sample.versions],
         "finish_reason": sample.finish_reason,
         "num_response_tokens": len(sample.response_ids),
-        "rollout_logprobs": [round(logprob, LOGPROB_DECIMALS) for logprob in sample.response_logprobs.tolist()],
+        "rollout_logprobs": np.round(np.asarray(sample.response_logprobs, np.float64), LOGPROB_DECIMALS).tolist(),
         "advantage": None,
     }
