@@ -58,6 +58,7 @@ class Session:
         os.environ.update(
             RAY_AUTH_TOKEN=secrets.token_hex(32),  # without one, Ray keeps a token in the home folder
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
+            AUTOSCALER_METRIC_PORT="0",  # else a fixed one, which another run may have
         )
         terminate = signal.getsignal(signal.SIGTERM)
         ray.init(

@@ -21,6 +21,8 @@ from tests.e2e.run import Run, listening_sockets, mapped_shared_memory, write_re
 
 pytestmark = pytest.mark.slow
 INTERRUPTED = "interrupted; the run ends"
+RAYS_DEFAULTS = {6379, 8076, 8265, 10001, 44217, 44227}
+"""Ports of Ray's GCS, object manager, dashboard, clients and metrics."""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,7 @@ def test_ctrl_c(recipe: Path, tmp_path: Path) -> None:
         run.wait_for_step(2)
         check_strangers_are_refused(run)
         check_only_ray_listens_to_strangers(run)
+        check_no_port_is_fixed(run)
         # The terminal sends it to every process of the foreground group.
         check_end(run, lambda: os.killpg(run.pid, signal.SIGINT), 130, INTERRUPTED)
 
@@ -70,6 +73,13 @@ def check_only_ray_listens_to_strangers(run: Run) -> None:
         everywhere = [address for address in addresses if address in ("::", "0.0.0.0")]
         assert len(everywhere) == ("ray::" in process.cmdline()[0])
         assert addresses != everywhere or "EngineActor" in process.cmdline()[0]
+
+
+def check_no_port_is_fixed(run: Run) -> None:
+    """None of the ports is one of Ray's defaults, for which runs on one machine would race."""
+    listening = [c for p in run.processes() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    ports = {socket.laddr.port for socket in listening}
+    assert ports and not ports & RAYS_DEFAULTS
 
 
 def check_strangers_are_refused(run: Run) -> None:
