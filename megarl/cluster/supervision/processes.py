@@ -10,7 +10,7 @@ import ctypes
 import os
 import signal
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +22,8 @@ _PR_SET_PDEATHSIG = 1
 
 PROC = Path("/proc")
 POLL_S = 0.02
+ONE_THREAD = b"Current thread "
+"""Text that the stacks of a process have once: of the thread that heard the signal."""
 
 
 def adopt_orphans() -> None:
@@ -123,22 +125,30 @@ def _signal(pid: int, number: int) -> bool:
 
 def ask_for_stacks(files: Iterable[Path], patience_s: float = 5.0) -> list[Path]:
     """Makes every process that this one started, and whose standard error is one of these files, write its stacks
-    there. Returns the files that have them."""
-    asked = {}
+    there, several into one file where they share it. Returns the files that have them."""
+    sizes: dict[Path, int] = {}
+    asked: Counter[Path] = Counter()
     for pid in descendants():
         file = _standard_error(pid)
         if file in files and _catches(pid, SIGNAL):
-            asked.setdefault(file, file.stat().st_size)
+            sizes.setdefault(file, file.stat().st_size)
+            asked[file] += 1
             _signal(pid, SIGNAL)
     deadline = time.monotonic() + patience_s
-    last: dict[Path, int] = {}
+    last: dict[Path, bytes] = {}
     while time.monotonic() < deadline:
-        sizes = {file: file.stat().st_size for file in asked}
-        if sizes == last and all(sizes[file] > asked[file] for file in asked):
+        written = {file: _read_from(file, size) for file, size in sizes.items()}
+        if written == last and all(written[file].count(ONE_THREAD) >= asked[file] for file in asked):
             break
-        last = sizes
+        last = written
         time.sleep(0.1)  # far more than a process takes from one line to the next
-    return [file for file in asked if file.stat().st_size > asked[file]]
+    return [file for file, size in sizes.items() if file.stat().st_size > size]
+
+
+def _read_from(file: Path, start: int) -> bytes:
+    with file.open("rb") as log:
+        log.seek(start)
+        return log.read()
 
 
 def _standard_error(pid: int) -> Path | None:

@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -280,6 +281,25 @@ def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> 
             process.wait()
     assert "in waits_for_a_peer" in log.read_text()
     assert "in <module>" in log.read_text()
+
+
+def test_stacks_of_all_processes_that_share_a_log_are_waited_for(tmp_path: Path) -> None:
+    """A busy machine lets one of them write long after the other."""
+    log, names = tmp_path / "rewards-0.log", ("first", "second")
+    pair = [subprocess.Popen([sys.executable, "-c", STUCK, str(log), str(tmp_path / name)]) for name in names]
+    while not all((tmp_path / name).exists() for name in names):
+        time.sleep(0.01)
+    late = threading.Timer(1.0, pair[1].send_signal, [signal.SIGCONT])
+    pair[1].send_signal(signal.SIGSTOP)
+    late.start()
+    try:
+        assert processes.ask_for_stacks([log], patience_s=60) == [log]
+        assert log.read_text().count("in waits_for_a_peer") == 2
+    finally:
+        late.join()
+        for process in pair:
+            process.kill()
+            process.wait()
 
 
 def test_memory_counts_this_process_and_its_descendants() -> None:
