@@ -98,7 +98,8 @@ class Stage:
         rollout = config.rollout.model_dump_json(exclude=OF_THE_DRIVER)
         asked = f"{models.actor} {config.model.dtype} {config.run.seed} {rollout}"
         engines = self._engines if asked == self._asked else None
-        workers = launch_workers(self._session, config, models, loop.placement, None, engines)
+        checkpoint = loop.resume_point.checkpoint
+        workers = launch_workers(self._session, config, models, loop.placement, checkpoint, engines)
         self._engines, self._asked = workers.engines, asked
         train.learn(config, workers, loop)
 
