@@ -49,12 +49,10 @@ def check_engine_kernels(config: Config, models: ModelFolders) -> None:
 
 
 def fits(gpu: int, memory_bytes: int, load: Load) -> str | None:
-    needed = sum(load.parts.values())
-    if needed <= memory_bytes:
+    if load.total <= memory_bytes:
         return None
-    parts = " + ".join(f"{size / 2**30:.1f} ({what})" for what, size in load.parts.items())
     return (
-        f"cluster.placement=colocated: {load.phase}, GPU {gpu} would hold {parts} = {needed / 2**30:.1f} GiB, and has "
+        f"cluster.placement=colocated: {load.phase}, GPU {gpu} would hold {load.arithmetic}, and has "
         f"{memory_bytes / 2**30:.1f}; {load.remedy}"
     )
 

@@ -1,0 +1,164 @@
+"""What a step of one recipe needs and takes on a cluster: memory in each phase, seconds, and what bounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.schema import Config, Role
+from megarl.planning.hardware import GIB, LINK_SHARE, Cluster
+from megarl.planning.memory import stage_memory
+from megarl.planning.parameters import ModelParameters
+from megarl.planning.phases import (
+    Models,
+    host_parts,
+    item_bytes,
+    optimizer_share_in_host,
+    overfull,
+    phase_loads,
+    refusal,
+)
+from megarl.planning.refit_time import RefitTime, refit_time
+from megarl.planning.rollout_time import RolloutTime, rollout_time
+from megarl.planning.shared_gpu import Load
+from megarl.planning.train_time import TrainTime, train_time
+from megarl.planning.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The seconds of a step's phases.
+
+    rollout, refit   None where the responses are given
+    training         of each model that is trained
+    moving           what is offloaded, to host memory and back
+    """
+
+    rollout: RolloutTime | None
+    training: Mapping[Role, TrainTime]
+    refit: RefitTime | None
+    moving: float
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The phases of a step in their order, each with its seconds."""
+        found = {} if self.rollout is None else {"rollout": self.rollout.seconds}
+        for role, time in self.training.items():
+            found |= {f"{role}: passes": sum(time.passes.values()), f"{role}: update": sum(time.update.values())}
+        if self.refit is not None:
+            found["refit"] = self.refit.seconds
+        return {name: seconds for name, seconds in (found | {"offload": self.moving}).items() if seconds}
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def bounds(self) -> dict[str, str]:
+        """What takes most of each phase, with its share."""
+        parts: dict[str, Mapping[str, float]] = {} if self.rollout is None else {"rollout": self.rollout.parts}
+        for role, time in self.training.items():
+            parts |= {f"{role}: passes": time.passes, f"{role}: update": time.update}
+        found = {name: _largest(of_phase) for name, of_phase in parts.items() if of_phase}
+        if self.refit is not None:
+            found["refit"] = max(self.refit.parts, key=self.refit.parts.__getitem__)
+        return found
+
+    def overlapped(self, is_colocated: bool) -> float | None:
+        """Returns the least seconds of a step whose rollout goes on while the models are trained, None where nothing is
+        sampled. On devices of their own both overlap: the slower one counts. On the same GPUs shared out anew by the
+        work that each is, only the time is gained in which engines wait for the last responses."""
+        if self.rollout is None or self.refit is None:
+            return None
+        training = sum(time.seconds for time in self.training.values())
+        if is_colocated:
+            return self.rollout.full + training + self.refit.seconds
+        return max(self.rollout.full, training) + self.refit.seconds
+
+
+def _largest(parts: Mapping[str, float]) -> str:
+    name = max(parts, key=parts.__getitem__)
+    return f"{name} ({100 * parts[name] / sum(parts.values()):.0f} %)"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A recipe on a cluster.
+
+    loads   the fullest GPU of each phase
+    host    what is in a node's host memory -> bytes
+    """
+
+    config: Config
+    cluster: Cluster
+    workload: Workload
+    loads: tuple[Load, ...]
+    host: Mapping[str, float]
+    times: StepTimes
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why it cannot run, with the arithmetic and the remedy; None if it fits."""
+        if load := overfull(list(self.loads), self.cluster):
+            return refusal(load, self.cluster)
+        needed, there = sum(self.host.values()), host_memory(self.cluster)
+        if needed <= there:
+            return None
+        parts = " + ".join(f"{size / GIB:.1f} ({what})" for what, size in self.host.items())
+        return (
+            f"--gpus {self.cluster.num_gpus}x{self.cluster.name}: a node's host memory would hold {parts} = "
+            f"{needed / GIB:.1f} GiB, and has {there / GIB:.0f}; offload less, or set checkpoint.background=false"
+        )
+
+    @property
+    def fullest(self) -> Load:
+        return max(self.loads, key=lambda load: load.total)
+
+
+def host_memory(cluster: Cluster) -> float:
+    return cluster.gpu.host_gib * GIB * min(cluster.num_gpus, cluster.gpus_per_node)
+
+
+def num_gpus_needed(config: Config) -> int:
+    """Returns the GPUs that a recipe's ranks are on."""
+    ranks = [placed.layout.world_size for placed in config.all_placed]
+    if not config.is_offline:
+        ranks.append(config.rollout.replicas * config.rollout.tp)
+    return max(ranks) if config.is_colocated else sum(ranks)
+
+
+def plan_step(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepPlan:
+    """Returns what a recipe's step needs and takes. Its layouts must have kept the rules."""
+    return StepPlan(
+        config=config,
+        cluster=cluster,
+        workload=workload,
+        loads=tuple(phase_loads(config, models, workload)),
+        host=host_parts(config, models, workload, cluster),
+        times=step_times(config, models, workload, cluster),
+    )
+
+
+def step_times(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepTimes:
+    num_bytes = item_bytes(config)
+    training, moving = {}, 0.0
+    for role, model in models.items():
+        settings = config.placed(role)
+        layout = settings.layout
+        empty = stage_memory(model.shape, layout, 0, model.of_stage(layout, 0), num_bytes, 0, 0, 1)
+        share = optimizer_share_in_host(settings, empty)
+        passes = workload.passes if role == "actor" else 1
+        training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, share)
+        sizes = {"parameters": empty.weights, "gradients": empty.gradients, "optimizer": empty.optimizer * (1 - share)}
+        moved = sum(sizes[part] for part in set(settings.offload))
+        moving += 2 * moved / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
+    if workload.is_offline:
+        return StepTimes(None, training, None, 0.0)
+    actor = models["actor"]
+    rollout = rollout_time(config, actor, workload, cluster)
+    return StepTimes(rollout, training, refit_time(config, actor, cluster), moving)
+
+
+def models_of(hf_configs: Mapping[Role, Mapping[str, Any]]) -> Models:
+    return {role: ModelParameters(hf_config) for role, hf_config in hf_configs.items()}
