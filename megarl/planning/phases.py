@@ -13,8 +13,8 @@ from megarl.config.schema import Config, Role, Trained
 from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.memory import RankMemory, forward_bytes, stage_memory
 from megarl.planning.object_store import object_store_mib
-from megarl.planning.parameters import ModelParameters
-from megarl.planning.shared_gpu import Load, engine_loads
+from megarl.planning.parameters import ModelParameters, Models
+from megarl.planning.shared_gpu import Load, engine_loads, reward_model_parts
 from megarl.planning.workload import Workload
 
 TRAINER_RESERVE = 3 * GIB
@@ -29,9 +29,6 @@ ASLEEP_RESERVE = 1 * GIB
 LOGIT_ROWS = 1024
 """The sequences that vLLM samples for at once on large GPUs, each with a row of float32 logits."""
 
-Models = Mapping[Role, ModelParameters]
-"""The models that a run trains, by their role."""
-
 
 def item_bytes(config: Config) -> int:
     return 2 if config.model.dtype == "bfloat16" else 4
@@ -40,11 +37,11 @@ def item_bytes(config: Config) -> int:
 def phase_loads(config: Config, models: Models, workload: Workload) -> list[Load]:
     """Returns the fullest GPU of each phase, in the order of a step. A GPU has a rank of every model where they are
     colocated, which of the other models is the one that holds most."""
-    stages = {role: _stages(config, config.placed(role), model, workload) for role, model in models.items()}
+    stages = {role: _stages(config, config.placed(role), model, workload) for role, model in models.trained.items()}
     states = {role: [_states(config.placed(role), memory) for memory, _ in of_role] for role, of_role in stages.items()}
     training: list[Load] = []
     for role, of_role in stages.items():
-        beside = _beside(config, role, states)
+        beside = _beside(config, role, states) | _reward(config, models)
         for stage, (memory, passing) in enumerate(of_role):
             where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
             resident = {f"{role}: {part}": size for part, size in states[role][stage].items() if size}
@@ -98,6 +95,11 @@ def _beside(config: Config, role: Role, states: Mapping[Role, list[dict[str, flo
     return others | ({} if config.is_offline else {"sleeping engine": ASLEEP_RESERVE})
 
 
+def _reward(config: Config, models: Models) -> dict[str, float]:
+    """Returns what the reward model holds on a GPU that it shares with the others."""
+    return reward_model_parts(config, models.reward, 0) if models.reward is not None and config.is_colocated else {}
+
+
 def _training(
     settings: Trained, where: str, resident: Mapping[str, float], memory: RankMemory, passing: int
 ) -> list[Load]:
@@ -120,12 +122,13 @@ def _training(
 def _engine(config: Config, models: Models, states: Mapping[Role, list[dict[str, float]]]) -> list[Load]:
     """Returns the loads of the phases in which the engine is awake, for each stage of the actor, whose ranks the
     engine's meet on their GPUs if they are colocated."""
-    rollout, actor = config.rollout, models["actor"]
+    rollout, actor = config.rollout, models.actor
     whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
     weights = actor.engine_bytes(rollout.tp, config.model.dtype, whole_experts)
     awake: dict[str, float] = {"reserve": ENGINE_RESERVE + (TRAINER_RESERVE if config.is_colocated else 0)}
     if config.sends_weights:
         awake["refit: buckets"] = staging_bytes(config, weights)
+    awake |= _reward(config, models)
     others = {
         role: max(of_role, key=lambda one: sum(one.values())) for role, of_role in states.items() if role != "actor"
     }
@@ -174,7 +177,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
     the samples of a step. A node is taken to be full of ranks that hold as much as the fullest."""
     ranks = min(cluster.num_gpus, cluster.gpus_per_node)
     parts: dict[str, float] = {}
-    for role, model in models.items():
+    for role, model in models.trained.items():
         settings = config.placed(role)
         memory = max((m for m, _ in _stages(config, settings, model, workload)), key=lambda m: m.weights + m.optimizer)
         states = _states(settings, memory)
@@ -185,11 +188,11 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
             replicas = settings.layout.dp * settings.layout.cp
             _add(parts, f"{role}: copy that is saved", ranks * (memory.weights / replicas + memory.optimizer))
     if config.has_reference:
-        actor = [m.weights for m, _ in _stages(config, config.actor, models["actor"], workload)]
+        actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         _add(parts, "reference: weights", ranks * max(actor))
     if not workload.is_offline:
         if config.rollout.sleep:
-            weights = models["actor"].engine_bytes(config.rollout.tp, config.model.dtype)
+            weights = models.actor.engine_bytes(config.rollout.tp, config.model.dtype)
             _add(parts, "sleeping engines: weights", ranks * weights)
         _add(parts, "samples of a step", object_store_mib(config) * 2**20)
     return parts

@@ -20,7 +20,11 @@ STEP_SECONDS = 1.5e-3
 SEQUENCE_SECONDS = 2.6e-3 / 1024
 """What it takes for each sequence: 2.6 ms for 1,024 were measured of vLLM's output processing on a CPU."""
 
-REDUCE_SECONDS = {True: 15e-6, False: 60e-6}
+LAYER_SECONDS, EXPERTS_SECONDS = 40e-6, 40e-6
+"""What a layer's kernels take at least, however little they read, and its experts' beside them: about eight kernels of
+5 µs each. An assumption."""
+
+REDUCE_SECONDS = {True: 15e-6, False: 100e-6}
 """The latency of an all-reduce over an engine's ranks, inside a node and over several. An assumption."""
 
 POINTS = 48
@@ -85,11 +89,8 @@ def rollout_time(config: Config, model: ModelParameters, workload: Workload, clu
     prefill = forward_flops(model.shape, prompts, 0, pairs) / (engines * step.flops_per_second)
     parts["prompts"] = prefill
     always_full = sum(step.parts(batch, workload.prompt_tokens + mean / 2).values()) * samples * mean / batch + prefill
-    return RolloutTime(dict(parts), min(always_full, sum(parts.values())), room, int(cache / token / _context(config)))
-
-
-def _context(config: Config) -> int:
-    return config.rollout.context_length
+    guaranteed = int(cache / token / config.rollout.context_length)
+    return RolloutTime(dict(parts), min(always_full, sum(parts.values())), room, guaranteed)
 
 
 def _add(parts: dict[str, float], step: dict[str, float], steps: float) -> None:
@@ -107,8 +108,10 @@ class _Step:
         self.token = kv_bytes(model, rollout.tp, self.num_bytes)
         weights = model.engine_bytes(rollout.tp, config.model.dtype)
         self.experts = 0.0
+        self.latency_of_kernels = shape.num_layers * LAYER_SECONDS
         if shape.experts is not None:
             matrices = 3 * shape.hidden * shape.experts.intermediate * shape.experts.count * sum(shape.experts.layers)
+            self.latency_of_kernels += sum(shape.experts.layers) * EXPERTS_SECONDS
             self.experts = matrices * self.num_bytes / rollout.tp
         self.dense = weights - self.experts
         self.bandwidth = cluster.gpu.memory_gb_s * 1e9 * MEMORY_SHARE
@@ -127,7 +130,11 @@ class _Step:
         reading = (self.dense + self.experts * touched) / self.bandwidth
         products = forward_flops(self.shape, batch, batch, batch * context) / self.tp / self.flops_per_second
         caching = batch * context * self.token / self.bandwidth
-        found = {"engine's own loop": STEP_SECONDS + SEQUENCE_SECONDS * batch, "reading the KV cache": caching}
+        found = {
+            "engine's own loop": STEP_SECONDS + SEQUENCE_SECONDS * batch,
+            "latency of kernels": self.latency_of_kernels,
+            "reading the KV cache": caching,
+        }
         if products > reading:
             found["matrix products"] = products
         else:

@@ -53,7 +53,7 @@ def fullest_phase(
     reward      config.json of the reward model, if there is one
     """
     models = {role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()}
-    always = {} if reward is None else _reward_model(config, reward, gpu)
+    always = {} if reward is None else reward_model_parts(config, reward, gpu)
     loads = engine_loads(config, models, _engine_weights(config, hf_config, gpu), always)
     return max(loads, key=lambda load: load.total)
 
@@ -95,7 +95,7 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
 
 
-def _reward_model(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
+def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
     """Returns the bytes of the reward model, none if its parameters are offloaded: it is away while it does not
     score."""
     settings = config.reward_model

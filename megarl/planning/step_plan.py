@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megarl.config.schema import Config, Role
 from megarl.planning.hardware import GIB, LINK_SHARE, Cluster
 from megarl.planning.memory import stage_memory
-from megarl.planning.parameters import ModelParameters
+from megarl.planning.parameters import Models
 from megarl.planning.phases import (
-    Models,
     host_parts,
     item_bytes,
     optimizer_share_in_host,
@@ -67,14 +65,14 @@ class StepTimes:
 
     def overlapped(self, is_colocated: bool) -> float | None:
         """Returns the least seconds of a step whose rollout goes on while the models are trained, None where nothing is
-        sampled. On devices of their own both overlap: the slower one counts. On the same GPUs shared out anew by the
-        work that each is, only the time is gained in which engines wait for the last responses."""
+        sampled. On devices of their own the slower of both counts, as one step off. On the same GPUs, shared out anew by
+        the work that each is, only the time is gained in which engines wait for the last responses."""
         if self.rollout is None or self.refit is None:
             return None
         training = sum(time.seconds for time in self.training.values())
         if is_colocated:
             return self.rollout.full + training + self.refit.seconds
-        return max(self.rollout.full, training) + self.refit.seconds
+        return max(self.rollout.seconds, training) + self.refit.seconds
 
 
 def _largest(parts: Mapping[str, float]) -> str:
@@ -143,7 +141,7 @@ def plan_step(config: Config, models: Models, workload: Workload, cluster: Clust
 def step_times(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepTimes:
     num_bytes = item_bytes(config)
     training, moving = {}, 0.0
-    for role, model in models.items():
+    for role, model in models.trained.items():
         settings = config.placed(role)
         layout = settings.layout
         empty = stage_memory(model.shape, layout, 0, model.of_stage(layout, 0), num_bytes, 0, 0, 1)
@@ -155,10 +153,6 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         moving += 2 * moved / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
     if workload.is_offline:
         return StepTimes(None, training, None, 0.0)
-    actor = models["actor"]
+    actor = models.actor
     rollout = rollout_time(config, actor, workload, cluster)
     return StepTimes(rollout, training, refit_time(config, actor, cluster), moving)
-
-
-def models_of(hf_configs: Mapping[Role, Mapping[str, Any]]) -> Models:
-    return {role: ModelParameters(hf_config) for role, hf_config in hf_configs.items()}

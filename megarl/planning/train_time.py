@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from megarl.config.schema import Layout, Trained
 from megarl.planning.flops import expert_flops, forward_flops
-from megarl.planning.hardware import DENSE_SHARE, EXPERT_SHARE, LINK_SHARE, MEMORY_SHARE, Cluster
+from megarl.planning.hardware import DENSE_SHARE, EXPERT_ROWS, EXPERT_SHARE, LINK_SHARE, MEMORY_SHARE, Cluster
 from megarl.planning.memory import RankParameters
 from megarl.planning.parameters import ModelParameters
 from megarl.planning.workload import Workload
+from megarl.resharding.families.shape import ModelShape
 
 HOST_ADAM_BYTES = 10e9
 """The bytes a second of optimizer state that a rank's CPU cores step, where it is kept in host memory: an eighth of a
@@ -125,10 +126,16 @@ class _Stage:
         dense = forward_flops(shape, tokens, 0, pairs) * share - experts + forward_flops(shape, 0, rows, 0)
         speed = layout.tp * layout.cp * cluster.gpu.tflops * 1e12
         rest = 2 * 3 * shape.hidden * shape.active_intermediate * shape.num_layers * tokens * share - experts
-        self.mlp = max(rest, 0.0) / (speed * DENSE_SHARE) + experts / (speed * EXPERT_SHARE)
-        products = dense / (speed * DENSE_SHARE) + experts / (speed * EXPERT_SHARE)
+        in_experts = experts / (speed * _expert_share(layout, shape)) if experts else 0.0
+        self.mlp = max(rest, 0.0) / (speed * DENSE_SHARE) + in_experts
+        products = dense / (speed * DENSE_SHARE) + in_experts
         self.volume, seconds = _layers(layout, model, held, tokens / layout.cp, cluster, num_bytes)
         self.forward = {"matrix products": products} | {name: time for name, time in seconds.items() if time}
+
+
+def _expert_share(layout: Layout, shape: ModelShape) -> float:
+    rows = shape.experts.intermediate / layout.expert_tp
+    return EXPERT_SHARE * rows / (rows + EXPERT_ROWS)
 
 
 def _layers(
@@ -138,10 +145,11 @@ def _layers(
 
     tensor    all-gather and reduce-scatter before and after attention and MLP: each tokens · h · b · (tp − 1) / tp
     context   keys and values of all ranks are gathered: (cp − 1) · tokens · 2 k / tp · b
-    expert    every token to its active experts and back: 2 · tokens / tp · active · h · b · (ep − 1) / ep
+    expert    every token to its active experts and back, where those that share an expert gather what is sent to it:
+              2 · tokens / tp · active · h · b · ((ep − 1) / ep + etp − 1)
     pipeline  hidden states to the next stage, for each virtual stage
     """
-    shape, tp, ep = model.shape, layout.tp, layout.ep * layout.expert_tp
+    shape, tp = model.shape, layout.tp
     hidden = tokens * shape.hidden * num_bytes
     mixed = sum(held.layers)
     plain = 2 * len(held.layers) - mixed  # attention, and MLPs that are no experts
@@ -155,8 +163,9 @@ def _layers(
     inside = outside = 0.0
     if mixed and shape.experts is not None:
         sent = 2 * mixed * hidden / tp * shape.experts.active
-        near = min(ep, cluster.gpus_per_node)
-        inside, outside = sent * (near - 1) / ep, sent * (ep - near) / ep
+        near = min(layout.ep, max(1, cluster.gpus_per_node // layout.expert_tp))
+        inside = sent * ((near - 1) / layout.ep + layout.expert_tp - 1)
+        outside = sent * (layout.ep - near) / layout.ep
         volume["expert"] = inside + outside
     stride = tp * layout.cp * layout.dp
     seconds = {
