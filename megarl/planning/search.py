@@ -41,8 +41,8 @@ class Found:
 
 
 def search(config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> Found:
-    """Returns the fitting layouts of training and engines. The other models that are trained take the actor's layout;
-    a reward model keeps its own."""
+    """Returns the fitting layouts of training and engines. The other models that are trained take the actor's layout; a
+    reward model keeps its own."""
     sizes = Sizes(config, hf_config, cluster)
     trained: list[StepPlan] = []
     nearest: StepPlan | None = None
@@ -50,10 +50,12 @@ def search(config: Config, hf_config: Mapping[str, Any], models: Models, workloa
     for for_training in _trainer_gpus(config, cluster):
         for layout in training_layouts(config, models.actor, sizes, for_training, cluster.memory_bytes):
             found = _training_plan(config, hf_config, models, workload, cluster, layout)
-            tried += found is not None
-            if found is not None and found.problem is None:
+            if found is None:
+                continue
+            tried += 1
+            if found.problem is None:
                 trained.append(found)
-            elif found is not None and (nearest is None or found.fullest.total < nearest.fullest.total):
+            elif nearest is None or found.fullest.total < nearest.fullest.total:
                 nearest = found
     plans: list[StepPlan] = []
     lacking: list[StepPlan] = []

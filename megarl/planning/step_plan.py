@@ -65,8 +65,8 @@ class StepTimes:
 
     def overlapped(self, is_colocated: bool) -> float | None:
         """Returns the least seconds of a step whose rollout goes on while the models are trained, None where nothing is
-        sampled. On devices of their own the slower of both counts, as one step off. On the same GPUs, shared out anew by
-        the work that each is, only the time is gained in which engines wait for the last responses."""
+        sampled. On devices of their own the slower of both counts, as one step off. On the same GPUs, shared out anew
+        by the work that each is, only the time is gained in which engines wait for the last responses."""
         if self.rollout is None or self.refit is None:
             return None
         training = sum(time.seconds for time in self.training.values())

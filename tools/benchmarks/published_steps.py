@@ -58,7 +58,7 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         prompts, samples, update = self.batch
-        total, longest = self.tokens
+        longest = self.tokens[1]
         parallel = {"sequence_parallel": "true" if self.layout.get("tp", 1) > 1 else "false", **self.layout}
         return [
             *(f"actor.layout.{name}={size}" for name, size in parallel.items()),
