@@ -5,7 +5,7 @@ Phases follow each other, so their peaks are never added: a layout fits if the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -157,10 +157,9 @@ def _fullest(loads: list[Load]) -> list[Load]:
     return list(found.values())
 
 
-def overfull(loads: list[Load], cluster: Cluster) -> Load | None:
-    """Returns the fullest of the phases that do not fit, None where all fit."""
-    worst = max(loads, key=lambda load: load.total)
-    return worst if worst.total > cluster.memory_bytes else None
+def overfull(loads: Sequence[Load], cluster: Cluster) -> Load | None:
+    """Returns the first phase of a step that does not fit, whose remedy the others may need too; None where all fit."""
+    return next((load for load in loads if load.total > cluster.memory_bytes), None)
 
 
 def refusal(load: Load, cluster: Cluster) -> str:

@@ -22,6 +22,8 @@ FASTEST, SMALLEST = 16, 8
 """How many layouts for training are tried with engines: those that train fastest, and those that leave most memory."""
 
 SMALLEST_CACHE_GIB = 0.5
+SPARE_GIB = 1.0
+"""The memory that a KV cache of the planner's own choice leaves free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def _with_engine(
     sleep = config.is_colocated
     smallest = with_engine(config, tp=tp, replicas=replicas, sleep=sleep, kv_cache_gib=SMALLEST_CACHE_GIB)
     plan = plan_step(smallest, models, workload, cluster)
-    left = (cluster.memory_bytes - _sampling(plan)) / GIB
+    left = (cluster.memory_bytes - _sampling(plan)) / GIB - SPARE_GIB
     if plan.problem is not None or left <= 0:
         return plan
     longest = workload.prompt_tokens + workload.longest_response

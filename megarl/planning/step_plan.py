@@ -98,7 +98,7 @@ class StepPlan:
     @property
     def problem(self) -> str | None:
         """The reason why it cannot run, with the arithmetic and the remedy; None if it fits."""
-        if load := overfull(list(self.loads), self.cluster):
+        if load := overfull(self.loads, self.cluster):
             return refusal(load, self.cluster)
         needed, there = sum(self.host.values()), host_memory(self.cluster)
         if needed <= there:

@@ -24,6 +24,12 @@ from tests.published_models import CONFIGS  # noqa: E402
 
 NEMO_RL = "https://docs.nvidia.com/nemo/rl/0.4.0/about/performance-summary.html"
 VERL = "https://verl.readthedocs.io/en/latest/perf/dpsk.html"
+FACTOR = 2.5
+"""The factor within which steps are predicted."""
+
+MISSES = [("NeMo-RL", "DeepSeek-V3", "256xH100"), ("verl", "DeepSeek-V3", "96xH20")]
+"""The runs that are predicted worse: both of the largest model, whose engines span four nodes."""
+
 PROMPT = 150
 """The tokens of a prompt of NeMo-RL's runs, which its table does not give: an assumption for OpenMathInstruct-2. The
 table's average length is of prompt and response together."""

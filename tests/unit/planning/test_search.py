@@ -1,0 +1,67 @@
+"""The layouts that a search proposes: all keep the rules and fit, the fastest is first."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.planning.hardware import read_cluster
+from megarl.planning.layouts import broken_rules
+from megarl.planning.parameters import Models
+from megarl.planning.search import Found, search
+from megarl.planning.shared_gpu_rules import RULES
+from megarl.planning.step_plan import num_gpus_needed
+from megarl.planning.workload import Workload
+from tests.published_models import CONFIGS
+from tests.unit.planning.plan_cases import recipe
+
+
+def found(model: str, gpus: str, *overrides: str) -> Found:
+    config = recipe(*overrides)
+    return search(config, CONFIGS[model], Models.of({"actor": CONFIGS[model]}), Workload.of(config), read_cluster(gpus))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "overrides"),
+    [
+        ("Qwen2.5-7B", "8xH100", ()),
+        ("Qwen2.5-7B", "8xH100", ("cluster.placement=disaggregated",)),
+        ("Qwen3-32B", "32xH100", ("algorithm.kl.coefficient=0.1", "batch.prompts_per_update=32")),
+        ("Mixtral-8x7B", "32xH200", ("rollout.context_length=16384",)),
+        ("Phi-4", "24xH100", ()),
+    ],
+)
+def test_what_is_proposed_keeps_the_rules_and_fits(model, gpus, overrides):
+    result = found(model, gpus, *overrides)
+    assert result.plans and result.nearest is None
+    seconds = [plan.times.seconds for plan in result.plans]
+    assert seconds == sorted(seconds)
+    for plan in result.plans:
+        assert plan.problem is None
+        assert broken_rules(plan.config, CONFIGS[model]) == []
+        assert [rule(plan.config) for rule in RULES] == [None] * len(RULES)
+        assert num_gpus_needed(plan.config) <= plan.cluster.num_gpus
+        if plan.config.is_colocated:
+            assert num_gpus_needed(plan.config) == plan.cluster.num_gpus
+
+
+def test_sizes_that_do_not_divide_are_named_with_the_arithmetic():
+    result = found("Qwen2.5-7B", "8xH100")
+    assert (
+        "actor.layout.tp=8: 28 attention heads do not divide by 8 (28 / 8 = 3.5); choose from 1, 2, 4" in result.refused
+    )
+    assert any(line.startswith("rollout.tp=8: 28 attention heads") for line in result.refused)
+
+
+def test_where_nothing_fits_the_nearest_says_what_it_lacks():
+    result = found("Qwen3-32B", "8xA100")
+    assert not result.plans
+    assert "a GPU would hold" in result.nearest.problem
+
+
+def test_recomputation_only_where_there_is_no_room():
+    small, large = (
+        found("Qwen3-0.6B", "8xH200"),
+        found("Qwen3-32B", "16xH100", "rollout.context_length=32768", "actor.tokens_per_microbatch=32768"),
+    )
+    assert small.plans[0].config.actor.recompute == "none"
+    assert large.plans[0].config.actor.recompute != "none"
