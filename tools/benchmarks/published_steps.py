@@ -22,7 +22,9 @@ from megarl.planning.step_plan import StepPlan, plan_step  # noqa: E402
 from megarl.planning.workload import Workload  # noqa: E402
 from tests.published_models import CONFIGS  # noqa: E402
 
-NEMO_RL = "https://docs.nvidia.com/nemo/rl/0.4.0/about/performance-summary.html"
+NEMO_RL = (
+    "https://github.com/NVIDIA-NeMo/RL/blob/06beed91bac98a2c39a19435f6bbbbe71aa45720/docs/about/performance-summary.md"
+)
 VERL = "https://verl.readthedocs.io/en/latest/perf/dpsk.html"
 FACTOR = 2.5
 """The factor within which steps are predicted."""

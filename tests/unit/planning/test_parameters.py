@@ -35,7 +35,8 @@ def test_random_layouts_hold_what_the_real_model_holds(case):
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-32B", "DeepSeek-V3"])
 def test_the_ranks_of_a_layout_hold_a_published_model_once(name):
-    """Without the vocabulary's padding and what every rank has: norms, routers, projections to latents."""
+    """The sum is larger by the vocabulary's padding and by what every rank has: norms, routers, projections to
+    latents."""
     layout = layout_of(tp=4, pp=4, dp=2, ep=8 if CONFIGS[name].get("num_experts_per_tok") else 1, etp=1, last=None)
     layout = layout if layout.ep > 1 else layout.model_copy(update={"etp": None})
     if name == "DeepSeek-V3":
