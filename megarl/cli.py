@@ -156,6 +156,7 @@ def plan(
         float | None, typer.Option(metavar="TOKENS", help="Of a response, the mean (half of the longest).")
     ] = None,
     emit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the first plan as a recipe.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of it.")] = None,
 ) -> None:
     """Rank the layouts of a recipe that fit on GPUs, by the predicted time of a step. Pure arithmetic."""
     from megarl.config.load import load
@@ -169,6 +170,11 @@ def plan(
     if emit is not None:
         plan_text.emit(planned, file, overrides or (), config, emit, gpus)
         typer.echo(f"wrote {emit}")
+    if html is not None:
+        from megarl.report import plan_page
+
+        plan_page.write(planned, html)
+        typer.echo(f"wrote {html}")
 
 
 @app.command()

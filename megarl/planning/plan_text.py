@@ -52,7 +52,7 @@ def _ranking(plans: Sequence[StepPlan]) -> list[str]:
 
 def _row(plan: StepPlan) -> list[str]:
     config, times = plan.config, plan.times
-    training = sum(time.seconds for time in times.training.values())
+    training = times.training_seconds
     rollout = "-" if times.rollout is None else f"{times.rollout.seconds:.1f} s"
     refit = "-" if times.refit is None else f"{times.refit.seconds:.1f} s"
     fullest = f"{plan.fullest.total / GIB:.1f} GiB"

@@ -31,12 +31,14 @@ class StepTimes:
     rollout, refit   None where the responses are given
     training         of each model that is trained
     moving           what is offloaded, to host memory and back
+    side_by_side     whether models on devices of their own are trained at once
     """
 
     rollout: RolloutTime | None
     training: Mapping[Role, TrainTime]
     refit: RefitTime | None
     moving: float
+    side_by_side: bool
 
     @property
     def phases(self) -> dict[str, float]:
@@ -49,8 +51,40 @@ class StepTimes:
         return {name: seconds for name, seconds in (found | {"offload": self.moving}).items() if seconds}
 
     @property
+    def spans(self) -> dict[str, tuple[float, float]]:
+        """The phases of a step, each with its start and its end in seconds. Side by side, all passes come before all
+        updates."""
+        found: dict[str, tuple[float, float]] = {}
+        now, batch, until = 0.0, "", 0.0
+        for name, seconds in self._in_order():
+            kind = name.partition(": ")[2] if self.side_by_side else ""
+            if not kind or kind != batch:
+                now = until
+            batch = kind
+            found[name] = (now, now + seconds)
+            until = max(until, now + seconds)
+        return found
+
+    def _in_order(self) -> list[tuple[str, float]]:
+        """Returns the phases in the order of their starts."""
+        order = {"passes": 1, "update": 2}
+        phases = list(self.phases.items())
+        if not self.side_by_side:
+            return phases
+        training = [phase for phase in phases if ": " in phase[0]]
+        training.sort(key=lambda phase: order[phase[0].partition(": ")[2]])
+        before = [phase for phase in phases if phase[0] == "rollout"]
+        return [*before, *training, *(phase for phase in phases if phase[0] in ("refit", "offload"))]
+
+    @property
     def seconds(self) -> float:
-        return sum(self.phases.values())
+        return max((end for _, end in self.spans.values()), default=0.0)
+
+    @property
+    def training_seconds(self) -> float:
+        """The seconds of all passes and updates."""
+        ends = [span for name, span in self.spans.items() if ": " in name]
+        return max(end for _, end in ends) - min(start for start, _ in ends)
 
     @property
     def bounds(self) -> dict[str, str]:
@@ -69,7 +103,7 @@ class StepTimes:
         by the work that each is, only the time is gained in which engines wait for the last responses."""
         if self.rollout is None or self.refit is None:
             return None
-        training = sum(time.seconds for time in self.training.values())
+        training = self.training_seconds
         if is_colocated:
             return self.rollout.full + training + self.refit.seconds
         return max(self.rollout.seconds, training) + self.refit.seconds
@@ -152,7 +186,7 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         moved = sum(sizes[part] for part in set(settings.offload))
         moving += 2 * moved / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
     if workload.is_offline:
-        return StepTimes(None, training, None, 0.0)
+        return StepTimes(None, training, None, 0.0, not config.is_colocated)
     actor = models.actor
     rollout = rollout_time(config, actor, workload, cluster)
-    return StepTimes(rollout, training, refit_time(config, actor, cluster), moving)
+    return StepTimes(rollout, training, refit_time(config, actor, cluster), moving, not config.is_colocated)

@@ -298,9 +298,9 @@ def planned_model(tmp_path: Path) -> str:
     return f"model.path={folder}"
 
 
-def test_plan_needs_none_of_the_libraries_that_a_run_needs(planned_model: str) -> None:
+def test_plan_needs_none_of_the_libraries_that_a_run_needs(planned_model: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BLOCKED, "plan", "configs/base.yaml", "--gpus", "8xH100-80GB"]
-    command += [planned_model, "data.source=arithmetic"]
+    command += [planned_model, "data.source=arithmetic", "--html", str(tmp_path / "plan.html")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n1  " in done.stdout and "most of it" in done.stdout

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from megarl.planning.hardware import GIB
+from megarl.planning.hardware import GIB, read_cluster
 from megarl.planning.memory import rank_memory
 from megarl.planning.phases import ASLEEP_RESERVE, TRAINER_RESERVE
+from megarl.planning.plan import make_plan
 from tests.published_models import CONFIGS
-from tests.unit.planning.plan_cases import ON_HOST, layout_keys, plan_of
+from tests.unit.planning.plan_cases import ON_HOST, layout_keys, plan_of, recipe
 
 DENSE = "Qwen2.5-7B"
 KEYS = (*layout_keys(tp=2, pp=2, dp=2), "rollout.tp=2", "rollout.replicas=4", "rollout.kv_cache_gib=10")
@@ -50,9 +53,16 @@ def test_devices_of_their_own_hold_their_own():
     assert "sleeping engine" not in loads[TRAINS].parts
 
 
-def test_a_critic_stays_beside_the_actor_while_either_trains():
-    with_critic = plan_of(DENSE, "8xH100", *KEYS)
-    assert all("critic" not in part for load in with_critic.loads for part in load.parts)
+def test_a_critic_stays_beside_the_actor_while_either_trains(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
+    keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
+    plan = make_plan(recipe(f"model.path={tmp_path}", *keys), read_cluster("2xH100"), as_it_is=True).best
+    loads = {load.phase: load.parts for load in plan.loads}
+    assert "critic: weights, gradients, optimizer" in loads[TRAINS]
+    assert "actor: weights, gradients, optimizer" in loads["while the critic trains"]
+    assert {"actor: weights, gradients, optimizer", "critic: weights, gradients, optimizer"} <= set(loads[REFIT])
+    assert set(plan.times.training) == {"actor", "critic"}
+    assert plan.times.training["actor"].passes == {} and plan.times.training["critic"].passes
 
 
 @pytest.mark.parametrize(("offload", "stays"), [("[]", 3), ("[gradients, optimizer]", 1)])

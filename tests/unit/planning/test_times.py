@@ -8,8 +8,9 @@ import pytest
 
 from megarl.config.schema import Layout
 from megarl.planning.flops import attention_weights, forward_flops
-from megarl.planning.hardware import DENSE_SHARE, MEMORY_SHARE
+from megarl.planning.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
 from megarl.planning.parameters import ModelParameters
+from megarl.planning.plan import make_plan
 from megarl.planning.refit_time import least_refit
 from megarl.planning.rollout_time import kv_bytes
 from megarl.resharding.families.shape import ModelShape
@@ -18,7 +19,7 @@ from megarl.resharding.planning.side import _fields
 from megarl.resharding.selection import ONE_PROCESS
 from tests.paths import ROOT
 from tests.published_models import CONFIGS
-from tests.unit.planning.plan_cases import layout_keys, plan_of
+from tests.unit.planning.plan_cases import layout_keys, plan_of, recipe
 from tools.benchmarks import published_steps
 
 RESULTS = ROOT / "tools" / "benchmarks" / "results"
@@ -113,6 +114,24 @@ def test_asynchrony_takes_the_slower_of_both_on_devices_of_their_own():
     training = times.training["actor"].seconds
     assert times.overlapped(False) == max(times.rollout.seconds, training) + times.refit.seconds
     assert times.overlapped(True) < times.seconds
+
+
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+def test_models_on_devices_of_their_own_are_trained_side_by_side(tmp_path, placement):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
+    keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
+    config = recipe(f"model.path={tmp_path}", *keys, f"cluster.placement={placement}", "batch.prompts_per_update=32")
+    times = make_plan(config, read_cluster("6xH100"), as_it_is=True).best.times
+    phases, spans = times.phases, times.spans
+    assert {name: end - start for name, (start, end) in spans.items()} == pytest.approx(phases)
+    updates = [phases["actor: update"], phases["critic: update"]]
+    passes = [phases["actor: passes"], phases["critic: passes"]]
+    rest = phases["rollout"] + phases["refit"]
+    if placement == "colocated":
+        assert times.seconds == pytest.approx(sum(phases.values()))
+    else:
+        assert times.seconds == pytest.approx(rest + max(passes) + max(updates))
+        assert spans["actor: update"][0] == spans["critic: update"][0]
 
 
 @pytest.mark.parametrize("name", ["latent", "direct"])
