@@ -95,25 +95,24 @@ def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
 
 
 def draw_timeline(plan: StepPlan) -> str:
-    """Draws the phases of a step along its seconds, each on a line of its own, with what bounds it."""
-    bounds = plan.times.bounds
+    """Draws the phases of a step along its seconds, each on a line of its own, with what most of it goes to."""
+    spans, bounds, step = plan.times.spans, plan.times.bounds, plan.times.seconds
     with matplotlib.rc_context(STYLE):
-        picture = Figure(figsize=(WIDTH, 0.8 + 0.42 * len(plan.times.spans)), facecolor="none", layout="constrained")
+        picture = Figure(figsize=(WIDTH, 0.8 + 0.42 * len(spans)), facecolor="none", layout="constrained")
         axes = picture.add_subplot(facecolor="none")
-        for row, (phase, (start, end)) in enumerate(plan.times.spans.items()):
-            seconds = end - start
-            axes.barh(-row, seconds, left=start, height=0.6, color=SERIES[row % len(SERIES)], linewidth=0)
-            label = f"{seconds:.1f} s" + (f": {bounds[phase]}" if phase in bounds else "")
-            late = start > plan.times.seconds / 2
-            place = start - 0.005 * plan.times.seconds if late else start + seconds + 0.005 * plan.times.seconds
-            inside = seconds > 0.6 * plan.times.seconds
-            place = start + seconds / 2 if inside else place
-            axes.text(
-                place, -row, label, ha="center" if inside else "right" if late else "left", va="center", fontsize=8
-            )
-        axes.set_yticks([-row for row in range(len(phases))], list(plan.times.spans))
+        for row, (phase, (start, end)) in enumerate(spans.items()):
+            axes.barh(-row, end - start, left=start, height=0.6, color=SERIES[row % len(SERIES)], linewidth=0)
+            label = f"{end - start:.1f} s" + (f": {bounds[phase]}" if phase in bounds else "")
+            if end - start > 0.6 * step:
+                place, side = (start + end) / 2, "center"
+            elif start > step / 2:
+                place, side = start - 0.005 * step, "right"
+            else:
+                place, side = end + 0.005 * step, "left"
+            axes.text(place, -row, label, ha=side, va="center", fontsize=8)
+        axes.set_yticks([-row for row in range(len(spans))], list(spans))
         axes.set_xlabel("seconds")
-        axes.set_xlim(0, plan.times.seconds)
+        axes.set_xlim(0, step)
         axes.grid(visible=False, axis="y")
         return as_svg(picture, "A step")
 
