@@ -10,6 +10,7 @@ from megarl.config.rules import layout as layout_rules
 from megarl.config.rules import placed as placed_rules
 from megarl.config.rules.model import check_model
 from megarl.config.schema import Config, Layout
+from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.planning.hardware import Cluster
 from megarl.planning.parameters import ModelParameters
@@ -48,11 +49,13 @@ class Sizes:
     refused   the lines for those up to the largest that the cluster has room for, by which it does not
     """
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], cluster: Cluster):
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], model: ModelParameters, cluster: Cluster):
+        """Raises UserError for rules that the recipe breaks in any layout."""
         self._config, self._hf_config = config, hf_config
         self.refused: list[str] = []
+        raise_all(self._broken("actor.layout.tp", 1))
         self.tp = self._legal("actor.layout.tp", min(cluster.num_gpus, cluster.gpus_per_node))
-        self.ep = self._legal("actor.layout.ep", cluster.num_gpus) if "num_experts_per_tok" in hf_config else [1]
+        self.ep = self._legal("actor.layout.ep", cluster.num_gpus) if model.shape.experts else [1]
         self.engine = [] if config.is_offline else self._legal("rollout.tp", min(cluster.num_gpus, LARGEST_ENGINE))
 
     def _legal(self, key: str, most: int) -> list[int]:

@@ -116,13 +116,13 @@ def _enough(config: Config, actor: Mapping[str, Any], models: Models, workload: 
         larger = replace(cluster, num_gpus=times * cluster.num_gpus)
         if search(config, actor, models, workload, larger).plans:
             return f"--gpus {larger.num_gpus}x{cluster.name} is enough"
-    return f"nor does any on {larger.num_gpus} of them: take GPUs with more memory, or a smaller model or context"
+    return f"nor does any on {larger.num_gpus} of them; take more, or GPUs with more memory"
 
 
 def describe_layout(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a layout that differ from one process, etp where experts are shared out."""
-    kept = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first_stage_layers", "last_stage_layers")
-    found = {name: sizes[name] for name in kept if sizes[name] not in (1, None) or (name == "etp" and sizes["ep"] > 1)}
-    if found.get("etp", 0) is None:
-        found["etp"] = sizes["tp"]
-    return found or {"dp": 1}
+    """Returns the keys of a layout that differ from one process, with etp where experts are shared out."""
+    found = {name: sizes[name] for name in ("tp", "pp", "vpp", "cp", "ep", "dp") if sizes[name] > 1} or {"dp": 1}
+    if sizes["ep"] > 1:
+        found["etp"] = sizes["tp"] if sizes["etp"] is None else sizes["etp"]
+    stages = {name: sizes[name] for name in ("first_stage_layers", "last_stage_layers") if sizes[name] is not None}
+    return found | stages

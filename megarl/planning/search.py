@@ -45,7 +45,7 @@ class Found:
 def search(config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> Found:
     """Returns the fitting layouts of training and engines. The other models that are trained take the actor's layout; a
     reward model keeps its own."""
-    sizes = Sizes(config, hf_config, cluster)
+    sizes = Sizes(config, hf_config, models.actor, cluster)
     trained: list[StepPlan] = []
     nearest: StepPlan | None = None
     tried = 0

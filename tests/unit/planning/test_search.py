@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.core.errors import UserError
 from megarl.planning.hardware import read_cluster
 from megarl.planning.layouts import broken_rules
 from megarl.planning.parameters import Models
+from megarl.planning.plan import describe_layout
 from megarl.planning.search import Found, search
 from megarl.planning.shared_gpu_rules import RULES
 from megarl.planning.step_plan import num_gpus_needed
 from megarl.planning.workload import Workload
 from tests.published_models import CONFIGS
-from tests.unit.planning.plan_cases import recipe
+from tests.unit.planning.plan_cases import layout_keys, recipe
 
 
 def found(model: str, gpus: str, *overrides: str) -> Found:
@@ -52,10 +54,22 @@ def test_sizes_that_do_not_divide_are_named_with_the_arithmetic():
     assert any(line.startswith("rollout.tp=8: 28 attention heads") for line in result.refused)
 
 
+def test_what_no_layout_mends_is_refused():
+    with pytest.raises(UserError, match=r"rollout\.context_length=65536: the model has 40960 positions"):
+        found("Qwen3-32B", "32xH100", "rollout.context_length=65536", "actor.tokens_per_microbatch=65536")
+
+
 def test_where_nothing_fits_the_nearest_says_what_it_lacks():
     result = found("Qwen3-32B", "8xA100")
     assert not result.plans
     assert "a GPU would hold" in result.nearest.problem
+
+
+def test_a_layout_is_described_by_what_differs_from_one_process():
+    config = recipe(*layout_keys(tp=2, pp=4, ep=2, dp=2, last_stage_layers=1))
+    sizes = config.actor.layout.model_dump()
+    assert describe_layout(sizes) == dict(tp=2, pp=4, ep=2, dp=2, etp=2, last_stage_layers=1)
+    assert describe_layout(recipe().actor.layout.model_dump()) == {"dp": 1}
 
 
 def test_recomputation_only_where_there_is_no_room():
