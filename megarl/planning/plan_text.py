@@ -75,6 +75,7 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
     config, times, cluster = plan.config, plan.times, plan.cluster
     others = f", {cluster.num_gpus - used} are left over" if used < cluster.num_gpus else ""
     cache = "" if config.is_offline else f", KV cache {config.rollout.kv_cache_gib:g} GiB a GPU"
+    as_if = "" if config.model.dtype == "bfloat16" else ", as if products were in bfloat16"
     on_host = config.actor.megatron_overrides.optimizer.get("optimizer_cpu_offload")
     rows = [
         ("layout", f"{_layout(config)}, recompute={config.actor.recompute}; engines {_engines(config)}{cache}"),
@@ -83,7 +84,7 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         ("memory", f"of {cluster.gpu.memory_gib:g} GiB, in each phase the fullest GPU; phases are not added:"),
         *(("", f"{load.phase}: {load.arithmetic}") for load in plan.loads),
         ("host", _host(plan)),
-        ("time", f"{times.seconds:.1f} s a step:"),
+        ("time", f"{times.seconds:.1f} s a step{as_if}:"),
         *(("", line) for line in time_lines(times)),
     ]
     if times.rollout is not None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.planning.hardware import read_cluster
 from megarl.planning.layouts import broken_rules
 from megarl.planning.parameters import Models
-from megarl.planning.plan import describe_layout
+from megarl.planning.plan import describe_layout, make_plan
+from megarl.planning.plan_text import table
 from megarl.planning.search import Found, search
 from megarl.planning.shared_gpu_rules import RULES
 from megarl.planning.step_plan import num_gpus_needed
 from megarl.planning.workload import Workload
+from tests.paths import CONFIGS as CONFIGS_FOLDER
 from tests.published_models import CONFIGS
 from tests.unit.planning.plan_cases import layout_keys, recipe
 
@@ -79,3 +82,17 @@ def test_recomputation_only_where_there_is_no_room():
     )
     assert small.plans[0].config.actor.recompute == "none"
     assert large.plans[0].config.actor.recompute != "none"
+
+
+RECIPES = sorted(
+    path.name for path in CONFIGS_FOLDER.glob("*.yaml") if path.name not in ("base.yaml", "smollm2-cpu-rlhf.yaml")
+)
+"""The recipes that come with megarl, but for the one whose model is what two others trained."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_planned(name, cache_with_config, monkeypatch):
+    monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
+    planned = make_plan(load(CONFIGS_FOLDER / name), read_cluster("4xH100"))
+    assert planned.best.problem is None
+    assert ", as if products were in bfloat16:" in table(planned)
