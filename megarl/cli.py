@@ -170,6 +170,42 @@ def reshard(
 
 
 @app.command()
+def plan(
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    gpus: Annotated[str, typer.Option(metavar="GPUS", help="Their number and kind, such as 64xH100-80GB.")],
+    as_it_is: Annotated[
+        bool, typer.Option("--as-it-is", help="Explain the recipe's own layout; refuse it if it cannot fit.")
+    ] = False,
+    nodes_of: Annotated[int, typer.Option(metavar="GPUS", help="GPUs on a node.")] = 8,
+    prompt_tokens: Annotated[float | None, typer.Option(metavar="TOKENS", help="Of a prompt, the mean.")] = None,
+    response_tokens: Annotated[
+        float | None, typer.Option(metavar="TOKENS", help="Of a response, the mean (half of the longest).")
+    ] = None,
+    emit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the first plan as a recipe.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of it.")] = None,
+) -> None:
+    """Rank the layouts of a recipe that fit on GPUs, by the predicted time of a step. Pure arithmetic."""
+    from megarl.config.load import load
+    from megarl.planning import plan_text
+    from megarl.planning.hardware import read_cluster
+    from megarl.planning.plan import make_plan
+
+    config = load(file, overrides or ())
+    planned = make_plan(config, read_cluster(gpus, nodes_of), as_it_is, prompt_tokens, response_tokens)
+    typer.echo(plan_text.table(planned))
+    if emit is not None:
+        plan_text.emit(planned, file, overrides or (), config, emit, gpus)
+        typer.echo(f"wrote {emit}")
+    if html is not None:
+        from megarl.report import plan_page
+
+        plan_page.write(planned, html)
+        typer.echo(f"wrote {html}")
+
+
+@app.command()
 def algorithms(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of them, such as rloo.")] = None,
 ) -> None:

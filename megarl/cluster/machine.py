@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import ENGINE, gpu_spans
-from megarl.config.divisors import divisors
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core import device
 from megarl.data.model_folder import read_config
+from megarl.planning import shared_gpu_rules
 from megarl.planning.shared_gpu import Load, fullest_phase
 from megarl.resharding.families.shape import ModelShape
 
@@ -49,12 +49,10 @@ def check_engine_kernels(config: Config, models: ModelFolders) -> None:
 
 
 def fits(gpu: int, memory_bytes: int, load: Load) -> str | None:
-    needed = sum(load.parts.values())
-    if needed <= memory_bytes:
+    if load.total <= memory_bytes:
         return None
-    parts = " + ".join(f"{size / 2**30:.1f} ({what})" for what, size in load.parts.items())
     return (
-        f"cluster.placement=colocated: {load.phase}, GPU {gpu} would hold {parts} = {needed / 2**30:.1f} GiB, and has "
+        f"cluster.placement=colocated: {load.phase}, GPU {gpu} would hold {load.arithmetic}, and has "
         f"{memory_bytes / 2**30:.1f}; {load.remedy}"
     )
 
@@ -73,39 +71,6 @@ def gpus_suffice(config: Config) -> str | None:
     return (
         f"cluster.placement=disaggregated: {' + '.join(ranks)} = {needed} ranks need a GPU each, and this machine has "
         f"{there}; set cluster.placement=colocated, or lower dp of the layouts"
-    )
-
-
-def engines_fill_the_shared_gpus(config: Config) -> str | None:
-    rollout, ranks = config.rollout, config.actor.layout.world_size
-    workers = rollout.replicas * rollout.tp
-    if not _shares_gpus(config) or workers == ranks:
-        return None
-    replicas, rest = divmod(ranks, rollout.tp)
-    remedy = f"rollout.tp to one of {', '.join(map(str, divisors(ranks)))}" if rest else f"rollout.replicas={replicas}"
-    return (
-        f"rollout.replicas={rollout.replicas}: colocated, each GPU has a rank of the actor and one of an engine, and "
-        f"actor.layout has {ranks} ranks, but {rollout.replicas} x rollout.tp={rollout.tp} = {workers}; set {remedy}, "
-        "or cluster.placement=disaggregated"
-    )
-
-
-def sharing_engines_sleep(config: Config) -> str | None:
-    if not _shares_gpus(config) or config.rollout.sleep:
-        return None
-    return (
-        "rollout.sleep=false: colocated, engines would keep the memory of their weights and of "
-        f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g} while the models are trained on the same GPUs; set "
-        "rollout.sleep=true or cluster.placement=disaggregated"
-    )
-
-
-def sharing_ranks_do_not_send(config: Config) -> str | None:
-    if not _shares_gpus(config) or not config.sends_weights:
-        return None
-    return (
-        f"rollout.transport={config.rollout.transport}: NCCL does not send from a GPU to itself, and with "
-        "cluster.placement=colocated trainer and engine are on the same; set rollout.transport=auto"
     )
 
 
@@ -133,15 +98,6 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
     )
 
 
-def _shares_gpus(config: Config) -> bool:
-    return config.is_colocated and not config.is_offline
-
-
-_GPU_RULES: tuple[Callable[[Config], str | None], ...] = (
-    gpus_suffice,
-    engines_fill_the_shared_gpus,
-    sharing_engines_sleep,
-    sharing_ranks_do_not_send,
-)
+_GPU_RULES: tuple[Callable[[Config], str | None], ...] = (gpus_suffice, *shared_gpu_rules.RULES)
 
 _CPU_RULES: tuple[Callable[[Config], str | None], ...] = (parameters_can_move, ranks_of_an_engine_have_cores)

@@ -44,6 +44,32 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.head
 
 
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """The parameters that a rank holds.
+
+    count     all of them, the vocabulary's padding included
+    experts   those of routed experts
+    layers    for each of its layers, whether it has experts
+    is_last   whether it has the final norm, so that its stage is the last
+    """
+
+    count: int
+    experts: int
+    layers: tuple[bool, ...]
+    is_last: bool
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any], layout: Layout, rank: int) -> RankParameters:
+        sizes = {name: prod(size) for name, size in megatron_holder(hf_config, layout, rank).shapes.items()}
+        return cls(
+            count=sum(sizes.values()),
+            experts=sum(size for name, size in sizes.items() if EXPERTS in name),
+            layers=tuple(_layers(sizes)),
+            is_last=any("final_layernorm" in name for name in sizes),
+        )
+
+
 def rank_memory(
     hf_config: Mapping[str, Any],
     layout: Layout,
@@ -60,22 +86,47 @@ def rank_memory(
     num_bytes              bytes of a parameter and of an activation: 4 (float32) or 2 (bfloat16)
     num_tokens, num_rows   tokens and scored rows of one microbatch of a replica
     """
-    shape = ModelShape.of(hf_config)
-    sizes = {name: prod(size) for name, size in megatron_holder(hf_config, layout, rank).shapes.items()}
-    parameters, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if EXPERTS in name)
+    shape, held = ModelShape.of(hf_config), RankParameters.of(hf_config, layout, rank)
+    stage = rank // (layout.tp * layout.cp * layout.dp)
+    return stage_memory(shape, layout, stage, held, num_bytes, num_tokens, num_rows, num_microbatches, recompute)
+
+
+def stage_memory(
+    shape: ModelShape,
+    layout: Layout,
+    stage: int,
+    held: RankParameters,
+    num_bytes: int,
+    num_tokens: int,
+    num_rows: int,
+    num_microbatches: int,
+    recompute: Recompute = "none",
+) -> RankMemory:
+    """Returns the peak memory of a rank of a pipeline stage, which holds these parameters; see `rank_memory`."""
     ranks = layout.tp * layout.cp * layout.dp
-    sharded = (parameters - experts) // (layout.dp * layout.cp) + experts * layout.expert_tp * layout.ep // ranks
-    layers = _layers(sizes)
-    rank_tokens = -(-num_tokens // layout.cp)
-    last = any("final_layernorm" in name for name in sizes)
-    in_flight = layers_in_flight(layout, rank // ranks, len(layers), num_microbatches)
+    others = (held.count - held.experts) // (layout.dp * layout.cp)
+    sharded = others + held.experts * layout.expert_tp * layout.ep // ranks
+    rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
+    in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
     return RankMemory(
-        weights=parameters * num_bytes,
-        gradients=parameters * FLOAT32,
+        weights=held.count * num_bytes,
+        gradients=held.count * FLOAT32,
         optimizer=sharded * (8 if num_bytes == FLOAT32 else 12),
-        activations=_activations(shape, layout, layers, in_flight, rank_tokens, num_bytes, recompute),
-        head=_head(shape, layout, rank_tokens, -(-num_rows // layout.cp), num_bytes) if last else 0,
+        activations=_activations(shape, layout, held.layers, in_flight, rank_tokens, num_bytes, recompute),
+        head=_head(shape, layout, rank_tokens, rank_rows, num_bytes) if held.is_last else 0,
     )
+
+
+def forward_bytes(
+    shape: ModelShape, layout: Layout, held: RankParameters, num_bytes: int, num_tokens: int, num_rows: int
+) -> int:
+    """Returns the bytes that a pass without a backward pass needs on a rank: all that one layer makes, at most, its
+    input and its output, and the head on the last stage."""
+    rank_tokens, sequence = -(-num_tokens // layout.cp), layout.tp if layout.sequence_parallel else 1
+    layers = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in set(held.layers)]
+    hidden = 2 * shape.hidden * num_bytes / sequence
+    head = _head(shape, layout, rank_tokens, -(-num_rows // layout.cp), num_bytes) if held.is_last else 0
+    return round(rank_tokens * (max(layers, default=0) + hidden)) + head
 
 
 def layer_bytes(

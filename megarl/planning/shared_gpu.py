@@ -28,6 +28,16 @@ class Load:
     parts: Mapping[str, float]
     remedy: str
 
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def arithmetic(self) -> str:
+        """The parts and their sum in GiB."""
+        parts = " + ".join(f"{size / GIB:.1f} ({what})" for what, size in self.parts.items())
+        return f"{parts} = {self.total / GIB:.1f} GiB"
+
 
 def fullest_phase(
     config: Config,
@@ -43,8 +53,20 @@ def fullest_phase(
     reward      config.json of the reward model, if there is one
     """
     models = {role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()}
-    engine = _engine_weights(config, hf_config, gpu)
-    always = {} if reward is None else _reward_model(config, reward, gpu)
+    always = {} if reward is None else reward_model_parts(config, reward, gpu)
+    loads = engine_loads(config, models, _engine_weights(config, hf_config, gpu), always)
+    return max(loads, key=lambda load: load.total)
+
+
+def engine_loads(
+    config: Config, models: Mapping[Role, Mapping[str, float]], engine: float, always: Mapping[str, float]
+) -> tuple[Load, Load]:
+    """Returns the load of the phases in which the engine is awake.
+
+    models   the states of each trained model with a rank on the GPU, by the names that the key `offload` has for them
+    engine   bytes of the engine's weights
+    always   parts -> bytes of what is there in both
+    """
     refit = {
         **{f"{role}: weights, gradients, optimizer": sum(states.values()) for role, states in models.items() if states},
         "engine: weights": engine,
@@ -56,11 +78,10 @@ def fullest_phase(
         if part not in config.placed(role).offload
     }
     rollout = {**staying, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
-    loads = (
+    return (
         Load("while the engine takes weights", refit | always, "give the layouts more tp, pp or ep"),
         Load("while the engine samples", rollout | always, "lower rollout.kv_cache_gib, or move more by actor.offload"),
     )
-    return max(loads, key=lambda load: sum(load.parts.values()))
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
@@ -74,7 +95,7 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
 
 
-def _reward_model(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
+def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
     """Returns the bytes of the reward model, none if its parameters are offloaded: it is away while it does not
     score."""
     settings = config.reward_model

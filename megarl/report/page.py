@@ -46,12 +46,12 @@ class Run:
 
 def render(run: Run) -> str:
     """Returns the page. It loads nothing, and no script but its own can run in it."""
-    script = _resource("page.js")
+    script = resource("page.js")
     digest = hashlib.sha256(script.encode()).digest()
-    return Template(_resource("page.html")).substitute(
+    return Template(resource("page.html")).substitute(
         name=escape(run.name),
         subtitle=escape(run.subtitle),
-        style=_resource("page.css"),
+        style=resource("page.css"),
         notes="".join(f"<li>{escape(note)}</li>" for note in notes(run)),
         summary="".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),
         charts=_charts(run.history),
@@ -131,19 +131,19 @@ def rollout_note(rollouts: Rollouts) -> str:
 
 
 def _charts(history: History) -> str:
-    figures = [_figure(REWARD.title, REWARD.explanation, draw(REWARD, history, WIDE), wide=True)]
-    figures += [_figure(chart.title, chart.explanation, draw(chart, history)) for chart in CHARTS]
-    figures.append(_figure(PHASE_TITLE, PHASE_EXPLANATION, draw_phases(history)))
+    figures = [figure(REWARD.title, REWARD.explanation, draw(REWARD, history, WIDE), wide=True)]
+    figures += [figure(chart.title, chart.explanation, draw(chart, history)) for chart in CHARTS]
+    figures.append(figure(PHASE_TITLE, PHASE_EXPLANATION, draw_phases(history)))
     return "".join(figures) or '<p class="note">No step has finished.</p>'
 
 
 def _other_charts(history: History) -> str:
     others = sorted(set(history.columns) - charted_metrics())
     charts = [Chart(metric, "", ((metric, metric),)) for metric in others]
-    return "".join(_figure(chart.title, chart.explanation, draw(chart, history)) for chart in charts)
+    return "".join(figure(chart.title, chart.explanation, draw(chart, history)) for chart in charts)
 
 
-def _figure(title: str, explanation: str, svg: str | None, wide: bool = False) -> str:
+def figure(title: str, explanation: str, svg: str | None, wide: bool = False) -> str:
     if svg is None:
         return ""
     caption = f"<figcaption>{escape(title)}<span>{escape(explanation)}</span></figcaption>"
@@ -156,7 +156,7 @@ def _script_json(value: object) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 

@@ -152,7 +152,7 @@ def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> 
             axes.set_ylim(-0.02, 1.02)
         if chart.log and all((history.finite(metric) > 0).all() for metric, _ in chart.lines):
             axes.set_yscale("log")
-        return _svg(figure, chart.title)
+        return as_svg(figure, chart.title)
 
 
 def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | None:
@@ -173,7 +173,7 @@ def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | N
             baseline = top
         axes.set_ylim(bottom=0)
         _legend(axes)
-        return _svg(figure, PHASE_TITLE)
+        return as_svg(figure, PHASE_TITLE)
 
 
 def bin_starts(num_steps: int) -> np.ndarray:
@@ -223,7 +223,7 @@ def _legend(axes: Axes) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, handlelength=1.2, borderaxespad=0.2)
 
 
-def _svg(figure: Figure, title: str) -> str:
+def as_svg(figure: Figure, title: str) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = buffer.getvalue()

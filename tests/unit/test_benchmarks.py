@@ -24,6 +24,7 @@ SCRIPTS = (
     "linear_head.py",
     "mfu.py",
     "plan.py",
+    "published_steps.py",
     "refit.py",
     "reshard.py",
     "step_vs_trl.py",

@@ -289,3 +289,99 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> 
     stand_in = SimpleNamespace(**functions)
     monkeypatch.setitem(sys.modules, f"megarl.{name}", stand_in)
     monkeypatch.setattr(megarl, name, stand_in, raising=False)
+
+
+PLAN_MODEL = dict(
+    model_type="qwen2",
+    hidden_size=3584,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    intermediate_size=18944,
+    vocab_size=152064,
+    max_position_embeddings=32768,
+    use_sliding_window=False,
+)
+BLOCKED = (
+    "import json, sys\n"
+    "class Blocked:\n"
+    "    def find_spec(self, name, path=None, target=None):\n"
+    "        if name.split('.')[0] in ('torch', 'megatron', 'vllm', 'ray', 'transformers'):\n"
+    "            raise ImportError(name)\n"
+    "sys.meta_path.insert(0, Blocked())\n"
+    "from megarl import cli\n"
+    "cli.main()\n"
+)
+
+
+@pytest.fixture
+def planned_model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PLAN_MODEL))
+    return f"model.path={folder}"
+
+
+def test_plan_needs_none_of_the_libraries_that_a_run_needs(planned_model: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BLOCKED, "plan", "configs/base.yaml", "--gpus", "8xH100-80GB"]
+    command += [planned_model, "data.source=arithmetic", "--html", str(tmp_path / "plan.html")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n1  " in done.stdout and "most of it" in done.stdout
+    assert "not actor.layout.tp=8: 28 attention heads do not divide by 8 (28 / 8 = 3.5)" in done.stdout
+
+
+def test_plan_writes_a_recipe_that_is_the_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "planned.yaml")
+    keys = (planned_model, "data.source=arithmetic", "batch.prompts_per_update=32")
+    command = ("plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "16xH100", *keys, "--emit", out)
+    assert run(monkeypatch, *command) == 0
+    first = capsys.readouterr().out
+    assert run(monkeypatch, "config", "explain", out) == 0
+    assert "world size 16" in capsys.readouterr().out
+    assert run(monkeypatch, "plan", out, "--gpus", "16xH100", "--as-it-is") == 0
+    again = capsys.readouterr().out
+    assert [line for line in again.splitlines() if line.startswith("time")] == [
+        line for line in first.splitlines() if line.startswith("time")
+    ]
+    assert run(monkeypatch, *command) == 2
+    assert "already there, and nothing is overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("rollout.kv_cache_gib=70",), "while the engine samples, a GPU would hold"),
+        (("actor.layout.tp=8", "actor.layout.dp=1"), "actor.layout.tp=8: 28 attention heads do not divide by 8"),
+        (
+            ("rollout.replicas=2",),
+            "rollout.replicas=2: colocated, each GPU has a rank of the actor and one of an engine",
+        ),
+        (("actor.layout.dp=4", "rollout.replicas=16"), "the recipe's ranks are on 16 GPUs; give --gpus 16xH100-80GB"),
+    ],
+)
+def test_plan_refuses_a_recipe_that_cannot_fit(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    planned_model: str,
+    overrides: tuple[str, ...],
+    problem: str,
+) -> None:
+    keys = ("actor.layout.tp=4", "actor.layout.dp=2", "rollout.tp=1", "rollout.replicas=8", "rollout.sleep=true")
+    keys += (planned_model, "data.source=arithmetic", *overrides)
+    code = run(monkeypatch, "plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", "--as-it-is", *keys)
+    error = capsys.readouterr().err
+    assert code == 2
+    assert problem in error.splitlines()[0] and error.startswith("megarl: error: ")
+
+
+def test_plan_says_how_many_gpus_are_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str
+) -> None:
+    recipe = str(ROOT / "configs" / "base.yaml")
+    assert run(monkeypatch, "plan", recipe, "--gpus", "1xH100", planned_model, "data.source=arithmetic") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "GiB" in error and error.rstrip().endswith("--gpus 2xH100-80GB is enough")

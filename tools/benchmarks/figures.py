@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # as a script, and as a module of the tests
 
 from tools.benchmarks.machine import QUIET_PERCENT  # noqa: E402
+from tools.benchmarks.published_steps import FACTOR  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results")
 WIDTH = 120
@@ -103,7 +104,7 @@ def headlines() -> str:
 
 def figures() -> str:
     training = (step_against_trl, training_step, update_against_trl)
-    sections = (quickstart, *training, refit, saving, converting, linear_head, memory, driver, plans)
+    sections = (quickstart, *training, refit, saving, converting, linear_head, memory, driver, plans, published)
     return "\n\n".join(section() for section in sections)
 
 
@@ -316,6 +317,32 @@ def plans() -> str:
         )
     header = ["takes", "memory", "busiest source / mean", "predicted refit", "over the least possible"]
     return f"{text(lead)}\n\n{table(['`megarl reshard`', *header], rows)}"
+
+
+def published() -> str:
+    lead = """Step times that others have published against what `megarl plan` predicts for the same layouts
+        ([how](#steps-that-others-have-published)), by `python tools/benchmarks/published_steps.py`:"""
+    rows, missed = [], 0
+    for run in result("published_steps")["runs"]:
+        off = "" if not run["overlapped"] else ", one step off"
+        phases = run["phases"]
+        training = sum(seconds for name, seconds in phases.items() if name.startswith("actor"))
+        is_miss = not 1 / FACTOR <= run["ratio"] <= FACTOR
+        missed += is_miss
+        rows.append(
+            [
+                f"{run['who']}: {run['model']}{off}",
+                run["gpus"],
+                f"{run['seconds']:.0f} s",
+                f"{run['predicted']:.0f} s",
+                f"{phases['rollout']:.0f} + {training:.0f} s",
+                f"{run['ratio']:.2f}{' (missed)' if is_miss else ''}",
+            ]
+        )
+    header = ["", "GPUs", "published", "predicted", "of it rollout, training", "predicted / published"]
+    notes = f"""Stated factor: {FACTOR:g}. {missed} of {len(rows)} runs are missed by more, both of DeepSeek-V3: what
+        its engines over several nodes and its trainer wait for beside their kernels is not in the arithmetic."""
+    return f"{text(lead)}\n\n{table(header, rows)}\n\n{text(notes)}"
 
 
 def result(name: str) -> dict[str, Any]:

@@ -73,16 +73,16 @@ def plan_figures(
 
 def table(found: Figures) -> str:
     """Returns the figures as lines for people."""
-    inter, intra, local = (_size(found.bytes_by_link[link]) for link in ("inter", "intra", "local"))
+    inter, intra, local = (show_bytes(found.bytes_by_link[link]) for link in ("inter", "intra", "local"))
     local_bytes = f", {local} on a device" if found.bytes_by_link["local"] else ""
     rows = {
         "ranks": f"{found.ranks_source:,} -> {found.ranks_destination:,}",
-        "bytes": f"{_size(found.bytes_total)}: {inter} between nodes, {intra} inside them{local_bytes}",
-        "wasted": _size(found.bytes_wasted),
+        "bytes": f"{show_bytes(found.bytes_total)}: {inter} between nodes, {intra} inside them{local_bytes}",
+        "wasted": show_bytes(found.bytes_wasted),
         "proof": "every element is written exactly once" if found.written_once else "FAILED",
         "busiest": f"source gives {found.source_balance:.3f} of the mean of its replicas",
         "time": _time(found.predicted_seconds, found.floor_seconds),
-        "staging": f"{_size(found.peak_staging_bytes)} per process at most",
+        "staging": f"{show_bytes(found.peak_staging_bytes)} per process at most",
         "plan": found.plan_hash[:16],
     }
     return "\n".join(f"{name:<8} {text}" for name, text in rows.items())
@@ -94,11 +94,12 @@ def _time(predicted: float, floor: float) -> str:
     return f"{predicted:.3g} s predicted, {floor:.3g} s at least: {predicted / floor:.3f} of it"
 
 
-def _size(num_bytes: int) -> str:
+def show_bytes(num_bytes: float) -> str:
+    """Returns the number with its unit, in powers of ten."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes} B"
+    return f"{num_bytes:.0f} B"
 
 
 def _read(model: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ MEGARL = [sys.executable, "-m", "megarl.cli"]
 CONVERTER = ".venv/bin/python tools/convert.py "
 CONVERTING = [command.removeprefix(CONVERTER) for command in commands() if command.startswith(CONVERTER)]
 RESHARDING = [command for command in commands() if command.startswith(".venv/bin/megarl reshard")]
+PLANNING = [command for command in commands() if command.startswith(".venv/bin/megarl plan")]
 STARTING = [command for command in commands() if re.search(r"megarl init | my-run/", command)]
 LOOKING = [
     command
@@ -60,7 +61,17 @@ def test_every_command_is_run_somewhere():
     trains = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
     assert len(trains) == 1
     converting = {CONVERTER + command for command in CONVERTING}
-    known = {"make quickstart", "make test", *STARTING, *LOOKING, *RESHARDING, *MEASURING, *converting, *trains}
+    known = {
+        "make quickstart",
+        "make test",
+        *STARTING,
+        *LOOKING,
+        *PLANNING,
+        *RESHARDING,
+        *MEASURING,
+        *converting,
+        *trains,
+    }
     assert set(commands()) == known
 
 
@@ -107,6 +118,18 @@ def test_commands_that_plan(tmp_path):
     labels = [line.split()[0] for line in done.stdout.splitlines()]
     shown = re.search(r"<!-- reshard:begin -->\n```\n(.*?)```", text_of(README), re.DOTALL).group(1)
     assert labels == [line.split()[0] for line in shown.splitlines()]
+
+
+def test_commands_that_plan_a_step(tmp_path):
+    """The folder has a model at the command's path, and the recipes that come with megarl."""
+    folder = tmp_path / "path" / "to" / "model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS["Qwen3-32B"]))
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    [command] = PLANNING
+    done = run_megarl(*shlex.split(command)[1:], cache=tmp_path / "cache", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("cluster   64 x H100-80GB on 8 nodes") and "async" in done.stdout
 
 
 def test_commands_that_convert(tmp_path, monkeypatch):

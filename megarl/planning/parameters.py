@@ -1,0 +1,76 @@
+"""The sizes of a model's shards, each computed once however many layouts ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from megarl.config.schema import Layout, Role
+from megarl.planning.memory import RankParameters
+from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.families.megatron import chunk_layers
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.piece import Holder
+
+
+class ModelParameters:
+    """The shards of one model: what its trainer's ranks and its engine's hold. Ranks of a pipeline stage hold as many
+    parameters each, and neither context nor data parallelism changes how many."""
+
+    def __init__(self, hf_config: Mapping[str, Any]):
+        self.hf_config = hf_config
+        self.shape = ModelShape.of(hf_config)
+        self.count = sum(_elements(huggingface_holder(hf_config)))
+        self._stages: dict[tuple, RankParameters] = {}
+        self._layers: dict[tuple, list[list[range]]] = {}
+        self._engines: dict[tuple, int] = {}
+
+    def of_stage(self, layout: Layout, stage: int) -> RankParameters:
+        """Returns what each rank of a pipeline stage holds. Raises UserError where the model does not divide."""
+        layers = [layer for chunk in self._chunks(layout) for layer in chunk[stage]]
+        kinds = tuple(self.shape.has_experts(layer) for layer in layers)
+        key = (layout.tp, layout.ep, layout.expert_tp, kinds, stage == 0, stage == layout.pp - 1)
+        if key not in self._stages:
+            rank = stage * layout.tp * layout.cp * layout.dp
+            self._stages[key] = RankParameters.of(self.hf_config, layout, rank)
+        return self._stages[key]
+
+    def _chunks(self, layout: Layout) -> list[list[range]]:
+        key = (layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+        if key not in self._layers:
+            self._layers[key] = chunk_layers(self.shape.num_layers, layout)
+        return self._layers[key]
+
+    def engine_bytes(self, tp: int, dtype: str, whole_experts: bool = False) -> int:
+        """Returns the bytes of the weights of an engine's rank."""
+        key = (tp, dtype, whole_experts)
+        if key not in self._engines:
+            self._engines[key] = vllm_holder(self.hf_config, tp, 0, 0, dtype, whole_experts).shard.num_bytes
+        return self._engines[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a run.
+
+    trained   those that it trains, by their role
+    reward    config.json of its reward model, None without one
+    """
+
+    trained: Mapping[Role, ModelParameters]
+    reward: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, trained: Mapping[Role, Mapping[str, Any]], reward: Mapping[str, Any] | None = None) -> Models:
+        """trained: config.json of each model that the run trains, with its head."""
+        return cls({role: ModelParameters(hf_config) for role, hf_config in trained.items()}, reward)
+
+    @property
+    def actor(self) -> ModelParameters:
+        return self.trained["actor"]
+
+
+def _elements(holder: Holder) -> list[int]:
+    return [prod(shape) for shape in holder.shapes.values()]

@@ -1,0 +1,85 @@
+"""The forward-only passes that a run needs. Others are left out, with the reason, where the result is provably the
+same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megarl.algorithms.specs import COMPARISONS
+from megarl.config.schema import KL, Config
+
+PassName = Literal["old log-probs", "reference log-probs", "implicit rewards", "critic values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    name: PassName
+    needed: bool
+    reason: str
+
+
+def passes(config: Config) -> tuple[Pass, ...]:
+    return (
+        _old_log_probs(config),
+        _reference_log_probs(config),
+        Pass(
+            "implicit rewards",
+            config.has_implicit_reward,
+            f"implicit_reward.coefficient = {config.implicit_reward.coefficient:g}"
+            if config.has_implicit_reward
+            else "implicit_reward.coefficient = 0: no token rewards",
+        ),
+        _critic_values(config),
+    )
+
+
+def _reference_log_probs(config: Config) -> Pass:
+    coefficient, objective = config.algorithm.kl.coefficient, config.algorithm.objective
+    if not config.has_reference:
+        reason = "algorithm.kl.coefficient = 0" if objective.spec.is_policy_objective else _chosen(config)
+        return Pass("reference log-probs", False, f"{reason}: no term reads them")
+    reader = f"algorithm.kl.coefficient = {coefficient:g}" if coefficient > 0 else _chosen(config)
+    return Pass("reference log-probs", True, f"{reader}; {_reference(config.algorithm.kl)}")
+
+
+def _critic_values(config: Config) -> Pass:
+    advantage = config.algorithm.advantage
+    if not config.algorithm.objective.spec.is_policy_objective:
+        return Pass("critic values", False, f"{_chosen(config)}: it has no advantages")
+    reason = f"{advantage.estimator} takes {COMPARISONS[advantage.spec.comparison]}"
+    if config.actor_has_values:
+        reason = "critic.trunk=actor: they come with the old log-probs"
+    return Pass("critic values", config.has_critic, reason)
+
+
+def _chosen(config: Config) -> str:
+    return f"algorithm.objective.name={config.algorithm.objective.name}"
+
+
+def _reference(kl: KL) -> str:
+    if kl.renew_steps is None:
+        return "the reference is the model that the run starts from"
+    share = "" if kl.renew_share == 1 else f"{kl.renew_share:g} of "
+    return f"the reference takes up {share}the policy every {kl.renew_steps} steps"
+
+
+def _old_log_probs(config: Config) -> Pass:
+    updates = config.batch.prompts_per_step // config.batch.prompts_per_update
+    from_rollout = config.algorithm.correction.old == "rollout"
+    if not config.algorithm.objective.spec.is_policy_objective:
+        return Pass("old log-probs", False, f"{_chosen(config)}: it has no ratio to an old policy")
+    if updates > 1 and not from_rollout:
+        return Pass("old log-probs", True, f"{updates} updates per step: the policy moves between them")
+    if config.kl_in_reward:
+        return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards hold their KL")
+    if config.algorithm.objective.spec.selects_tokens and not from_rollout:
+        reason = "chooses tokens by their covariance over a whole update"
+        return Pass("old log-probs", True, f"{_chosen(config)} {reason}")
+    if config.actor_has_values:
+        return Pass("old log-probs", True, "critic.trunk=actor: the critic's values come with them")
+    if from_rollout:
+        reason = "algorithm.correction.old=rollout: the engine's log-probs stand for them, an approximation"
+        return Pass("old log-probs", False, reason)
+    reason = "one update per step: the policy that is updated is the old one, the ratio is exp(lp − lp.detach())"
+    return Pass("old log-probs", False, reason)

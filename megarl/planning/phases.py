@@ -1,0 +1,202 @@
+"""The memory of a GPU in each phase of a step, and of a node's host, in closed form.
+
+Phases follow each other, so their peaks are never added: a layout fits if the fullest phase does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.config.schema import Config, Role, Trained
+from megarl.planning.hardware import GIB, Cluster
+from megarl.planning.memory import RankMemory, forward_bytes, stage_memory
+from megarl.planning.object_store import object_store_mib
+from megarl.planning.parameters import ModelParameters, Models
+from megarl.planning.shared_gpu import Load, engine_loads, reward_model_parts
+from megarl.planning.workload import Workload
+
+TRAINER_RESERVE = 3 * GIB
+"""What a trainer's process takes beside tensors: CUDA's context, NCCL's buffers, fragments. An estimate."""
+
+ENGINE_RESERVE = 3 * GIB
+"""Likewise an engine's rank, with its CUDA graphs and the activations of a batch of prompts. An estimate."""
+
+ASLEEP_RESERVE = 1 * GIB
+"""What of it stays while the engine sleeps: the context and the graphs. An estimate."""
+
+LOGIT_ROWS = 1024
+"""The sequences that vLLM samples for at once on large GPUs, each with a row of float32 logits."""
+
+
+def item_bytes(config: Config) -> int:
+    return 2 if config.model.dtype == "bfloat16" else 4
+
+
+def phase_loads(config: Config, models: Models, workload: Workload) -> list[Load]:
+    """Returns the fullest GPU of each phase, in the order of a step. A GPU has a rank of every model where they are
+    colocated, which of the other models is the one that holds most."""
+    stages = {role: _stages(config, config.placed(role), model, workload) for role, model in models.trained.items()}
+    states = {role: [_states(config.placed(role), memory) for memory, _ in of_role] for role, of_role in stages.items()}
+    training: list[Load] = []
+    for role, of_role in stages.items():
+        beside = _beside(config, role, states) | _reward(config, models)
+        for stage, (memory, passing) in enumerate(of_role):
+            where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
+            resident = {f"{role}: {part}": size for part, size in states[role][stage].items() if size}
+            training += _training(config.placed(role), where, resident | beside, memory, passing)
+    loads = training if workload.is_offline else [*training, *_engine(config, models, states)]
+    return _fullest(loads)
+
+
+def _stages(
+    config: Config, settings: Trained, model: ModelParameters, workload: Workload
+) -> list[tuple[RankMemory, int]]:
+    """Returns the memory of a rank of each pipeline stage in training, and what a forward pass alone needs there."""
+    layout, num_bytes = settings.layout, item_bytes(config)
+    tokens = settings.tokens_per_microbatch * layout.cp
+    rows = round(tokens * workload.response_tokens / workload.sample_tokens)
+    count = workload.microbatches(layout.dp, tokens)
+    found = []
+    for stage in range(layout.pp):
+        held = model.of_stage(layout, stage)
+        memory = stage_memory(model.shape, layout, stage, held, num_bytes, tokens, rows, count, settings.recompute)
+        found.append((memory, forward_bytes(model.shape, layout, held, num_bytes, tokens, rows)))
+    return found
+
+
+def _states(settings: Trained, memory: RankMemory) -> dict[str, float]:
+    """Returns the bytes of a model's states on the GPU, by the names that the key `offload` has for them."""
+    on_gpu = memory.optimizer * (1 - optimizer_share_in_host(settings, memory))
+    return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": on_gpu}
+
+
+def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
+    """Returns the share of the optimizer's state that Megatron keeps and steps in host memory
+    (megatron_overrides.optimizer). Main weights leave the GPU with use_precision_aware_optimizer only."""
+    given = settings.megatron_overrides.optimizer
+    if not given.get("optimizer_cpu_offload"):
+        return 0.0
+    has_main = memory.weights < memory.gradients  # bfloat16 weights
+    moments = 2 / 3 if has_main and not given.get("use_precision_aware_optimizer") else 1.0
+    return moments * given.get("optimizer_offload_fraction", 0.0)
+
+
+def _beside(config: Config, role: Role, states: Mapping[Role, list[dict[str, float]]]) -> dict[str, float]:
+    """Returns what the other models hold on the same GPU, and a sleeping engine."""
+    if not config.is_colocated:
+        return {}
+    others = {
+        f"{other}: weights, gradients, optimizer": max(sum(one.values()) for one in of_role)
+        for other, of_role in states.items()
+        if other != role
+    }
+    return others | ({} if config.is_offline else {"sleeping engine": ASLEEP_RESERVE})
+
+
+def _reward(config: Config, models: Models) -> dict[str, float]:
+    """Returns what the reward model holds on a GPU that it shares with the others."""
+    return reward_model_parts(config, models.reward, 0) if models.reward is not None and config.is_colocated else {}
+
+
+def _training(
+    settings: Trained, where: str, resident: Mapping[str, float], memory: RankMemory, passing: int
+) -> list[Load]:
+    """Returns the loads of the phases in which the model computes, with its states and what lies beside them."""
+    role = settings.section
+    always = {**resident, "reserve": TRAINER_RESERVE}
+    kept = {"activations": memory.activations, "head": memory.head}
+    update = always | {part: size for part, size in kept.items() if size}
+    remedy = (
+        f"give {role}.layout more tp, pp or ep, or dp to share the optimizer over"
+        if sum(always.values()) > memory.activations + memory.head
+        else f"set {role}.recompute=full, or lower {role}.tokens_per_microbatch"
+    )
+    return [
+        Load(f"while the {role} computes log-probs{where}", always | {"forward pass": passing}, remedy),
+        Load(f"while the {role} trains{where}", update, remedy),
+    ]
+
+
+def _engine(config: Config, models: Models, states: Mapping[Role, list[dict[str, float]]]) -> list[Load]:
+    """Returns the loads of the phases in which the engine is awake, for each stage of the actor, whose ranks the
+    engine's meet on their GPUs if they are colocated."""
+    rollout, actor = config.rollout, models.actor
+    whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
+    weights = actor.engine_bytes(rollout.tp, config.model.dtype, whole_experts)
+    awake: dict[str, float] = {"reserve": ENGINE_RESERVE + (TRAINER_RESERVE if config.is_colocated else 0)}
+    if config.sends_weights:
+        awake["refit: buckets"] = staging_bytes(config, weights)
+    awake |= _reward(config, models)
+    others = {
+        role: max(of_role, key=lambda one: sum(one.values())) for role, of_role in states.items() if role != "actor"
+    }
+    beside = [{"actor": stage} | others for stage in states["actor"]] if config.is_colocated else [{}]
+    logits = {"engine: logits": LOGIT_ROWS * actor.shape.vocab * 4}
+    loads = []
+    for on_gpu in beside:
+        refit, sampling = engine_loads(config, on_gpu, weights, awake)
+        loads += [refit, replace(sampling, parts={**sampling.parts, **logits})]
+    return loads
+
+
+def staging_bytes(config: Config, engine_bytes: float) -> float:
+    """Returns the bytes of the two messages that a process holds in a refit by p2p (rollout.refit_bucket_mib)."""
+    given = config.rollout.refit_bucket_mib
+    return 2 * (min(engine_bytes / 64, 256 * 2**20) if given is None else given * 2**20)
+
+
+def _fullest(loads: list[Load]) -> list[Load]:
+    """Returns the fullest load of each phase, whatever the pipeline stage."""
+    found: dict[str, Load] = {}
+    for load in loads:
+        phase = load.phase.partition(",")[0]
+        if phase not in found or load.total > found[phase].total:
+            found[phase] = load
+    return list(found.values())
+
+
+def overfull(loads: Sequence[Load], cluster: Cluster) -> Load | None:
+    """Returns the first phase of a step that does not fit, whose remedy the others may need too; None where all fit."""
+    return next((load for load in loads if load.total > cluster.memory_bytes), None)
+
+
+def refusal(load: Load, cluster: Cluster) -> str:
+    """Returns the line for a phase that does not fit."""
+    return (
+        f"--gpus {cluster.num_gpus}x{cluster.name}: {load.phase}, a GPU would hold {load.arithmetic}, and has "
+        f"{cluster.gpu.memory_gib:.1f}; {load.remedy}"
+    )
+
+
+def host_parts(config: Config, models: Models, workload: Workload, cluster: Cluster) -> dict[str, float]:
+    """Returns the bytes of a node's host memory, by what they are for: states that are offloaded, or whose optimizer is
+    stepped there; the reference's weights; the copy that a background save writes from; weights of sleeping engines;
+    the samples of a step. A node is taken to be full of ranks that hold as much as the fullest."""
+    ranks = min(cluster.num_gpus, cluster.gpus_per_node)
+    parts: dict[str, float] = {}
+    for role, model in models.trained.items():
+        settings = config.placed(role)
+        memory = max((m for m, _ in _stages(config, settings, model, workload)), key=lambda m: m.weights + m.optimizer)
+        states = _states(settings, memory)
+        stepped = memory.optimizer - states["optimizer"]
+        _add(parts, f"{role}: offloaded", ranks * sum(states[part] for part in set(settings.offload)))
+        _add(parts, f"{role}: optimizer on the host", ranks * stepped)
+        if config.checkpoint.every_steps is not None and config.checkpoint.background:
+            replicas = settings.layout.dp * settings.layout.cp
+            _add(parts, f"{role}: copy that is saved", ranks * (memory.weights / replicas + memory.optimizer))
+    if config.has_reference:
+        actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
+        _add(parts, "reference: weights", ranks * max(actor))
+    if not workload.is_offline:
+        if config.rollout.sleep:
+            weights = models.actor.engine_bytes(config.rollout.tp, config.model.dtype)
+            _add(parts, "sleeping engines: weights", ranks * weights)
+        _add(parts, "samples of a step", object_store_mib(config) * 2**20)
+    return parts
+
+
+def _add(parts: dict[str, Any], name: str, size: float) -> None:
+    if size:
+        parts[name] = size

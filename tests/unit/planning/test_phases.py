@@ -1,0 +1,95 @@
+"""The memory of phases, each by itself, and of a node's host."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megarl.planning.hardware import GIB, read_cluster
+from megarl.planning.memory import rank_memory
+from megarl.planning.phases import ASLEEP_RESERVE, TRAINER_RESERVE
+from megarl.planning.plan import make_plan
+from tests.published_models import CONFIGS
+from tests.unit.planning.plan_cases import ON_HOST, layout_keys, plan_of, recipe
+
+DENSE = "Qwen2.5-7B"
+KEYS = (*layout_keys(tp=2, pp=2, dp=2), "rollout.tp=2", "rollout.replicas=4", "rollout.kv_cache_gib=10")
+TRAINS, PASSES, REFIT, SAMPLES = (
+    "while the actor trains",
+    "while the actor computes log-probs",
+    "while the engine takes weights",
+    "while the engine samples",
+)
+
+
+def loads_of(*overrides: str, gpus: str = "8xH100", model: str = DENSE):
+    return {load.phase.partition(",")[0]: load for load in plan_of(model, gpus, *overrides).loads}
+
+
+def test_training_is_the_closed_form_of_a_rank_and_what_else_is_there():
+    plan = plan_of(DENSE, "8xH100", *KEYS)
+    layout, workload = plan.config.actor.layout, plan.workload
+    rows = round(16384 * workload.response_tokens / workload.sample_tokens)
+    ranks = [rank_memory(CONFIGS[DENSE], layout, rank, 2, 16384, rows, 99) for rank in (0, 4)]
+    training = next(load for load in plan.loads if load.phase.startswith(TRAINS))
+    assert training.total == max(rank.total for rank in ranks) + TRAINER_RESERVE + ASLEEP_RESERVE
+
+
+def test_phases_are_not_added():
+    loads = loads_of(*KEYS)
+    assert set(loads) == {PASSES, TRAINS, REFIT, SAMPLES}
+    assert "engine: KV cache" in loads[SAMPLES].parts and "engine: KV cache" not in loads[REFIT].parts
+    assert not any(part.startswith("engine:") for part in loads[TRAINS].parts)
+    assert "activations" in loads[TRAINS].parts and "activations" not in loads[PASSES].parts
+    assert loads[PASSES].total < loads[TRAINS].total
+
+
+def test_devices_of_their_own_hold_their_own():
+    engines = ("rollout.tp=2", "rollout.replicas=2", "rollout.kv_cache_gib=10", "cluster.placement=disaggregated")
+    loads = loads_of(*layout_keys(tp=2, dp=2), *engines)
+    assert not any(part.startswith("actor") for part in (*loads[REFIT].parts, *loads[SAMPLES].parts))
+    assert "refit: buckets" in loads[REFIT].parts
+    assert "sleeping engine" not in loads[TRAINS].parts
+
+
+def test_a_critic_stays_beside_the_actor_while_either_trains(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
+    keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
+    plan = make_plan(recipe(f"model.path={tmp_path}", *keys), read_cluster("2xH100"), as_it_is=True).best
+    loads = {load.phase: load.parts for load in plan.loads}
+    assert "critic: weights, gradients, optimizer" in loads[TRAINS]
+    assert "actor: weights, gradients, optimizer" in loads["while the critic trains"]
+    assert {"actor: weights, gradients, optimizer", "critic: weights, gradients, optimizer"} <= set(loads[REFIT])
+    assert set(plan.times.training) == {"actor", "critic"}
+    assert plan.times.training["actor"].passes == {} and plan.times.training["critic"].passes
+
+
+@pytest.mark.parametrize(("offload", "stays"), [("[]", 3), ("[gradients, optimizer]", 1)])
+def test_what_is_offloaded_is_on_the_host_while_the_engine_samples(offload, stays):
+    plan = plan_of(DENSE, "8xH100", *KEYS, f"actor.offload={offload}")
+    sampling = next(load for load in plan.loads if load.phase == SAMPLES)
+    assert sum(part.startswith("actor: ") for part in sampling.parts) == stays
+    assert ("actor: offloaded" in plan.host) == (stays == 1)
+    assert (plan.times.moving > 0) == (stays == 1)
+
+
+def test_an_optimizer_on_the_host_is_there_and_not_on_the_gpu():
+    here, there = (plan_of(DENSE, "8xH100", *KEYS, *more) for more in ((), (ON_HOST,)))
+    moved = here.fullest.parts.get("actor: optimizer", 0)
+    assert "actor: optimizer" not in {part for load in there.loads if "train" in load.phase for part in load.parts}
+    assert there.host["actor: optimizer on the host"] == pytest.approx(8 * moved, rel=0.2)
+    assert there.times.training["actor"].update["optimizer"] > 10 * here.times.training["actor"].update["optimizer"]
+
+
+def test_host_memory_is_checked_too():
+    keys = (*layout_keys(tp=4, pp=8, ep=4, etp=1, first_stage_layers=11, last_stage_layers=11), ON_HOST)
+    engines = ("rollout.tp=16", "rollout.replicas=2", "rollout.kv_cache_gib=1", "actor.recompute=full")
+    engines += ("actor.offload=[parameters, gradients, optimizer]",)
+    without, reference = (
+        plan_of("Qwen3-235B-A22B", "32xH20", *keys, *engines, f"algorithm.kl.coefficient={kl}") for kl in (0, 0.1)
+    )
+    assert without.problem is None and 1900 * GIB < sum(without.host.values()) < 2048 * GIB
+    assert reference.host["reference: weights"] == pytest.approx(8 * 14 * GIB, rel=0.02)
+    assert "a node's host memory would hold" in reference.problem and reference.problem.count("\n") == 0
+    assert "has 2048; offload less, or set checkpoint.background=false" in reference.problem
