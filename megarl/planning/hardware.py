@@ -45,7 +45,7 @@ GPUS: dict[str, Gpu] = {
     ),
     "B200-180GB": Gpu(179.1, 2250, 7700, 900, 50, 64, 512, "DGX B200 datasheet (1.44 TB of GPU memory, 62 TB/s, 4 TB)"),
 }
-"""The known GPUs. A server with slower network cards is told by --network."""
+"""The known GPUs, by the names that --gpus takes."""
 
 DENSE_SHARE = 0.55
 """The share of a GPU's stated operations that dense layers get, what waits for other ranks aside, which is counted for
