@@ -11,6 +11,12 @@ import pytest
 from tests.unit.cluster.supervision.test_supervisor import Program, program, signals_are_heard
 
 __all__ = ["signals_are_heard"]
+SOON_S = 40
+"""The seconds, on a machine with other work, within which what does not wait for its 60 has ended."""
+
+AT_ONCE_S = 30
+"""The time in which signals count as one, where a busy machine may hand on the second one late."""
+
 INTERRUPTED = "megarl: error: interrupted; the run ends\n"
 
 AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
@@ -40,7 +46,7 @@ def begin(run: Program) -> None:
 def check_end(run: Program, within_s: float, code: int = 130) -> list[str]:
     """Checks that it ends in time, with this status. Returns what it said."""
     start = time.monotonic()
-    assert run.process.wait(20) == code
+    assert run.process.wait(50) == code
     assert time.monotonic() - start < within_s
     run.end()
     return run.process.stdout.read().splitlines()
@@ -49,7 +55,7 @@ def check_end(run: Program, within_s: float, code: int = 130) -> list[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("whom", ["parent", "child", "group", "both"])
 def test_what_is_awaited_comes_to_its_end(number: int, whom: str) -> None:
-    with program(AWAITED.format(seconds=60, tenths=10), grace_s=60) as run:
+    with program(AWAITED.format(seconds=60, tenths=10), grace_s=60, repeat_s=AT_ONCE_S) as run:
         begin(run)
         if whom == "group":
             os.killpg(run.process.pid, number)
@@ -57,7 +63,7 @@ def test_what_is_awaited_comes_to_its_end(number: int, whom: str) -> None:
             whom, []
         ):
             os.kill(pid, number)
-        said = check_end(run, within_s=10)
+        said = check_end(run, within_s=SOON_S)
     assert said[0].startswith("interrupted; saves after the step under way, if within checkpoint.grace_s=60 s; ")
     assert said[1:] == ["told"]
 
@@ -66,7 +72,7 @@ def test_the_grace_time_has_an_end() -> None:
     with program(AWAITED.format(seconds=1, tenths=600), grace_s=1) as run:
         begin(run)
         os.kill(run.process.pid, signal.SIGTERM)
-        assert len(check_end(run, within_s=10)) == 1
+        assert len(check_end(run, within_s=SOON_S)) == 1
 
 
 def test_a_second_signal_cuts_it_short() -> None:
@@ -75,17 +81,17 @@ def test_a_second_signal_cuts_it_short() -> None:
         os.kill(run.process.pid, signal.SIGTERM)
         time.sleep(1.2)
         os.kill(run.process.pid, signal.SIGTERM)
-        assert len(check_end(run, within_s=8)) == 1
+        assert len(check_end(run, within_s=SOON_S)) == 1
 
 
 def test_a_signal_that_comes_twice_at_once_is_one() -> None:
     """GNU timeout, for one, sends it to the process and to its group."""
-    with program(AWAITED.format(seconds=60, tenths=10), grace_s=60) as run:
+    with program(AWAITED.format(seconds=60, tenths=10), grace_s=60, repeat_s=AT_ONCE_S) as run:
         begin(run)
         for _ in range(3):
             os.kill(run.process.pid, signal.SIGTERM)
             time.sleep(0.05)
-        assert check_end(run, within_s=10)[1:] == ["told"]
+        assert check_end(run, within_s=SOON_S)[1:] == ["told"]
 
 
 def test_without_the_parent_nothing_is_awaited() -> None:
@@ -101,7 +107,7 @@ def test_what_is_not_awaited_has_the_time_to_finish() -> None:
     with program(NOT_AWAITED.format(seconds=1), grace_s=1) as run:
         begin(run)
         os.kill(run.process.pid, signal.SIGTERM)
-        assert check_end(run, within_s=10) == ["has time"]
+        assert check_end(run, within_s=SOON_S) == ["has time"]
 
 
 def test_a_second_signal_cuts_that_short_too() -> None:
@@ -111,11 +117,11 @@ def test_a_second_signal_cuts_that_short_too() -> None:
         assert run.process.stdout.readline() == "has time\n"
         time.sleep(1.2)
         os.kill(run.process.pid, signal.SIGTERM)
-        assert check_end(run, within_s=8) == []
+        assert check_end(run, within_s=SOON_S) == []
 
 
 def test_without_a_grace_time_nothing_is_waited_for() -> None:
     with program(NOT_AWAITED.format(seconds=0)) as run:
         begin(run)
         os.kill(run.process.pid, signal.SIGTERM)
-        assert check_end(run, within_s=8, code=0) == ["has none", "finished"]
+        assert check_end(run, within_s=SOON_S, code=0) == ["has none", "finished"]

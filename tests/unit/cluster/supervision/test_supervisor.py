@@ -23,8 +23,9 @@ from megarl.cluster.supervision import supervisor
 
 PROGRAM = """
 import os, signal, subprocess, sys, time
-from megarl.cluster.supervision import supervisor
+from megarl.cluster.supervision import interrupts, supervisor
 supervisor.DEADLINE_S = {deadline_s}
+supervisor.REPEAT_S = interrupts.REPEAT_S = {repeat_s}
 parent = os.getpid()
 with supervisor.supervised({grace_s}) as scratch:
     (scratch / "file").touch()
@@ -43,7 +44,7 @@ class Program:
 
     def end(self) -> tuple[int, str]:
         """Exit status and stderr, once nothing is left."""
-        code = self.process.wait(20)
+        code = self.process.wait(50)
         deadline = time.monotonic() + 10
         while _runs(self.child) or _runs(self.helper) or self.scratch.exists():
             assert time.monotonic() < deadline, f"something is left after exit status {code}: {self.left()}"
@@ -72,9 +73,12 @@ def signals_are_heard() -> Iterator[None]:
 
 
 @contextmanager
-def program(body: str, deadline_s: float = supervisor.DEADLINE_S, grace_s: float = 0.0) -> Iterator[Program]:
+def program(
+    body: str, deadline_s: float = supervisor.DEADLINE_S, grace_s: float = 0.0, repeat_s: float = supervisor.REPEAT_S
+) -> Iterator[Program]:
+    code = PROGRAM.format(body=body, deadline_s=deadline_s, grace_s=grace_s, repeat_s=repeat_s)
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(body=body, deadline_s=deadline_s, grace_s=grace_s)],
+        [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
