@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 REPEAT_S = 1.0
 """The time in which a second signal is the same as the first: who signals all processes of a run reaches the driver
@@ -19,6 +20,8 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._driver = self._parent = 0
+        self._number_of_signal = count()
+        """Tells the first one, also where a second signal is handled in the middle of its handler."""
         self._told_at: float | None = None
         self._grace_s = 0.0
         self._is_awaited = False
@@ -62,10 +65,11 @@ class Interrupts:
         if os.getpid() != self._driver:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif self._told_at is None:
-            if number != signal.SIGALRM:
-                self._begin()
-        elif self._can_cut_short and (number == signal.SIGALRM or time.monotonic() - self._told_at >= REPEAT_S):
+        elif number != signal.SIGALRM and next(self._number_of_signal) == 0:
+            self._begin()
+        elif self._told_at is None or not self._can_cut_short:
+            return
+        elif number == signal.SIGALRM or time.monotonic() - self._told_at >= REPEAT_S:
             self._can_cut_short = False
             raise KeyboardInterrupt
 

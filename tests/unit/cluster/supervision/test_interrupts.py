@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from megarl.cluster.supervision.interrupts import Interrupts
 from tests.unit.cluster.supervision.test_supervisor import Program, program, signals_are_heard
 
 __all__ = ["signals_are_heard"]
@@ -92,6 +93,23 @@ def test_a_signal_that_comes_twice_at_once_is_one() -> None:
             os.kill(run.process.pid, signal.SIGTERM)
             time.sleep(0.05)
         assert check_end(run, within_s=SOON_S)[1:] == ["told"]
+
+
+def test_a_signal_in_the_middle_of_the_first_ones_handler_is_the_same(monkeypatch, capfd) -> None:
+    told, clock = Interrupts(), time.monotonic
+    told._driver, told._parent = os.getpid(), os.getppid()  # without its handlers, which these tests' own timer needs
+    monkeypatch.setattr(signal, "setitimer", lambda *_: None)
+
+    def interrupted() -> float:
+        monkeypatch.setattr(time, "monotonic", clock)
+        told._hear(signal.SIGINT, None)
+        return clock()
+
+    monkeypatch.setattr(time, "monotonic", interrupted)
+    with told.grace(60, is_awaited=True):
+        told._hear(signal.SIGTERM, None)
+        assert told.is_told
+    assert capfd.readouterr().out.count("interrupted; saves after the step under way") == 1
 
 
 def test_without_the_parent_nothing_is_awaited() -> None:
