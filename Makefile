@@ -18,13 +18,13 @@ BEHIND := nice -n 10
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        everything but the ones below and what needs a GPU"
+	@echo "make test        everything but the ones below and what needs a GPU (about 16 minutes on 2 cores)"
 	@echo "make test-runs   its whole runs: the half of it that starts Ray and engines"
 	@echo "make test-ranks  its other half: ranks in one process tree, and the unit tests"
-	@echo "make test-fast   the unit tests, for the inner loop"
-	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective"
-	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs"
-	@echo "make test-newest  ranks under the newest megatron-core that is supported"
+	@echo "make test-fast   the unit tests, for the inner loop (3 minutes)"
+	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective (15)"
+	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs (15)"
+	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)

@@ -138,6 +138,7 @@ def check_samples(run: Run, steps: int) -> None:
         assert {run["version"] for row in rows for run in row["version"]} == {step - 1}
 
 
+@pytest.mark.exhaustive
 def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) -> None:
     """Lost after it has sampled, and its samples are there; found out when all engines take new weights."""
     with Run(recipe, tmp_path, "rollout.replicas=2") as run:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.readme import ROOT, commands
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500)]
+pytestmark = [pytest.mark.slow, pytest.mark.learn, pytest.mark.timeout(2500)]
 
 
 def run(arguments: list[str], folder: Path) -> list[dict]:
@@ -24,7 +24,6 @@ def run(arguments: list[str], folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.learn
 def test_quickstart_learns_additions(tmp_path):
     # Inside another make, it would print its directory as well.
     command = ["make", "-n", "--no-print-directory", "quickstart"]
