@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import psutil
 
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.placement import ENGINE, gpu_spans
@@ -12,6 +14,8 @@ from megarl.config.violations import raise_all
 from megarl.core import device
 from megarl.data.model_folder import read_config
 from megarl.planning import shared_gpu_rules
+from megarl.planning.host_memory import least_host_bytes
+from megarl.planning.parameters import ModelParameters, Models
 from megarl.planning.shared_gpu import Load, fullest_phase
 from megarl.resharding.families.shape import ModelShape
 
@@ -33,6 +37,28 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
     for gpu in gpu_spans(config)[ENGINE]:
         load = fullest_phase(config, models.hf_config, trained, reward, gpu)
         raise_all([fits(gpu, device.memory_bytes(gpu), load)])
+
+
+def check_host_memory(config: Config, models: ModelFolders) -> None:
+    """Raises UserError for a machine without a GPU, and without room for what models and engines hold all the time."""
+    if not device.on_cuda():
+        raise_all([host_suffices(psutil.virtual_memory().total, host_parts(config, models))])
+
+
+def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
+    """Returns the bytes of host memory that the run holds all the time, by what they are for."""
+    return least_host_bytes(config, Models.of(models.trained(config)), ModelParameters(models.hf_config))
+
+
+def host_suffices(memory_bytes: int, parts: Mapping[str, int]) -> str | None:
+    needed = sum(parts.values())
+    if needed <= memory_bytes:
+        return None
+    arithmetic = " + ".join(f"{size / 2**30:.1f} ({what})" for what, size in parts.items())
+    return (
+        f"model.path: without a GPU, models and engines would hold {arithmetic} = {needed / 2**30:.1f} GiB, and this "
+        f"machine has {memory_bytes / 2**30:.1f}; take a smaller model, or lower dp of the layouts or rollout.replicas"
+    )
 
 
 def check_engine_kernels(config: Config, models: ModelFolders) -> None:

@@ -12,11 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.machine import check_engine_kernels, check_gpu_memory, check_machine
+from megarl.cluster.machine import (
+    check_engine_kernels,
+    check_gpu_memory,
+    check_host_memory,
+    check_machine,
+    host_parts,
+)
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.config.explain import explain
 from megarl.config.schema import Config
+from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data.offline import OfflineData, load_offline_data
@@ -81,6 +88,7 @@ def _all_errors() -> Iterator[Callable[..., Any]]:
 def _find_models(config: Config) -> ModelFolders:
     models = find_models(config)
     check_gpu_memory(config, models)
+    check_host_memory(config, models)
     if not config.is_offline:
         check_engine_kernels(config, models)
     check_megatron_settings(config, models)
@@ -142,6 +150,9 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if found.trial is not None:
         said = ", ".join(f"{name} gives {value:g}" for name, value in found.trial.parts.items())
         rows["rewards"] = f"{said or 'nothing'} for the first row's answer"
+    if not device.on_cuda():
+        needed = sum(host_parts(config, found.models).values())
+        rows["memory"] = f"at least {needed / 1e9:.2f} GB, for weights, gradients and optimizers"
     if config.checkpoint.may_be_saved:
         size = checkpoint_bytes(config, found.models.trained(config))
         rows["disk"] = f"{config.checkpoint.keep} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"

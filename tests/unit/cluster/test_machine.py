@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.cluster.machine import check_engine_kernels, check_gpu_memory, check_machine, fits
+from megarl.cluster.machine import check_engine_kernels, check_gpu_memory, check_machine, fits, host_suffices
 from megarl.cluster.model_folders import ModelFolders
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -198,3 +198,11 @@ def test_experts_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes: dic
 def test_on_gpus_experts_may_have_any_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(**EXPERTS | dict(hidden_size=48))))
     check_engine_kernels(config(), ModelFolders(tmp_path, None, None, None))
+
+
+def test_a_machine_with_less_memory_than_the_models_hold_is_refused_with_the_arithmetic():
+    parts = {"actor: weights, gradients, optimizer": 3 * 2**30, "engines: weights": 2**30}
+    assert host_suffices(4 * 2**30, parts) is None
+    line = host_suffices(4 * 2**30 - 1, parts)
+    assert "3.0 (actor: weights, gradients, optimizer) + 1.0 (engines: weights) = 4.0 GiB" in line
+    assert "this machine has 4.0; take a smaller model" in line

@@ -1,0 +1,35 @@
+"""The host memory that a run without a GPU needs at the least."""
+
+from __future__ import annotations
+
+from megarl.config.schema import Config
+from megarl.planning.memory import FLOAT32, stage_memory
+from megarl.planning.parameters import ModelParameters, Models
+
+
+def least_host_bytes(config: Config, models: Models, policy: ModelParameters) -> dict[str, int]:
+    """Returns the bytes that models and engines hold all the time, by what they are for. Activations, keys and values
+    and the processes' own memory come on top, so that a machine with less than the sum cannot run it.
+
+    policy   the actor's model without the heads that only its trainer has, as engines hold it
+    """
+    num_bytes = FLOAT32 if config.model.dtype == "float32" else 2
+    parts: dict[str, int] = {}
+    for role, model in models.trained.items():
+        settings = config.placed(role)
+        layout = settings.layout
+        stages = [
+            stage_memory(model.shape, layout, stage, model.of_stage(layout, stage), num_bytes, 1, 1, 1)
+            for stage in range(layout.pp)
+        ]
+        ranks = layout.tp * layout.cp * layout.dp
+        weights = ranks * sum(stage.weights for stage in stages)
+        trained = 0 if settings.frozen else ranks * sum(stage.gradients + stage.optimizer for stage in stages)
+        parts[f"{role}: weights, gradients, optimizer"] = weights + trained
+        if role == "actor" and config.has_reference:
+            parts["reference: weights"] = weights
+    if not config.is_offline:
+        rollout = config.rollout
+        rank_bytes = policy.engine_bytes(rollout.tp, config.model.dtype)
+        parts["engines: weights"] = rollout.replicas * rollout.tp * rank_bytes
+    return parts

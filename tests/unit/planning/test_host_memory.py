@@ -1,0 +1,53 @@
+"""The host memory of a run without a GPU: by hand for a model whose number of parameters is known."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megarl.config.load import load
+from megarl.planning.host_memory import least_host_bytes
+from megarl.planning.parameters import ModelParameters, Models
+from tests.paths import BASE
+
+HF_CONFIG = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+)
+COUNT = LlamaForCausalLM(HF_CONFIG).num_parameters()
+ACTOR, REFERENCE, ENGINES = "actor: weights, gradients, optimizer", "reference: weights", "engines: weights"
+
+
+def parts(*overrides: str) -> dict[str, int]:
+    hf_config = HF_CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
+    return least_host_bytes(config, Models.of({"actor": hf_config}), ModelParameters(hf_config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "actor", "engines"),
+    [
+        (["model.dtype=float32"], 4 + 4 + 8, 4),
+        (["model.dtype=bfloat16"], 2 + 4 + 12, 2),
+        (["model.dtype=float32", "actor.layout.dp=2", "rollout.replicas=3"], 2 * (4 + 4) + 8, 3 * 4),
+        (["model.dtype=float32", "actor.layout.pp=2", "actor.layout.tp=2"], 4 + 4 + 8, 4),
+        (["model.dtype=float32", "actor.frozen=['*.layers.0.*']"], 4, 4),
+    ],
+    ids=["float32", "bfloat16", "replicas", "stages", "frozen"],
+)
+def test_bytes_of_a_parameter(overrides, actor, engines):
+    """Norms, which tensor parallelism repeats, are a hundredth of this model."""
+    found = parts(*overrides)
+    assert found.keys() == {ACTOR, ENGINES}
+    assert found[ACTOR] == pytest.approx(actor * COUNT, rel=0.01)
+    assert found[ENGINES] == engines * COUNT
+
+
+def test_a_reference_is_a_copy_of_the_weights():
+    found = parts("model.dtype=float32", "algorithm.kl.coefficient=0.1")
+    assert found[REFERENCE] == 4 * COUNT
