@@ -102,8 +102,8 @@ def _has_ended(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:
-        pass
+    except PermissionError:  # there is one, of another user
+        return False
     return False
 
 
