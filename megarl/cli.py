@@ -190,10 +190,10 @@ def plan(
     from megarl.config.load import load
     from megarl.planning import plan_text
     from megarl.planning.hardware import read_cluster
-    from megarl.planning.plan import make_plan
+    from megarl.planning.plan import plan_recipe
 
     config = load(file, overrides or ())
-    planned = make_plan(config, read_cluster(gpus, nodes_of), as_it_is, prompt_tokens, response_tokens)
+    planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_it_is, prompt_tokens, response_tokens)
     typer.echo(plan_text.table(planned))
     if emit is not None:
         plan_text.emit(planned, file, overrides or (), config, emit, gpus)

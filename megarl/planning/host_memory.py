@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.schema import Config
-from megarl.planning.memory import FLOAT32, stage_memory
+from megarl.planning.memory import item_bytes, stage_memory
 from megarl.planning.parameters import ModelParameters, Models
 
 
@@ -13,7 +13,7 @@ def least_host_bytes(config: Config, models: Models, policy: ModelParameters) ->
 
     policy   the actor's model without the heads that only its trainer has, as engines hold it
     """
-    num_bytes = FLOAT32 if config.model.dtype == "float32" else 2
+    num_bytes = item_bytes(config)
     parts: dict[str, int] = {}
     for role, model in models.trained.items():
         settings = config.placed(role)
@@ -28,8 +28,8 @@ def least_host_bytes(config: Config, models: Models, policy: ModelParameters) ->
         parts[f"{role}: weights, gradients, optimizer"] = weights + trained
         if role == "actor" and config.has_reference:
             parts["reference: weights"] = weights
-    if not config.is_offline:
-        rollout = config.rollout
+    rollout = config.rollout
+    if not config.is_offline and rollout.vllm_overrides.get("quantization") is None:  # how much less is not known here
         rank_bytes = policy.engine_bytes(rollout.tp, config.model.dtype)
         parts["engines: weights"] = rollout.replicas * rollout.tp * rank_bytes
     return parts

@@ -11,7 +11,7 @@ from megarl.resharding.families import megatron_holder
 from megarl.resharding.families.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megarl.config.schema import Layout
+    from megarl.config.schema import Config, Layout
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
@@ -19,6 +19,11 @@ EXPERTS = ".mlp.experts."
 """The part of a name that tells routed experts' parameters."""
 TILE = (1024, 4096)
 """The tokens × vocabulary of a tile of the head's logits, of which megarl/ops/linear_head.py makes one at a time."""
+
+
+def item_bytes(config: Config) -> int:
+    """Returns the bytes of a parameter and of an activation in a run's dtype."""
+    return 2 if config.model.dtype == "bfloat16" else FLOAT32
 
 
 @dataclass(frozen=True, slots=True)

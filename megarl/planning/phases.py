@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.config.schema import Config, Role, Trained
 from megarl.planning.hardware import GIB, Cluster
-from megarl.planning.memory import RankMemory, forward_bytes, stage_memory
+from megarl.planning.memory import RankMemory, forward_bytes, item_bytes, stage_memory
 from megarl.planning.object_store import object_store_mib
 from megarl.planning.parameters import ModelParameters, Models
 from megarl.planning.shared_gpu import Load, engine_loads, reward_model_parts
@@ -28,10 +28,6 @@ ASLEEP_RESERVE = 1 * GIB
 
 LOGIT_ROWS = 1024
 """The sequences that vLLM samples for at once on large GPUs, each with a row of float32 logits."""
-
-
-def item_bytes(config: Config) -> int:
-    return 2 if config.model.dtype == "bfloat16" else 4
 
 
 def phase_loads(config: Config, models: Models, workload: Workload) -> list[Load]:

@@ -34,7 +34,7 @@ class Planned:
     num_parameters: int
 
 
-def make_plan(
+def plan_recipe(
     config: Config,
     cluster: Cluster,
     as_it_is: bool = False,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megarl.config.schema import Config
 from megarl.planning.flops import forward_flops
 from megarl.planning.hardware import DENSE_SHARE, GIB, MEMORY_SHARE, Cluster
+from megarl.planning.memory import item_bytes
 from megarl.planning.parameters import ModelParameters
 from megarl.planning.workload import Workload
 
@@ -103,7 +104,7 @@ class _Step:
 
     def __init__(self, config: Config, model: ModelParameters, cluster: Cluster):
         rollout, shape = config.rollout, model.shape
-        self.num_bytes = 2 if config.model.dtype == "bfloat16" else 4
+        self.num_bytes = item_bytes(config)
         self.tp, self.shape = rollout.tp, shape
         self.token = kv_bytes(model, rollout.tp, self.num_bytes)
         weights = model.engine_bytes(rollout.tp, config.model.dtype)

@@ -9,9 +9,8 @@ from typing import Any
 from megarl.config.schema import Config, Layout, Role
 from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.layouts import Sizes, broken_rules, training_layouts, with_engine
-from megarl.planning.memory import Recompute
+from megarl.planning.memory import Recompute, item_bytes
 from megarl.planning.parameters import Models
-from megarl.planning.phases import item_bytes
 from megarl.planning.rollout_time import kv_bytes
 from megarl.planning.step_plan import StepPlan, plan_step
 from megarl.planning.workload import Workload

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.planning.memory import RankMemory, rank_memory
+from megarl.planning.memory import RankMemory, item_bytes, rank_memory
 from megarl.resharding.families import huggingface_holder, vllm_holder
 
 if TYPE_CHECKING:
@@ -119,5 +119,5 @@ def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> i
 
 def _memory(config: Config, settings: Placed, hf_config: Mapping[str, Any], rank: int) -> RankMemory:
     """Returns the memory of a rank between two steps, when there are no activations."""
-    num_bytes = 2 if config.model.dtype == "bfloat16" else 4
+    num_bytes = item_bytes(config)
     return rank_memory(hf_config, settings.layout, rank, num_bytes, num_tokens=0, num_rows=0, num_microbatches=1)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from megarl.config.schema import Config, Role
 from megarl.planning.hardware import GIB, LINK_SHARE, Cluster
-from megarl.planning.memory import stage_memory
+from megarl.planning.memory import item_bytes, stage_memory
 from megarl.planning.parameters import Models
 from megarl.planning.phases import (
     host_parts,
-    item_bytes,
     optimizer_share_in_host,
     overfull,
     phase_loads,

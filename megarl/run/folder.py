@@ -76,7 +76,8 @@ class RunFolder:
         folder = cls.of(config)
         if config.resume == "auto" or config.run.replace or not folder.is_taken:
             return
-        steps = f"{folder.num_steps} steps of an earlier run" if folder.num_steps else "something else in it"
+        count = "1 step" if folder.num_steps == 1 else f"{folder.num_steps} steps"
+        steps = f"{count} of an earlier run" if folder.num_steps else "something else in it"
         raise UserError(
             f"run.name={config.run.name}: {folder.path} has {steps}; set resume=auto to go on with it, or another "
             "run.name, or run.replace=true, which moves it aside"

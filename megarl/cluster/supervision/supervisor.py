@@ -43,7 +43,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     segments.note_earlier(scratch)
     sys.stdout.flush()
     processes.adopt_orphans()
-    heard = _heard()
+    heard, parent = _heard(), os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)  # until each of the two can handle them
     child = os.fork()
     if child:
@@ -58,9 +58,11 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     try:
         yield scratch
     except KeyboardInterrupt:
-        _end(scratch)
         _say(INTERRUPTED)
-        # The interpreter's shutdown is skipped: Ray crashes there if the interrupt met it while it was starting.
+        if os.getppid() != parent:  # it is lost; else the clean-up is the parent's
+            _end(scratch)
+        # At once: Ray ends this process with status 1 when it notices that the raylet is gone, and its part of the
+        # interpreter's shutdown crashes if the interrupt met it while it was starting.
         os._exit(130)
     finally:
         _end(scratch)

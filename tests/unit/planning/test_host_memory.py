@@ -51,3 +51,7 @@ def test_bytes_of_a_parameter(overrides, actor, engines):
 def test_a_reference_is_a_copy_of_the_weights():
     found = parts("model.dtype=float32", "algorithm.kl.coefficient=0.1")
     assert found[REFERENCE] == 4 * COUNT
+
+
+def test_an_engine_that_quantises_is_left_out():
+    assert ENGINES not in parts("model.dtype=float32", "rollout.vllm_overrides={quantization: fp8}")

@@ -9,7 +9,7 @@ import pytest
 from megarl.planning.hardware import GIB, read_cluster
 from megarl.planning.memory import rank_memory
 from megarl.planning.phases import ASLEEP_RESERVE, TRAINER_RESERVE
-from megarl.planning.plan import make_plan
+from megarl.planning.plan import plan_recipe
 from tests.published_models import CONFIGS
 from tests.unit.planning.plan_cases import ON_HOST, layout_keys, plan_of, recipe
 
@@ -56,7 +56,7 @@ def test_devices_of_their_own_hold_their_own():
 def test_a_critic_stays_beside_the_actor_while_either_trains(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
     keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
-    plan = make_plan(recipe(f"model.path={tmp_path}", *keys), read_cluster("2xH100"), as_it_is=True).best
+    plan = plan_recipe(recipe(f"model.path={tmp_path}", *keys), read_cluster("2xH100"), as_it_is=True).best
     loads = {load.phase: load.parts for load in plan.loads}
     assert "critic: weights, gradients, optimizer" in loads[TRAINS]
     assert "actor: weights, gradients, optimizer" in loads["while the critic trains"]

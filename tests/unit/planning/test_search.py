@@ -9,7 +9,7 @@ from megarl.core.errors import UserError
 from megarl.planning.hardware import read_cluster
 from megarl.planning.layouts import broken_rules
 from megarl.planning.parameters import Models
-from megarl.planning.plan import describe_layout, make_plan
+from megarl.planning.plan import describe_layout, plan_recipe
 from megarl.planning.plan_text import table
 from megarl.planning.search import Found, search
 from megarl.planning.shared_gpu_rules import RULES
@@ -93,6 +93,6 @@ RECIPES = sorted(
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_planned(name, cache_with_config, monkeypatch):
     monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
-    planned = make_plan(load(CONFIGS_FOLDER / name), read_cluster("4xH100"))
+    planned = plan_recipe(load(CONFIGS_FOLDER / name), read_cluster("4xH100"))
     assert planned.best.problem is None
     assert ", as if products were in bfloat16:" in table(planned)

@@ -10,7 +10,7 @@ from megarl.config.schema import Layout
 from megarl.planning.flops import attention_weights, forward_flops
 from megarl.planning.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
 from megarl.planning.parameters import ModelParameters
-from megarl.planning.plan import make_plan
+from megarl.planning.plan import plan_recipe
 from megarl.planning.refit_time import least_refit
 from megarl.planning.rollout_time import kv_bytes
 from megarl.resharding.families.shape import ModelShape
@@ -121,7 +121,7 @@ def test_models_on_devices_of_their_own_are_trained_side_by_side(tmp_path, place
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
     keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
     config = recipe(f"model.path={tmp_path}", *keys, f"cluster.placement={placement}", "batch.prompts_per_update=32")
-    times = make_plan(config, read_cluster("6xH100"), as_it_is=True).best.times
+    times = plan_recipe(config, read_cluster("6xH100"), as_it_is=True).best.times
     phases, spans = times.phases, times.spans
     assert {name: end - start for name, (start, end) in spans.items()} == pytest.approx(phases)
     updates = [phases["actor: update"], phases["critic: update"]]

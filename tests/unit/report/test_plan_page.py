@@ -10,7 +10,7 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.planning.hardware import read_cluster
-from megarl.planning.plan import Planned, make_plan
+from megarl.planning.plan import Planned, plan_recipe
 from megarl.report.plan_page import render, write
 from tests.published_models import CONFIGS
 from tests.unit.planning.plan_cases import layout_keys, recipe
@@ -19,7 +19,7 @@ from tests.unit.planning.plan_cases import layout_keys, recipe
 def planned(folder: Path, gpus: str, *overrides: str, model: str = "Qwen2.5-7B") -> Planned:
     (folder / "config.json").write_text(json.dumps(CONFIGS[model]))
     config = recipe(f"model.path={folder}", "actor.recompute=full", *overrides)
-    return make_plan(config, read_cluster(gpus), as_it_is=True)
+    return plan_recipe(config, read_cluster(gpus), as_it_is=True)
 
 
 def test_who_is_on_which_gpu(tmp_path):
