@@ -104,15 +104,11 @@ def uninterrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="module")
 def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resumed")
-    with recipe.run(folder, 0) as run:
-        run.find("ray::TrainerActor")
-        kill(run)  # before the first step
     at_once = "checkpoint.background=false"
-    for step, last in ((1, 0), (4, 1)):  # within an epoch, and at the end of one
-        with recipe.run(folder, step - last, at_once) as run:
-            run.wait_until(lambda step=step: latest(folder) == step)
-            kill(run)
-    with recipe.run(folder, 3) as run:  # at a random moment of steps that do little but save
+    with recipe.run(folder, 1, at_once) as run:
+        run.wait_until(lambda: latest(folder) == 1)
+        kill(run)  # within an epoch
+    with recipe.run(folder, 6) as run:  # at a random moment of steps that do little but save
         run.wait_until(lambda: latest(folder) > 4)
         time.sleep(random.uniform(0, 1))
         kill(run)
@@ -156,7 +152,7 @@ def test_weights_and_optimizer_are_the_same(uninterrupted: Path, resumed: Path) 
 
 def test_the_folder_shows_what_happened(uninterrupted: Path, resumed: Path) -> None:
     assert [path.name for path in resumed.parent.glob("tiny*")] == ["tiny"]
-    assert sorted(path.name for path in (resumed / "logs").iterdir()) == [f"attempt_{n}" for n in range(1, 7)]
+    assert sorted(path.name for path in (resumed / "logs").iterdir()) == [f"attempt_{n}" for n in range(1, 5)]
     kept = sorted(path.name for path in (resumed / "checkpoints").iterdir())
     assert kept == ["latest", f"step_{STEPS - 1:06d}", f"step_{STEPS:06d}"]
 
