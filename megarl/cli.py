@@ -117,6 +117,22 @@ def train(file: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def join(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The run's, which all nodes see, such as runs/quickstart.")
+    ],
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="For the run to begin.")] = 600.0,
+) -> None:
+    """Give this machine to a run of several nodes (cluster.nodes), which `megarl train` begins on another."""
+    from megarl.cluster.supervision.supervisor import supervised
+
+    with supervised() as scratch:
+        from megarl.cluster.nodes.join import main
+
+        raise typer.Exit(main(folder, scratch, wait))
+
+
+@app.command()
 def reshard(
     file: Annotated[
         Path | None,

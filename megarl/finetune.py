@@ -18,7 +18,6 @@ from megarl.core.types import Sample
 from megarl.data.model_folder import model_paths
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
-from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.run.loop import Loop, exit_status
 from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
@@ -37,7 +36,7 @@ def run(config: Config, scratch: Path) -> None:
     found = preflight(config)
     with Loop.prepare(config, found.models, found.data, given) as loop:
         elapsed = ElapsedTime()
-        with Session(config, loop.folder.logs, scratch) as session:
+        with Session(config, loop.folder.logs, scratch, loop.folder.nodes) as session:
             elapsed.print("Ray: started")
             learn(session, config, found.models, loop)
         print(f"report: {report.write(loop.folder.path)}")
@@ -60,7 +59,7 @@ def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) ->
 def export(config: Config, actor: TrainerGroup, models: ModelFolders, out: Path) -> None:
     hf_config = trained_hf_config(config, "actor", models.hf_config)
     plan = make_plan(actor.holders, [huggingface_holder(hf_config, config.model.dtype)])
-    actor.export(plan, SharedMemory(actor.publish().result()), out).result()
+    actor.export(plan, out)
 
 
 def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:

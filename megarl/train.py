@@ -38,7 +38,7 @@ def run(config: Config, scratch: Path) -> None:
     found = preflight(config)
     with Loop.prepare(config, found.models, found.data, given) as loop:
         elapsed = ElapsedTime()
-        with Session(config, loop.folder.logs, scratch) as session:
+        with Session(config, loop.folder.logs, scratch, loop.folder.nodes) as session:
             elapsed.print("Ray: started")
             workers = launch_workers(session, config, found.models, loop.placement, loop.resume_point.checkpoint)
             learn(config, workers, loop)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 
 import psutil
 
 from megarl.cluster.model_folders import ModelFolders
-from megarl.cluster.placement import ENGINE, gpu_spans
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core import device
+from megarl.core.cores import usable_cores
 from megarl.data.model_folder import read_config
 from megarl.planning import shared_gpu_rules
+from megarl.planning.device_spans import ENGINE, device_spans
 from megarl.planning.host_memory import least_host_bytes
 from megarl.planning.parameters import ModelParameters, Models
 from megarl.planning.shared_gpu import Load, fullest_phase
@@ -34,7 +34,7 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
         return
     trained = models.trained(config)
     reward = None if models.reward_model is None else read_config(models.reward_model)
-    for gpu in gpu_spans(config)[ENGINE]:
+    for gpu in device_spans(config)[ENGINE]:
         load = fullest_phase(config, models.hf_config, trained, reward, gpu)
         raise_all([fits(gpu, device.memory_bytes(gpu), load)])
 
@@ -84,7 +84,7 @@ def fits(gpu: int, memory_bytes: int, load: Load) -> str | None:
 
 
 def gpus_suffice(config: Config) -> str | None:
-    spans, there = gpu_spans(config), device.num_gpus()
+    spans, there = device_spans(config), device.num_gpus()
     needed = max(span.stop for span in spans.values())
     if needed <= there:
         return None
@@ -114,7 +114,7 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
     tp = {} if config.is_offline else {"rollout.tp": config.rollout.tp}
     if config.has_reward_model and config.reward_model.engine == "vllm":
         tp["reward_model.layout.tp"] = config.reward_model.layout.tp
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     refused = [f"{key}={ranks}" for key, ranks in tp.items() if ranks > cores]
     if not refused:
         return None

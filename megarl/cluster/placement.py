@@ -1,23 +1,16 @@
-"""The processes of a run and their GPUs, as data that is printed before anything starts."""
+"""The processes of a run, their nodes and their GPUs, as data that is printed before anything starts."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.config.schema import Config, MegatronRole, Placed, RewardModel, Rollout
+from megarl.config.schema import Config, Placed, RewardModel
+from megarl.config.violations import raise_all
+from megarl.core.cores import usable_cores
+from megarl.planning.device_spans import ENGINE, NAMES, device_spans, num_devices
 from megarl.resharding.piece import Holder
 
-NAMES: dict[MegatronRole, str] = {
-    "actor": "trainer",
-    "critic": "critic",
-    "reward_model": "reward-model",
-    "implicit_reward": "implicit-reward",
-}
-"""The names of a model's processes, by its role."""
-
-ENGINE = "engine"
 MOST_REWARDS = 16
 """The number of processes for the user's reward functions that a machine with many cores starts by itself."""
 
@@ -25,42 +18,66 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
+class Node:
+    """One machine of the run: the numbers, over all nodes, of its devices, and its cores. Without GPUs a device is a
+    place for one rank of each role."""
+
+    number: int
+    devices: range
+    cores: int
+
+
+@dataclass(frozen=True, slots=True)
 class Process:
     """One process of the run.
 
     threads   the CPU threads that its operators use; of the rewards, the processes that call the user's functions
-    gpus      the GPUs that its ranks compute on, in their order: numbers among those that the run may use; none on CPU
-    reads     other GPUs, with weights that it may read
+    node      the node that it is on
+    devices   those that its ranks compute on, in their order
+    reads     other GPUs of its node, with weights that it may read
+    on_gpus   whether devices are GPUs
     """
 
     role: str
     index: int
     threads: int
-    gpus: tuple[int, ...] = ()
+    node: Node = Node(0, range(1), 1)
+    devices: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
+    on_gpus: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.role}-{self.index}"
 
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        return self.devices if self.on_gpus else ()
+
     def environment(self, inherited: str | None) -> dict[str, str]:
-        """Returns the variables by which the process sees its GPUs, before those that it reads. inherited: the run's
+        """Returns the variables by which the process sees its GPUs, before those that it reads. inherited: the node's
         value of CUDA_VISIBLE_DEVICES."""
-        numbers = (*self.gpus, *self.reads)
-        names = inherited.split(",") if inherited else [str(gpu) for gpu in range(max(numbers, default=0) + 1)]
-        return {VISIBLE: ",".join(names[gpu] for gpu in numbers)} if numbers else {}
+        if not self.gpus:
+            return {}
+        numbers = [gpu - self.node.devices.start for gpu in (*self.gpus, *self.reads)]
+        names = inherited.split(",") if inherited else [str(gpu) for gpu in range(max(numbers) + 1)]
+        return {VISIBLE: ",".join(names[gpu] for gpu in numbers)}
 
     def hold(self, holders: Sequence[Holder]) -> list[Holder]:
-        """Returns the holders of its ranks, on their GPUs."""
+        """Returns the holders of its ranks, on their node and GPUs."""
         devices = self.gpus or (None,) * len(holders)
-        return [replace(holder, device=device) for holder, device in zip(holders, devices, strict=True)]
+        pairs = zip(holders, devices, strict=True)
+        return [replace(holder, node=self.node.number, device=device) for holder, device in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The processes of a run. Models and engines take turns on this machine, so that on CPU each may use all of its
-    cores. Without engines there is no process for rewards."""
+    """The processes of a run. Without engines there is no process for rewards.
 
+    On CPU models and engines take turns, so that each may use all cores of its node.
+    """
+
+    nodes: tuple[Node, ...]
     trainers: tuple[Process, ...]
     critics: tuple[Process, ...]
     reward_models: tuple[Process, ...]
@@ -68,69 +85,111 @@ class Placement:
     engines: tuple[Process, ...]
     rewards: Process | None
 
+    @property
+    def groups(self) -> Iterator[tuple[Process, ...]]:
+        rewards = (self.rewards,) if self.rewards is not None else ()
+        ranks = (self.trainers, self.critics, self.reward_models, self.implicit_rewards, self.engines)
+        return (group for group in (*ranks, rewards) if group)
+
     def describe(self) -> str:
-        groups = (
-            *(self.trainers, self.critics, self.reward_models, self.implicit_rewards, self.engines),
-            (self.rewards,) if self.rewards is not None else (),
-        )
-        return ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads{_where(g)}" for g in groups if g)
+        """Returns a line with the roles, and for several nodes a line with what is on each."""
+        line = ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads{_where(g)}" for g in self.groups)
+        if len(self.nodes) == 1:
+            return line
+        return "\n".join([line, *(f"node {node.number}: {self._on(node)}" for node in self.nodes)])
+
+    def _on(self, node: Node) -> str:
+        groups = [[process for process in group if process.node == node] for group in self.groups]
+        return ", ".join(f"{_names(group)}{_where(group)}" for group in groups if group)
 
 
-def place(config: Config, cores: int | None = None, on_gpus: bool = False) -> Placement:
-    """Places all processes of a run. cores: the machine's cores (None: those that this process may run on)."""
-    cores = cores or len(os.sched_getaffinity(0))
-    spans = gpu_spans(config) if on_gpus else {}
+def place(
+    config: Config, cores: int | None = None, on_gpus: bool = False, gpus_per_node: int | None = None
+) -> Placement:
+    """Places all processes of a run on its nodes, which are taken to be equal.
+
+    cores           of a node (None: those that this process may use)
+    gpus_per_node   None, for a single node: as many as are needed
+
+    Raises UserError for a layout that does not fill the nodes, or whose groups do not lie in them.
+    """
+    nodes = _nodes(config, cores or usable_cores(), gpus_per_node if on_gpus else None)
+    check_nodes(config, nodes)
+    spans = device_spans(config)
+
+    def ranks(settings: Placed) -> tuple[Process, ...]:
+        """A process for each rank; for a reward model in vLLM one for each engine, which starts its ranks itself."""
+        role = NAMES[settings.section]
+        is_engine = isinstance(settings, RewardModel) and settings.engine == "vllm"
+        return processes(role, settings.layout.tp if is_engine else 1, settings.threads)
+
+    def processes(role: str, size: int, threads: int | None, weights: Sequence[int] = ()) -> tuple[Process, ...]:
+        """Processes of `size` ranks each. weights: the GPUs of a model whose weights they may read."""
+        span, made = spans[role], []
+        for index in range(len(span) // size):
+            devices = tuple(span[index * size : (index + 1) * size])
+            node = next(node for node in nodes if devices[0] in node.devices)
+            reads = tuple(gpu for gpu in weights if gpu in node.devices and gpu not in devices)
+            share = threads or max(1, node.cores // len(set(span).intersection(node.devices)))
+            made.append(Process(role, index, share, node, devices, reads, on_gpus))
+        return tuple(made)
+
     return Placement(
-        trainers=_ranks(config.actor, cores, spans),
-        critics=_ranks(config.critic, cores, spans) if config.has_critic else (),
-        reward_models=_ranks(config.reward_model, cores, spans) if config.has_reward_model else (),
-        implicit_rewards=_ranks(config.implicit_reward, cores, spans) if config.has_implicit_reward else (),
-        engines=() if config.is_offline else _engines(config.rollout, cores, spans),
-        rewards=None if config.is_offline else Process("rewards", 0, _reward_processes(config, cores)),
+        nodes=nodes,
+        trainers=ranks(config.actor),
+        critics=ranks(config.critic) if config.has_critic else (),
+        reward_models=ranks(config.reward_model) if config.has_reward_model else (),
+        implicit_rewards=ranks(config.implicit_reward) if config.has_implicit_reward else (),
+        engines=()
+        if config.is_offline
+        else processes(ENGINE, config.rollout.tp, config.rollout.threads, spans[NAMES["actor"]]),
+        rewards=None if config.is_offline else _rewards(config, nodes[0]),
     )
 
 
-def _reward_processes(config: Config, cores: int) -> int:
-    if not config.rewards.functions and config.rewards.judge is None:
-        return 1
-    return config.rewards.processes or min(cores, MOST_REWARDS)
+def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
+    """Returns the nodes. gpus: of each; None for as many devices as an even share of the ranks needs."""
+    count = config.cluster.nodes
+    devices = gpus or -(-num_devices(config) // count)
+    return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(count))
 
 
-def gpu_spans(config: Config) -> dict[str, range]:
-    """Returns the GPUs of each role, one for each of its ranks, by the name of its processes. Colocated, all spans
-    begin with the first GPU; else each begins where the one before ends."""
-    ranks = {NAMES[placed.section]: placed.layout.world_size for placed in config.all_placed}
-    if not config.is_offline:
-        ranks[ENGINE] = config.rollout.replicas * config.rollout.tp
-    spans, first = {}, 0
-    for role, count in ranks.items():
-        spans[role] = range(first, first + count)
-        first += 0 if config.is_colocated else count
-    return spans
+def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
+    """Raises UserError with a line for each thing by which ranks and nodes do not fit each other."""
+    needed, each = num_devices(config), len(nodes[0].devices)
+    ranks = f"cluster.nodes={len(nodes)}: the ranks take {needed} devices, {each} on a node"
+    problems = []
+    if len(nodes) > 1 and needed > len(nodes) * each:
+        problems.append(f"{ranks}, on {-(-needed // each)} nodes; set cluster.nodes={-(-needed // each)}, or lower dp")
+    if needed <= (len(nodes) - 1) * each:
+        used = -(-needed // each)
+        problems.append(f"{ranks}, and so {len(nodes) - used} nodes would be empty; set cluster.nodes={used}")
+    engines = {} if config.is_offline else {ENGINE: ("rollout.tp", config.rollout.tp)}
+    layouts = {NAMES[placed.section]: (f"{placed.section}.layout.tp", placed.layout.tp) for placed in config.all_placed}
+    spans = device_spans(config)
+    for role, (key, tp) in {**layouts, **engines}.items():
+        if tp > each and role == ENGINE:
+            problems.append(f"{key}={tp}: an engine is on one node, which has {each} devices; set at most that")
+        elif tp > each and tp % each:
+            problems.append(f"{key}={tp}: a tensor-parallel group over several nodes fills them, {tp} % {each} ≠ 0")
+        elif tp <= each and (first := _first_torn(spans[role], tp, each)) is not None:
+            problems.append(
+                f"{key}={tp}: the ranks on devices {first}-{first + tp - 1} would be on two nodes of {each} devices; "
+                "choose layouts whose groups lie in a node"
+            )
+    raise_all(problems)
 
 
-def _ranks(settings: Placed, cores: int, spans: Mapping[str, range]) -> tuple[Process, ...]:
-    """Returns a process for each rank; for a reward model in vLLM one for each engine, which starts its ranks
-    itself."""
-    role, layout = NAMES[settings.section], settings.layout
-    threads, gpus = settings.threads or max(1, cores // layout.world_size), spans.get(role, range(0))
-    size = layout.tp if isinstance(settings, RewardModel) and settings.engine == "vllm" else 1
-    return tuple(Process(role, index, threads, _share(gpus, index, size)) for index in range(layout.world_size // size))
+def _first_torn(span: range, tp: int, each: int) -> int | None:
+    """Returns the first device of the first group of tp ranks that does not lie in a node of `each` devices."""
+    groups = range(span.start, span.stop, tp)
+    return next((first for first in groups if first // each != (first + tp - 1) // each), None)
 
 
-def _engines(rollout: Rollout, cores: int, spans: Mapping[str, range]) -> tuple[Process, ...]:
-    threads = rollout.threads or max(1, cores // (rollout.replicas * rollout.tp))
-    gpus_by_replica = [_share(spans.get(ENGINE, range(0)), replica, rollout.tp) for replica in range(rollout.replicas)]
-    weights = spans.get(NAMES["actor"], range(0))
-    return tuple(
-        Process(ENGINE, replica, threads, gpus, reads=tuple(gpu for gpu in weights if gpu not in gpus))
-        for replica, gpus in enumerate(gpus_by_replica)
-    )
-
-
-def _share(gpus: range, index: int, size: int) -> tuple[int, ...]:
-    """Returns the GPUs of the process with this index, of `size` ranks."""
-    return tuple(gpus[index * size : (index + 1) * size])
+def _rewards(config: Config, node: Node) -> Process:
+    given = config.rewards
+    calls = given.functions or given.judge is not None
+    return Process("rewards", 0, (given.processes or min(node.cores, MOST_REWARDS)) if calls else 1, node)
 
 
 def _where(group: Sequence[Process]) -> str:
@@ -138,3 +197,8 @@ def _where(group: Sequence[Process]) -> str:
     if not gpus:
         return ""
     return f" on GPU {gpus[0]}" if len(gpus) == 1 else f" on GPUs {gpus[0]}-{gpus[-1]}"
+
+
+def _names(group: Sequence[Process]) -> str:
+    first, last = group[0], group[-1]
+    return first.name if first is last else f"{first.name} to {last.index}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megarl.cluster.placement import ENGINE, NAMES, gpu_spans
 from megarl.config.rules.model import check_model
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here
+from megarl.planning.device_spans import ENGINE, NAMES, device_spans
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures
@@ -32,7 +32,7 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
     check_model(config, hf_config)
     hf_config = {**hf_config, "quantization_config": None}  # trainers and engines hold what it is quantised from
     layout, dtype, rollout = config.actor.layout, config.model.dtype, config.rollout
-    spans = gpu_spans(config)
+    spans = device_spans(config)
     trainer_gpus, engine_gpus = spans[NAMES["actor"]], spans[ENGINE]
     whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
     bucket_bytes = None if rollout.refit_bucket_mib is None else rollout.refit_bucket_mib * 2**20

@@ -1,25 +1,36 @@
-"""A Ray of our own on this machine, for the length of one run."""
+"""A Ray of our own, for the length of one run: on this machine, and on the nodes that join it."""
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
 import secrets
 import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.failure import RunFailure, cause, is_loss, rank, write_stacks
+from megarl.cluster.network import interface_of, own_address
+from megarl.cluster.nodes.gathering import alive_nodes, gather, lost_nodes
+from megarl.cluster.nodes.join import environment
+from megarl.cluster.nodes.meeting import PACKAGES, Invitation, Meeting, Report
 from megarl.cluster.pending import Answers, Pending, error_of
+from megarl.cluster.placement import Process
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.cluster.trace import Trace
-from megarl.config.schema import Config, Limit
+from megarl.config.schema import Cluster, Config, Limit
+from megarl.core import device
+from megarl.core.cores import usable_cores
+from megarl.core.versions import installed_versions
 from megarl.planning.object_store import FLOOR_MIB, object_store_mib
 
 SETTLE_S = 3.0
@@ -47,9 +58,13 @@ class Session:
     """Ray for one run: starts it, and looks after the remote calls that are under way, each with a deadline and a
     diagnosis. It runs inside `supervised`, which ends what is left of its processes."""
 
-    def __init__(self, config: Config, logs: Path, scratch: Path):
-        """scratch: the folder for files that are not needed after the run."""
-        self.logs, self.scratch = logs.resolve(), scratch
+    def __init__(self, config: Config, logs: Path, scratch: Path, meeting: Path | None = None):
+        """scratch   the folder for files that are not needed after the run
+        meeting   the folder where the nodes of a run of several meet
+
+        Raises UserError for a node that cannot join, and RunFailure where some are missing in time.
+        """
+        self.logs = logs.resolve()
         self._timeouts = config.cluster.timeouts
         self._watched: dict[str, ActorHandle] = {}
         self._under_way: list[Pending] = []
@@ -60,22 +75,60 @@ class Session:
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
             AUTOSCALER_METRIC_PORT="0",  # else a fixed one, which another run may have
         )
+        address = None
+        if config.cluster.nodes > 1:
+            address = own_address(config.cluster.interface)
+            os.environ.update(environment(address))
+            print(f"node {platform.node()}: {address} ({interface_of(address)})", flush=True)
         terminate = signal.getsignal(signal.SIGTERM)
+        store_bytes = object_store_bytes(config)
         ray.init(
             address="local",
-            num_cpus=len(os.sched_getaffinity(0)),
-            object_store_memory=object_store_bytes(config),
+            num_cpus=usable_cores(),
+            object_store_memory=store_bytes,
             object_spilling_directory=str(scratch / "spilled"),
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
             _temp_dir=str(scratch),
+            _node_ip_address=address,
             # Ray's workers would yield to every other process; here they are the work itself.
             _system_config=HEALTH_CHECKS | {"worker_niceness": 0, "max_direct_call_object_size": SMALL},
         )
         # Ray's handler prints a stack and skips all clean-up.
         signal.signal(signal.SIGTERM, terminate)
         self._watchdog = Watchdog()
+        self._ray_ids = [ray.get_runtime_context().get_node_id()]
+        """Ray's id of each node, by its number."""
+        self._others: Sequence[Report] = ()
+        self._meeting = None if address is None else Meeting(meeting)
+        if self._meeting is not None:
+            self._gather(self._meeting, config.cluster, store_bytes)
+
+    def _gather(self, meeting: Meeting, cluster: Cluster, store_bytes: int) -> None:
+        """Waits until all nodes have joined."""
+        host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+        token, versions = os.environ["RAY_AUTH_TOKEN"], installed_versions(PACKAGES)
+        invitation = Invitation(
+            id=secrets.token_hex(8),
+            host=host,
+            port=int(port),
+            token=token,
+            versions=versions,
+            gpus=device.num_gpus(),
+            object_store=store_bytes,
+            logs=str(self.logs),
+        )
+        meeting.invite(invitation)
+        run_folder = str(self.logs.parents[1])
+        self._others = gather(meeting, invitation, cluster.nodes - 1, self._timeouts.start, run_folder)
+        addresses = alive_nodes()
+        self._ray_ids += [addresses[node.address] for node in self._others]
+
+    def on_node(self, actor_class: Any, process: Process) -> Any:
+        """Returns a class of Ray's actors for which `remote` starts them on the node of this process."""
+        node_id = self._ray_ids[process.node.number]
+        return actor_class.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
 
     def __enter__(self) -> Session:
         return self
@@ -85,6 +138,8 @@ class Session:
         # A signal to all processes of the run has ended Ray's, too: it would be waited for in vain.
         if kind is not KeyboardInterrupt:
             ray.shutdown()
+        if self._meeting is not None:
+            self._meeting.withdraw()  # last: whoever leaves while Ray is up counts as lost
 
     def watch(self, actors: Mapping[str, ActorHandle]) -> None:
         """Makes the loss of these processes (by name) end every wait from now on, also one for others."""
@@ -162,7 +217,10 @@ class Session:
             for pending in failed:
                 write_stacks(pending.fatal_errors(), self.logs)
             worst = min(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
-            raise cause(worst.fatal_errors(), worst.phase, self.logs)
+            errors = worst.fatal_errors()
+            if any(map(is_loss, errors.values())) and (lost := lost_nodes(self._others)):
+                raise RunFailure(f"{worst.phase}: node {', '.join(lost)} is lost; see {self.logs}")
+            raise cause(errors, worst.phase, self.logs)
 
     def _settle(self, wanted: Pending) -> None:
         """Takes note of errors that follow soon, and of losses not noticed before: the cause is among them. Does not
@@ -179,7 +237,10 @@ class Session:
         """Returns a message that names who did not answer in time, the files with their stacks, if they still write
         them, and the key of the deadline."""
         names = list(pending.unfinished.values())
-        files = processes.ask_for_stacks([self.logs / f"{name}.log" for name in names])
+        logs = [self.logs / f"{name}.log" for name in names]
+        if self._meeting is not None:
+            self._meeting.ask_for_stacks(logs)
+        files = processes.ask_for_stacks(logs, elsewhere=bool(self._others))
         seen = f"their stacks are at the end of {', '.join(map(str, files))}" if files else f"see {self.logs}"
         return (
             f"{pending.phase}: no answer from {', '.join(names)} in {pending.timeout_s:g} s; {seen}; if they only need "

@@ -26,7 +26,6 @@ from megarl.core.timing import ElapsedTime
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
-from megarl.resharding.transports.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,7 @@ class Workers:
     share_devices: bool
 
     def export(self, out: Path) -> None:
-        published = self.actor.publish().result()
-        self.actor.export(self.export_plan, SharedMemory(published), out).result()
+        self.actor.export(self.export_plan, out)
 
     @property
     def trained(self) -> list[TrainerGroup]:

@@ -27,6 +27,7 @@ ADDED: dict[int, dict[str, Any]] = {
             **dict.fromkeys(("rollout", "rewards", "passes", "update", "refit", "checkpoint"), 3600.0),
         },
     },
+    4: {"cluster.nodes": 1, "cluster.interface": None},
 }
 """The keys that came with each format of checkpoints (megarl.core.checkpoint.FORMAT), with the values that runs had
 without them, as far as there are such. A default that base.yaml gets later is not theirs."""

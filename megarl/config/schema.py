@@ -394,6 +394,8 @@ class Timeouts(Section):
 
 
 class Cluster(Section):
+    nodes: PositiveInt
+    interface: Annotated[str, Field(min_length=1)] | None
     placement: Literal["colocated", "disaggregated"]
     timeouts: Timeouts
     object_store_mib: PositiveInt | None
@@ -474,7 +476,7 @@ class Config(Section):
     def sends_weights(self) -> bool:
         """Whether engines are sent the actor's weights; else they read them where they lie."""
         chosen = self.rollout.transport
-        return chosen == "p2p" or (chosen == "auto" and not self.is_colocated)
+        return chosen == "p2p" or (chosen == "auto" and (not self.is_colocated or self.cluster.nodes > 1))
 
     def placed(self, role: MegatronRole) -> Placed:
         """Returns the section of a model that runs in Megatron."""

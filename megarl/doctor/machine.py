@@ -9,6 +9,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+from megarl.core.cores import cgroup_cores
 from megarl.doctor.finding import Finding
 
 GIB = 2**30
@@ -28,7 +29,7 @@ PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def look_at_machine(folder: Path) -> list[Finding]:
     """folder: the one whose disk runs are to be kept on."""
     return [
-        processors(len(os.sched_getaffinity(0)), cgroup_cores(CGROUP), os.cpu_count() or 1),
+        processors(len(os.sched_getaffinity(0)), cgroup_cores(), os.cpu_count() or 1),
         memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup_bytes(CGROUP)),
         shared_memory(SHARED_MEMORY),
         disk("disk of runs", folder),
@@ -46,15 +47,6 @@ def processors(allowed: int, quota: float | None, there: int) -> Finding:
         found = f"{quota:g} of {there} by the cgroup's quota, on {allowed} of them"
         return Finding("processors", "note", found, "", f"set threads of the roles for {max(1, int(quota))} cores")
     return Finding("processors", "ok", f"{allowed} of {there}" if allowed < there else str(there))
-
-
-def cgroup_cores(cgroup: Path) -> float | None:
-    """Returns the cores that the cgroup's quota of time is worth, None where there is none."""
-    file = cgroup / "cpu.max"
-    if not file.exists():
-        return None
-    quota, period = file.read_text().split()
-    return None if quota == "max" else int(quota) / int(period)
 
 
 def cgroup_bytes(cgroup: Path) -> int | None:

@@ -13,11 +13,12 @@ from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here
 from megarl.planning import shared_gpu_rules
+from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.layouts import broken_rules
 from megarl.planning.parameters import Models
 from megarl.planning.search import Found, search
-from megarl.planning.step_plan import StepPlan, num_gpus_needed, plan_step
+from megarl.planning.step_plan import StepPlan, plan_step
 from megarl.planning.workload import Workload
 
 
@@ -64,7 +65,7 @@ def _own(config: Config, actor: Mapping[str, Any], models: Models, workload: Wor
     raise_all([*broken_rules(config, actor), *(rule(config) for rule in shared_gpu_rules.RULES)])
     if config.has_critic:
         check_critic_model(config, actor, models.trained["critic"].hf_config)
-    if (needed := num_gpus_needed(config)) > cluster.num_gpus:
+    if (needed := num_devices(config)) > cluster.num_gpus:
         raise UserError(
             f"--gpus {cluster.num_gpus}x{cluster.name}: with cluster.placement={config.cluster.placement} the recipe's "
             f"ranks are on {needed} GPUs; give --gpus {needed}x{cluster.name}, or lower dp of the layouts"

@@ -11,9 +11,10 @@ from megarl.config import document
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
+from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import GIB
 from megarl.planning.plan import Planned, describe_layout
-from megarl.planning.step_plan import StepPlan, StepTimes, host_memory, num_gpus_needed
+from megarl.planning.step_plan import StepPlan, StepTimes, host_memory
 from megarl.resharding.planning.preview import show_bytes
 
 SHOWN = 5
@@ -23,7 +24,7 @@ def table(planned: Planned) -> str:
     """Returns the ranked plans, and all of the first."""
     best, found = planned.best, planned.found
     config, cluster = best.config, best.cluster
-    used = num_gpus_needed(config)
+    used = num_devices(config)
     rows = {
         "cluster": cluster.describe(),
         "model": f"model.path={config.model.path}: {planned.num_parameters / 1e9:.3g} billion parameters",

@@ -35,6 +35,12 @@ def sharing_engines_sleep(config: Config) -> str | None:
 def sharing_ranks_do_not_send(config: Config) -> str | None:
     if not _shares_gpus(config) or not config.sends_weights:
         return None
+    if config.cluster.nodes > 1:
+        return (
+            f"cluster.nodes={config.cluster.nodes}: weights are sent between nodes, but NCCL does not send from a GPU "
+            "to itself, and with cluster.placement=colocated trainer and engine are on the same; set "
+            "cluster.placement=disaggregated"
+        )
     return (
         f"rollout.transport={config.rollout.transport}: NCCL does not send from a GPU to itself, and with "
         "cluster.placement=colocated trainer and engine are on the same; set rollout.transport=auto"

@@ -151,14 +151,6 @@ def host_memory(cluster: Cluster) -> float:
     return cluster.gpu.host_gib * GIB * min(cluster.num_gpus, cluster.gpus_per_node)
 
 
-def num_gpus_needed(config: Config) -> int:
-    """Returns the GPUs that a recipe's ranks are on."""
-    ranks = [placed.layout.world_size for placed in config.all_placed]
-    if not config.is_offline:
-        ranks.append(config.rollout.replicas * config.rollout.tp)
-    return max(ranks) if config.is_colocated else sum(ranks)
-
-
 def plan_step(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepPlan:
     """Returns what a recipe's step needs and takes. Its layouts must have kept the rules."""
     return StepPlan(

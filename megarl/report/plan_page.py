@@ -10,9 +10,9 @@ from string import Template
 import matplotlib
 from matplotlib.figure import Figure
 
-from megarl.cluster.placement import ENGINE, NAMES, gpu_spans
 from megarl.config.schema import Config, Layout
 from megarl.core.errors import UserError
+from megarl.planning.device_spans import ENGINE, NAMES, device_spans
 from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.plan import Planned
 from megarl.planning.plan_text import table
@@ -118,13 +118,13 @@ def draw_timeline(plan: StepPlan) -> str:
 
 
 def _placement(config: Config) -> str:
-    spans = ", ".join(f"{name} on GPUs {span[0]}-{span[-1]}" for name, span in gpu_spans(config).items() if span)
+    spans = ", ".join(f"{name} on GPUs {span[0]}-{span[-1]}" for name, span in device_spans(config).items() if span)
     return f"{config.cluster.placement}: {spans}. Colours are pipeline stages."
 
 
 def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:
     """Yields a row for each node, a cell for each of its GPUs."""
-    spans = gpu_spans(config)
+    spans = device_spans(config)
     for first in range(0, cluster.num_gpus, cluster.gpus_per_node):
         cells = []
         for gpu in range(first, min(first + cluster.gpus_per_node, cluster.num_gpus)):

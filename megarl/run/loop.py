@@ -13,6 +13,7 @@ from typing import Any
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.nodes.meeting import Meeting
 from megarl.cluster.placement import Placement, place
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
@@ -68,7 +69,7 @@ class Loop:
 
         given: the paths of models as the user gave them, by key, where they may not be the config's."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
-        placement = place(config, on_gpus=device.on_cuda())
+        placement = place(config, on_gpus=device.on_cuda(), gpus_per_node=_gpus_per_node(config))
         with run_lock(RunFolder.of(config).path):
             identities = note_given_paths(models.identify(), config, given)
             resume_point = start(config, data, num_bytes, identities)
@@ -121,7 +122,8 @@ class Loop:
         while state.step < self.config.run.steps:
             state.step += 1
             metrics = step() | {"data/dropped_rows": self.data.num_dropped}
-            metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = memory.peak_gb()
+            peaks = [memory.peak_gb(), *(node.peak_gb for node in Meeting(self.folder.nodes).reports())]
+            metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = map(max, zip(*peaks, strict=True))
             metrics |= self.saver.save(trained, state.step, state.dump())
             for sink in sinks:
                 sink.write(state.step, metrics)
@@ -143,3 +145,8 @@ class Loop:
         elif self.folder.model.exists():
             shutil.rmtree(self.folder.model)
         self.folder.finish(self.state.step)
+
+
+def _gpus_per_node(config: Config) -> int | None:
+    """Returns the GPUs of each node of a run of several, which are equal to this one; None for a run on this alone."""
+    return device.num_gpus() if config.cluster.nodes > 1 else None

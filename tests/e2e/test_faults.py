@@ -21,8 +21,11 @@ from tests.e2e.run import Run, listening_sockets, mapped_shared_memory, write_re
 
 pytestmark = pytest.mark.slow
 INTERRUPTED = "interrupted; the run ends"
-RAYS_DEFAULTS = {6379, 8076, 8265, 10001, 44217, 44227}
-"""Ports of Ray's GCS, object manager, dashboard, clients and metrics."""
+RAYS_DEFAULTS = {6379, 8076, 8265, 10001}
+"""Ports of Ray's GCS, object manager, dashboard and clients."""
+
+METRICS_PORT = 44217
+"""The default port of Ray's monitor, among those that the kernel gives out: any other process may have it by chance."""
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,8 @@ def check_no_port_is_fixed(run: Run) -> None:
     listening = [c for p in run.processes() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     ports = {socket.laddr.port for socket in listening}
     assert ports and not ports & RAYS_DEFAULTS
+    [monitor] = [p for p in run.processes() if any(word.endswith("monitor.py") for word in p.cmdline()[1:3])]
+    assert METRICS_PORT not in {connection.laddr.port for connection in monitor.net_connections("inet")}
 
 
 def check_strangers_are_refused(run: Run) -> None:

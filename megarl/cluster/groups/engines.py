@@ -20,6 +20,7 @@ from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import processes, segments
+from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config, Limit
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.model_folder import read_config
@@ -80,7 +81,7 @@ class EngineActor(VllmActor):
 
         with self._whole():
             samples = await self._worker.generate(requests, tell)
-        segments.note(self._scratch)  # vLLM makes some only when it generates
+        segments.note(own_scratch())  # vLLM makes some only when it generates
         return [Answer([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
 
     @contextmanager

@@ -104,7 +104,9 @@ class RankGroup(Group[W]):
         self._role = role
         self._processes = processes
         actors = {
-            process.name: self.actor_class.remote(config, role, model_folder, process, session.logs)
+            process.name: session.on_node(self.actor_class, process).remote(
+                config, role, model_folder, process, session.logs
+            )
             for process in processes
         }
         super().__init__(session, self.title, actors)

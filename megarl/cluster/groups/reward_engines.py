@@ -15,6 +15,7 @@ from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import Scores, join_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
+from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
 
 if TYPE_CHECKING:
@@ -42,11 +43,10 @@ class RewardEngineGroup(VllmGroup["VllmClassifier"]):
     def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
         """Scores each response token, float32 [R], or with a sequence classifier the sample, [1]."""
         prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.info.prompt_id for sample in samples))}
-        scratch = self._session.scratch
 
         def score(engine: VllmClassifier, samples: Sequence[RemoteSample]) -> Scores:
             scores = engine.scores(ray.get([sample.ref for sample in samples])) if samples else []
-            segments.note(scratch)
+            segments.note(own_scratch())
             return put_scores(
                 {sample.info.id: sample_scores for sample, sample_scores in zip(samples, scores, strict=True)}
             )

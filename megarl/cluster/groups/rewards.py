@@ -202,7 +202,9 @@ class RewardGroup(Group[RewardWorker]):
         model: RewardModelGroup | RewardEngineGroup | None,
         models: ModelFolders,
     ):
-        super().__init__(session, "RewardActor", {process.name: RewardActor.remote(process, session.logs)})
+        super().__init__(
+            session, "RewardActor", {process.name: session.on_node(RewardActor, process).remote(process, session.logs)}
+        )
         session.watch(self._actors)
         self._model, self._config, self._models = model, config, models
         self._reads_ids = config.reward_model.reads == "ids"

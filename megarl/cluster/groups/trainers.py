@@ -16,11 +16,14 @@ from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import RankBatch, Scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
+from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config, Role
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.types import TokenTotals
 from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.transports.rank_files import RankFiles
+from megarl.resharding.transports.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from megarl.data.local_batch import LocalBatch
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from megarl.resharding.planning.plan import Plan
     from megarl.resharding.transports.p2p import Rendezvous
     from megarl.resharding.transports.published import Published
-    from megarl.resharding.transports.shared_memory import SharedMemory
+    from megarl.resharding.transports.transport import Transport
     from megarl.resharding.verification import Checksum, Region
 
 
@@ -82,11 +85,11 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
     def publish_on_gpu(self, plan: Plan) -> Pending[dict[str, dict[str, Published]]]:
         """Publishes the weights on the devices. The result has, by holder name and name of the reading holder, the
         places of the parameters that the plan copies to it."""
-        readers, scratch = readers_of(plan), self._session.scratch
+        readers = readers_of(plan)
 
         def publish(worker: TrainerWorker, names: Mapping[str, set[str]]) -> dict[str, Published]:
             published = worker.publish_on_gpu(names)
-            segments.note(scratch)  # torch counts them in shared memory
+            segments.note(own_scratch())  # torch counts them in shared memory
             return published
 
         arguments = [(readers[holder.name],) for holder in self.holders]
@@ -200,11 +203,34 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
     def onload(self) -> Pending[list[None]]:
         return self._submit(f"{self._role}: back from host memory", "refit", "onload", lambda worker: worker.onload())
 
-    def export(self, plan: Plan, transport: SharedMemory, out: Path) -> Pending[None]:
-        """Makes the first rank write the whole model, a few tensors at a time."""
+    def export(self, plan: Plan, out: Path) -> None:
+        """Makes the first rank write the whole model as a Hugging Face folder, a few tensors at a time. It reads the
+        others' where they lie, or, where some are on other nodes, from files that they have written beside `out`."""
+        transport: Transport
+        if len({process.node.number for process in self._processes}) == 1:
+            transport = SharedMemory(self.publish().result())
+        else:
+            parts = out.with_name(f".{out.name}-parts")
+            parts.mkdir()
+            folders = [parts / process.name for process in self._processes]
+            self._write_parts(CompactPlan.of(plan), folders).result()
+            transport = RankFiles({h.name: folder for h, folder in zip(self.holders, folders, strict=True)})
+        self._write_model(plan, transport, out).result()
+
+    def _write_model(self, plan: Plan, transport: Transport, out: Path) -> Pending[None]:
         return self._submit_to_first(
             "export", "checkpoint", "export", lambda worker: worker.export(plan, transport, out)
         )
+
+    def _write_parts(self, plan: CompactPlan, folders: Sequence[Path]) -> Pending[list[None]]:
+        """Makes each rank write the parameters of which the plan takes something, into its folder."""
+        whole = ray.put(plan)
+
+        def write(worker: TrainerWorker, whole: CompactPlan, folder: Path) -> None:
+            worker.write_part(whole.part([worker.holder.name]), folder)
+
+        arguments = [(whole, folder) for folder in folders]
+        return self._submit_each("export: parts of the ranks", "checkpoint", "write_part", write, arguments)
 
     def save_checkpoint(self, checkpoint: Path) -> Pending[list[None]]:
         """Starts a checkpoint in a folder of the role in this one. It is done when all ranks have copied what they will

@@ -15,6 +15,7 @@ from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
+from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
 from megarl.rollout.vllm.environment import environment
 
@@ -22,20 +23,21 @@ from megarl.rollout.vllm.environment import environment
 class VllmActor(ProcessActor):
     """One engine, which vLLM imports after its environment is set."""
 
-    def __init__(self, config: Config, model_folder: Path, process: Process, tp: int, logs: Path, scratch: Path):
+    def __init__(self, config: Config, model_folder: Path, process: Process, tp: int, logs: Path):
         super().__init__(process, logs)
+        scratch = own_scratch()
         # Elsewhere the sockets between vLLM's processes would stay behind, and the files by which its ranks meet.
         folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
         os.environ.update(environment(tp, process.threads, process.index, bool(process.gpus)), **folders)
         tempfile.tempdir = None  # Python has read the variable when Ray imported it
         segments.name_semaphores(scratch)
-        self._config, self._model_folder, self._scratch = config, model_folder, scratch
+        self._config, self._model_folder = config, model_folder
 
     def start(self) -> Answer:
         """Starts the engine, which is the actor's worker."""
         begin = time.time()
         self._worker = self._load()
-        segments.note(self._scratch)
+        segments.note(own_scratch())
         return Answer(None, begin, time.time())
 
     @abstractmethod
@@ -54,7 +56,9 @@ class VllmGroup(Group[W]):
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process], tp: int):
         """tp: the number of an engine's ranks."""
         actors = {
-            process.name: self.actor_class.remote(config, model_folder, process, tp, session.logs, session.scratch)
+            process.name: session.on_node(self.actor_class, process).remote(
+                config, model_folder, process, tp, session.logs
+            )
             for process in processes
         }
         super().__init__(session, self.title, actors)

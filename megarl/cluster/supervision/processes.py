@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -123,17 +123,20 @@ def _signal(pid: int, number: int) -> bool:
     return True
 
 
-def ask_for_stacks(files: Iterable[Path], patience_s: float = 5.0) -> list[Path]:
+def ask_for_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
     """Makes every process that this one started, and whose standard error is one of these files, write its stacks
-    there, several into one file where they share it. Returns the files that have them."""
-    sizes: dict[Path, int] = {}
-    asked: Counter[Path] = Counter()
+    there, several into one file where they share it. Returns the files that have them.
+
+    elsewhere: others of these files may be of processes of another node, of which that node has been asked."""
+    sizes = {file: file.stat().st_size for file in files if elsewhere and file.exists()}
+    asked, here = Counter(dict.fromkeys(sizes, 1)), Counter[Path]()
     for pid in descendants():
         file = _standard_error(pid)
         if file in files and _catches(pid, SIGNAL):
             sizes.setdefault(file, file.stat().st_size)
-            asked[file] += 1
+            here[file] += 1
             _signal(pid, SIGNAL)
+    asked |= here
     deadline = time.monotonic() + patience_s
     last: dict[Path, bytes] = {}
     while time.monotonic() < deadline:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
+from megarl.cluster.supervision.scratch import VARIABLE
 
 DEADLINE_S = 15
 """The seconds that the child may take to end after an interrupt and the grace time, before it is killed: one of its
@@ -49,6 +50,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     if child:
         sys.exit(_guard(child, scratch, heard, grace_s))
     os.setpgid(0, 0)
+    os.environ[VARIABLE] = str(scratch)
     for number in (signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # which stop a group in the background of a terminal that uses it
     processes.adopt_orphans()

@@ -29,6 +29,16 @@ def deltas_are_sent(config: Config) -> str | None:
     )
 
 
+def nodes_do_not_share_memory(config: Config) -> str | None:
+    nodes = config.cluster.nodes
+    if nodes == 1 or config.is_offline or config.rollout.transport != "shared_memory":
+        return None
+    return (
+        f"rollout.transport=shared_memory: with cluster.nodes={nodes} trainer and engines are on several "
+        "machines, which share no memory; set rollout.transport=auto"
+    )
+
+
 def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
     new, context = config.rollout.max_new_tokens, config.rollout.context_length
     if config.is_offline or new < context:
@@ -42,5 +52,6 @@ def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
 RULES: tuple[Callable[[Config], str | None], ...] = (
     kept_tokens_can_be_handed_over,
     deltas_are_sent,
+    nodes_do_not_share_memory,
     context_holds_a_prompt_and_a_response,
 )

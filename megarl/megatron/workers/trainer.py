@@ -38,6 +38,7 @@ from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
 from megarl.resharding.transports.p2p import Rendezvous, Sent
 from megarl.resharding.transports.published import Published
+from megarl.resharding.transports.rank_files import write_parameters
 from megarl.resharding.transports.transport import Transport
 from megarl.resharding.verification import Checksum, Region, own_checksums
 
@@ -175,6 +176,13 @@ class TrainerWorker(ModelWorker, ABC):
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
         """Writes the model, read from all ranks by the transport, as a Hugging Face folder."""
         write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
+
+    def write_part(self, plan: Plan, folder: Path) -> None:
+        """Writes the parameters of this rank of which an export takes something, for ranks on other nodes to read.
+        plan: this rank's part of the export's."""
+        number = plan.holders.index(self.holder.name)
+        moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
+        write_parameters(self.parameters(), sorted({move.source.parameter for move in moves}), folder)
 
     def check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
         """Verifies this rank's share of the role's files. Raises UserError that names a damaged one."""

@@ -5,8 +5,9 @@ import os
 import pytest
 
 from megarl.cluster.groups.trainers import readers_of
-from megarl.cluster.placement import Placement, gpu_spans, place
+from megarl.cluster.placement import Placement, place
 from megarl.config.load import load
+from megarl.planning.device_spans import device_spans
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.planning.planner import make_plan
 from tests.paths import QUICKSTART
@@ -111,7 +112,7 @@ def test_an_engine_sees_its_own_gpus_first_and_then_those_of_the_weights(where: 
 
 def test_offline_data_needs_gpus_for_the_model_only() -> None:
     config = load(QUICKSTART, ["data.rows=messages", "algorithm.objective.name=sft", layout(pp=2, dp=2)])
-    assert gpu_spans(config) == {"trainer": range(4)}
+    assert device_spans(config) == {"trainer": range(4)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from megarl.doctor.machine import (
     GIB,
     can_listen,
     cgroup_bytes,
-    cgroup_cores,
     disk,
     locked_memory,
     look_at_machine,
@@ -22,13 +21,6 @@ from megarl.doctor.machine import (
     processors,
     shared_memory,
 )
-
-
-@pytest.mark.parametrize(("text", "cores"), [("max 100000\n", None), ("250000 100000\n", 2.5), (None, None)])
-def test_the_cgroups_quota_in_cores(tmp_path, text, cores):
-    if text is not None:
-        (tmp_path / "cpu.max").write_text(text)
-    assert cgroup_cores(tmp_path) == cores
 
 
 def test_a_quota_below_the_cores_is_told():

@@ -6,6 +6,7 @@ import pytest
 
 from megarl.config.load import load
 from megarl.core.errors import UserError
+from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import read_cluster
 from megarl.planning.layouts import broken_rules
 from megarl.planning.parameters import Models
@@ -13,7 +14,6 @@ from megarl.planning.plan import describe_layout, plan_recipe
 from megarl.planning.plan_text import table
 from megarl.planning.search import Found, search
 from megarl.planning.shared_gpu_rules import RULES
-from megarl.planning.step_plan import num_gpus_needed
 from megarl.planning.workload import Workload
 from tests.paths import CONFIGS as CONFIGS_FOLDER
 from tests.published_models import CONFIGS
@@ -44,9 +44,9 @@ def test_what_is_proposed_keeps_the_rules_and_fits(model, gpus, overrides):
         assert plan.problem is None
         assert broken_rules(plan.config, CONFIGS[model]) == []
         assert [rule(plan.config) for rule in RULES] == [None] * len(RULES)
-        assert num_gpus_needed(plan.config) <= plan.cluster.num_gpus
+        assert num_devices(plan.config) <= plan.cluster.num_gpus
         if plan.config.is_colocated:
-            assert num_gpus_needed(plan.config) == plan.cluster.num_gpus
+            assert num_devices(plan.config) == plan.cluster.num_gpus
 
 
 def test_sizes_that_do_not_divide_are_named_with_the_arithmetic():

@@ -87,10 +87,13 @@ class FakeEngine:
 
 
 class FakeSession:
-    logs, scratch = Path("logs"), None
+    logs = Path("logs")
 
     def __init__(self) -> None:
         self.watched: list[str] = []
+
+    def on_node(self, actor_class: Any, process: Process) -> Any:
+        return actor_class
 
     def watch(self, actors: dict) -> None:
         self.watched += actors

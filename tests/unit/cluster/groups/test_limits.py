@@ -59,6 +59,9 @@ class Hang:
     def __init__(self) -> None:
         self.waits: list[tuple[str, Limit]] = []
 
+    def on_node(self, actor_class: Any, process: Process) -> Any:
+        return actor_class
+
     def watch(self, actors: dict) -> None:
         pass
 
@@ -114,7 +117,7 @@ CASES: dict[str, tuple[Limit, Callable[[Groups, Path], Any]]] = {
     "actor: state of the checkpoint": ("checkpoint", lambda groups, _: groups.actor.checkpoint_written()),
     "actor: writing the checkpoint": ("checkpoint", lambda groups, folder: groups.actor.finish_checkpoint(folder)),
     "actor: checksums of the checkpoint": ("checkpoint", lambda groups, _: groups.actor.load_checkpoint(None)),
-    "export": ("checkpoint", lambda groups, folder: groups.actor.export(None, None, folder)),
+    "export": ("checkpoint", lambda groups, folder: groups.actor._write_model(None, None, folder)),
 }
 """Phase -> the key of its deadline, and what begins it."""
 

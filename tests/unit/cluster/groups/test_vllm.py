@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-import subprocess, sys, tempfile
+import os, subprocess, sys, tempfile
 from pathlib import Path
 from megarl.cluster.groups.vllm import VllmActor
 from megarl.cluster.placement import Process
@@ -18,7 +18,8 @@ class Actor(VllmActor):
 
 logs, scratch, answer = map(Path, sys.argv[1:])
 tempfile.gettempdir()  # Python remembers the answer
-Actor(None, scratch, Process("engine", 0, threads=1), 1, logs, scratch)
+os.environ["MEGARL_SCRATCH"] = str(scratch)
+Actor(None, scratch, Process("engine", 0, threads=1), 1, logs)
 child = [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"]
 of_child = subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip()
 answer.write_text(f"{tempfile.gettempdir()} {of_child}")

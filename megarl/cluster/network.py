@@ -1,0 +1,67 @@
+"""The addresses by which the nodes of a run reach each other."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from megarl.core.errors import UserError
+
+ANY_PORT = 9
+"""The port of a datagram socket that sends nothing."""
+
+
+def own_address(interface: str | None) -> str:
+    """Returns the IPv4 address at which other nodes reach this one: that of the interface, or (None) the one that its
+    host name, else its default route gives. Raises UserError where there is none."""
+    addresses = interface_addresses()
+    if interface is not None:
+        if interface not in addresses:
+            there = ", ".join(sorted(addresses))
+            raise UserError(f"cluster.interface={interface}: this node has no such interface with an address: {there}")
+        return addresses[interface]
+    for address in (_address_of_name(), _address_of_route("8.8.8.8")):
+        if address in addresses.values() and not address.startswith("127."):
+            return address
+    there = ", ".join(f"{name} ({address})" for name, address in sorted(addresses.items()))
+    raise UserError(
+        f"cluster.interface=null: neither host name nor default route of this node gives an address that others reach; "
+        f"set it to one of {there}"
+    )
+
+
+def address_towards(host: str) -> str:
+    """Returns the address of this node from which it reaches another. Raises UserError where no route leads there."""
+    address = _address_of_route(host)
+    if address is None:
+        raise UserError(f"no route leads from this node to {host}, the first node of the run")
+    return address
+
+
+def interface_of(address: str) -> str:
+    """Returns the name of the interface that has this address."""
+    return next(name for name, its_address in interface_addresses().items() if its_address == address)
+
+
+def interface_addresses() -> dict[str, str]:
+    """Returns the first IPv4 address of each interface of this node that has one."""
+    found = psutil.net_if_addrs().items()
+    addresses = {name: [a.address for a in entries if a.family == socket.AF_INET] for name, entries in found}
+    return {name: entries[0] for name, entries in addresses.items() if entries}
+
+
+def _address_of_name() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:  # nobody knows the name
+        return None
+
+
+def _address_of_route(host: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as prober:
+        try:
+            prober.connect((host, ANY_PORT))
+        except OSError:  # no route
+            return None
+        return prober.getsockname()[0]

@@ -1,0 +1,120 @@
+"""The part of a run on each of its nodes but the first: `megarl join` starts Ray there, by which the driver starts
+processes, and ends with the run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.network import address_towards, interface_of
+from megarl.cluster.nodes.meeting import NODES, Invitation, Meeting, Report
+from megarl.cluster.supervision import processes
+from megarl.cluster.supervision.memory import MemorySampler
+from megarl.core import device
+from megarl.core.cores import usable_cores
+from megarl.core.errors import UserError
+
+POLL_S = 0.5
+
+
+def main(folder: Path, scratch: Path, timeout_s: float) -> int:
+    """Takes part in the run of this folder. Returns the exit status: 0 once the run's driver has ended its part."""
+    try:
+        join(Meeting(folder / NODES), scratch, timeout_s)
+    except RunFailure as failure:
+        print(f"megarl: error: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def join(meeting: Meeting, scratch: Path, timeout_s: float) -> None:
+    """Takes part in a run until its driver ends it. scratch: a folder for files that are not needed after the run.
+
+    Raises UserError where this node cannot join, or nobody invites it in time, and RunFailure where it loses the first
+    node.
+    """
+    invitation = _await_invitation(meeting, timeout_s)
+    report = _report(invitation)
+    meeting.report(report)
+    if report.problem is not None:
+        raise UserError(report.problem)
+    print(f"joins the run at {invitation.host} from {report.address} ({interface_of(report.address)})", flush=True)
+    with Path(invitation.logs, f"ray-{report.name}.log").open("ab") as output, MemorySampler() as memory:
+        ray = subprocess.Popen(
+            _command(invitation, report, scratch),
+            env={**os.environ, **environment(report.address), "RAY_AUTH_TOKEN": invitation.token},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        answered, _ = meeting.wanted_stacks()
+        while ray.poll() is None and _is_on(meeting, invitation):
+            time.sleep(POLL_S)
+            if memory.peak_gb() != report.peak_gb:
+                report = replace(report, peak_gb=memory.peak_gb())
+                meeting.report(report)
+            number, files = meeting.wanted_stacks()
+            if number > answered:
+                answered = number
+                processes.ask_for_stacks(files)
+    if _is_on(meeting, invitation):
+        raise RunFailure(f"the first node, {invitation.host}, is lost, or Ray ended here; see {output.name}")
+    print("the run has ended", flush=True)
+
+
+def environment(address: str) -> dict[str, str]:
+    """Returns the variables by which libraries use the interface of this address, where the user's own do not say
+    another."""
+    interface = interface_of(address)
+    chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {name: os.environ.get(name, value) for name, value in chosen.items()}
+
+
+def _await_invitation(meeting: Meeting, timeout_s: float) -> Invitation:
+    deadline = time.monotonic() + timeout_s
+    while (invitation := meeting.invitation()) is None:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"no run of several nodes has begun here in {timeout_s:g} s; start megarl train with cluster.nodes, "
+                "and give its folder, on a file system that all nodes share"
+            )
+        time.sleep(POLL_S)
+    return invitation
+
+
+def _report(invitation: Invitation) -> Report:
+    """Returns what this node has, and whether it can join."""
+    name, gpus = platform.node(), device.num_gpus()
+    problem = None
+    if differing := invitation.differing():
+        told = ", ".join(f"{package} is {here}, there {there}" for package, (there, here) in differing.items())
+        problem = f"node {name}: other versions than on the first node: {told}; install the same"
+    elif gpus < invitation.gpus:
+        problem = f"node {name}: {gpus} GPUs, and the run takes {invitation.gpus} of each node; leave this node out"
+    return Report(name, invitation.id, address_towards(invitation.host), usable_cores(), gpus, problem=problem)
+
+
+def _is_on(meeting: Meeting, invitation: Invitation) -> bool:
+    now = meeting.invitation()
+    return now is not None and now.id == invitation.id
+
+
+def _command(invitation: Invitation, report: Report, scratch: Path) -> list[str]:
+    options: Mapping[str, object] = {
+        "address": f"{invitation.host}:{invitation.port}",
+        "node-ip-address": report.address,
+        "num-cpus": report.cores,
+        "num-gpus": 0,  # the driver's placement, not Ray, says who has which
+        "object-store-memory": invitation.object_store,
+        "object-spilling-directory": scratch / "spilled",
+        "temp-dir": scratch,
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block", "--disable-usage-stats"]

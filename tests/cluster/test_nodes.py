@@ -1,0 +1,193 @@
+"""Runs over several machines, each with its own network: they learn what one machine learns, send over their cables what
+the plan says, and whatever is lost or missing is named.
+
+The reference is the same recipe on this machine alone, where the weights are read in shared memory and not sent.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.cluster.machines import Machine, Machines
+from tests.e2e.run import write_recipe
+from tests.paths import ROOT
+from tests.tiny_model import write_tiny_llama
+
+MEGARL = [sys.executable, "-m", "megarl.cli"]
+STEPS, RUN_S, END_S = 4, 240, 60
+MEASURED = ("time/", "memory/", "throughput/", "checkpoint/", "refit/", "agreement/")
+"""Metrics that no two runs share, or that say how weights travel."""
+
+COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]
+RECIPES = {
+    "colocated PPO on 2": (
+        2,
+        ["algorithm.advantage={estimator: gae, gae_lambda: 1.0}", "critic.layout.dp=2", "critic.threads=1"],
+    ),
+    "disaggregated GRPO on 3": (3, ["cluster.placement=disaggregated", "cluster.timeouts.start=120"]),
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all machines see, with a recipe in it."""
+    folder = tmp_path_factory.mktemp("shared")
+    write_recipe(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def machines(shared: Path) -> Iterator[list[Machine]]:
+    with Machines(3, shared) as all_machines:
+        yield all_machines
+
+
+class ClusterRun:
+    """`megarl train` on the first of some machines, and `megarl join` on the others."""
+
+    def __init__(self, machines: list[Machine], shared: Path, name: str, *overrides: str):
+        self.machines, self.folder = machines, shared / "runs" / name
+        self._outputs = [shared / f"{name}.{machine.name}" for machine in machines]
+        keys = [f"run.folder={shared}/runs", f"run.name={name}", f"cluster.nodes={len(machines)}", *overrides]
+        commands = [[*MEGARL, "train", str(shared / "tiny.yaml"), *keys]]
+        commands += [[*MEGARL, "join", str(self.folder), "--wait=120"]] * (len(machines) - 1)
+        started = zip(machines, commands, self._outputs, strict=True)
+        self.processes = [machine.start(command, out, ROOT) for machine, command, out in started]
+
+    def output(self, number: int) -> str:
+        return self._outputs[number].read_text()
+
+    @property
+    def metrics(self) -> list[dict]:
+        file = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def wait_for_step(self, number: int) -> None:
+        deadline = time.monotonic() + RUN_S
+        while len(self.metrics) < number:
+            assert self.processes[0].poll() is None and time.monotonic() < deadline, self.output(0)
+            time.sleep(0.05)
+
+    def end(self, number: int, seconds: float) -> int:
+        try:
+            return self.processes[number].wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"after {seconds} s: {self.output(number)}") from None
+
+    def check_nothing_is_left(self) -> None:
+        for machine in self.machines:
+            assert not machine.processes() and not machine.files()
+
+
+@contextmanager
+def cluster_run(machines: list[Machine], shared: Path, name: str, *overrides: str) -> Iterator[ClusterRun]:
+    run = ClusterRun(machines, shared, name, *overrides)
+    try:
+        yield run
+    finally:
+        for process in run.processes:
+            process.terminate()
+        for process in run.processes:
+            process.wait(END_S)
+
+
+def on_one_machine(shared: Path, name: str, *overrides: str) -> Path:
+    keys = [f"run.folder={shared}/runs", f"run.name={name}", *overrides]
+    command = [*MEGARL, "train", str(shared / "tiny.yaml"), *keys]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
+    assert done.returncode == 0, done.stderr
+    return shared / "runs" / name
+
+
+def learned(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_over_nodes_learns_what_one_machine_does(machines: list[Machine], shared: Path, name: str) -> None:
+    count, overrides = RECIPES[name]
+    short, overrides = name.split()[1], [*COMMON, *overrides, f"run.steps={STEPS}"]
+    alone = on_one_machine(shared, f"{short}-alone", *overrides)
+    with cluster_run(machines[:count], shared, f"{short}-nodes", *overrides) as run:
+        assert [run.end(i, RUN_S if i == 0 else END_S) for i in range(count)] == [0] * count, run.output(0)
+        run.check_nothing_is_left()
+    assert len(learned(run.folder)) == STEPS
+    assert learned(run.folder) == learned(alone)
+    for file in sorted((alone / "rollouts").iterdir()):
+        assert (run.folder / "rollouts" / file.name).read_text() == file.read_text()
+    theirs, ours = (load_file(folder / "model" / "model.safetensors") for folder in (alone, run.folder))
+    assert theirs.keys() == ours.keys() and all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+
+
+def test_the_cables_carry_what_the_plan_says(machines: list[Machine], shared: Path) -> None:
+    """The only machine with an engine gets its weights each step: all that travels but these is small."""
+    model = write_tiny_llama(shared / "larger", hidden_size=512, num_heads=8, num_layers=4, intermediate_size=2048)
+    keys = [*COMMON, "cluster.placement=disaggregated", f"model.path={model}", "run.steps=1000000"]
+    with cluster_run(machines, shared, "cables", *keys, "actor.optimizer.lr=1.0e-6") as run:
+        run.wait_for_step(2)
+        before, first = run.machines[2].received_bytes(), len(run.metrics)
+        run.wait_for_step(first + 5)
+        carried, steps = run.machines[2].received_bytes() - before, run.metrics
+    refits = len(steps) - first
+    [planned] = {step["refit/sent_gb"] for step in steps}
+    weights = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
+    assert planned == pytest.approx(weights / 1e9)
+    # One refit may be under way at either end.
+    assert (refits - 1) * weights <= carried <= (refits + 1) * weights * 1.05
+
+
+def test_a_lost_node_is_named_and_the_others_end(machines: list[Machine], shared: Path) -> None:
+    with cluster_run(machines[:2], shared, "lost", *COMMON, "run.steps=1000000") as run:
+        run.wait_for_step(2)
+        machines[1].cut()
+        assert run.end(0, END_S) == 1
+        assert "node n1 is lost; see" in run.output(0).splitlines()[-1]
+        assert run.end(1, END_S) == 0, "the driver has ended the run, and the files still tell it"
+        run.check_nothing_is_left()
+        machines[1].mend()
+
+
+def test_a_missed_deadline_shows_the_stacks_of_another_node(machines: list[Machine], shared: Path) -> None:
+    keys = ["cluster.placement=disaggregated", "actor.layout.pp=1", "rollout.max_new_tokens=56"]
+    with cluster_run(machines[:2], shared, "late", *keys, "cluster.timeouts.rollout=0.05") as run:
+        assert run.end(0, RUN_S) == 1
+        log = run.folder / "logs/attempt_1/engine-0.log"
+        assert f"rollout: no answer from engine-0 in 0.05 s; their stacks are at the end of {log}" in run.output(0)
+        assert "Current thread " in log.read_text()
+        assert run.end(1, END_S) == 0
+        run.check_nothing_is_left()
+
+
+def test_a_node_that_does_not_come_and_one_that_differs_are_named(machines: list[Machine], shared: Path) -> None:
+    with cluster_run(machines[:1], shared, "missing", "cluster.nodes=2", "cluster.timeouts.start=15") as run:
+        assert run.end(0, RUN_S) == 1
+        assert "of 1 other nodes 0 joined in cluster.timeouts.start=15 s" in run.output(0)
+    package = shared / "other" / "transformers-0.0.1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
+    with cluster_run(machines[:1], shared, "differing", "cluster.nodes=2", "actor.layout.pp=2") as run:
+        command, path = [*MEGARL, "join", str(run.folder)], str(package.parent)
+        joining = machines[1].start(command, shared / "differing.n1", ROOT, PYTHONPATH=path)
+        assert joining.wait(RUN_S) == 2 and run.end(0, END_S) == 2
+        for output in (run.output(0), (shared / "differing.n1").read_text()):
+            assert "node n1: other versions than on the first node: transformers is 0.0.1, there " in output
+
+
+def test_nodes_that_lose_the_first_one_end(machines: list[Machine], shared: Path) -> None:
+    """The last of these tests: the machine does not come back."""
+    with cluster_run(machines[:2], shared, "first", *COMMON, "run.steps=1000000") as run:
+        run.wait_for_step(2)
+        machines[0].crash()
+        assert run.end(1, END_S) == 1
+        assert f"the first node, {machines[0].address}, is lost, or Ray ended here; see " in run.output(1)
+        assert not machines[1].processes() and not machines[1].files()
