@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,10 @@ class Session:
         self._others: Sequence[Report] = ()
         self._meeting = None if address is None else Meeting(meeting)
         if self._meeting is not None:
-            self._gather(self._meeting, config.cluster, store_bytes)
+            with ExitStack() as stack:
+                stack.push(self.__exit__)  # a run whose nodes do not come ends as any other
+                self._gather(self._meeting, config.cluster, store_bytes)
+                stack.pop_all()
 
     def _gather(self, meeting: Meeting, cluster: Cluster, store_bytes: int) -> None:
         """Waits until all nodes have joined."""

@@ -1,4 +1,4 @@
-"""Runs over several machines, each with its own network: they learn what one machine learns, send over their cables what
+"""Runs over several machines, each with its own network: they learn what one machine learns, their cables carry what
 the plan says, and whatever is lost or missing is named.
 
 The reference is the same recipe on this machine alone, where the weights are read in shared memory and not sent.
@@ -158,7 +158,7 @@ def test_a_lost_node_is_named_and_the_others_end(machines: list[Machine], shared
 
 
 def test_a_missed_deadline_shows_the_stacks_of_another_node(machines: list[Machine], shared: Path) -> None:
-    keys = ["cluster.placement=disaggregated", "actor.layout.pp=1", "rollout.max_new_tokens=56"]
+    keys = ["cluster.placement=disaggregated", "actor.layout.pp=1", "rollout.max_new_tokens=40"]
     with cluster_run(machines[:2], shared, "late", *keys, "cluster.timeouts.rollout=0.05") as run:
         assert run.end(0, RUN_S) == 1
         log = run.folder / "logs/attempt_1/engine-0.log"

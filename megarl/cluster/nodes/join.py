@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from megarl.core.cores import usable_cores
 from megarl.core.errors import UserError
 
 POLL_S = 0.5
+CONNECT_S, LOST_S = 2.0, 10.0
+"""The seconds that a connection to the first node may take, and those without one after which that node is lost."""
 
 
 def main(folder: Path, scratch: Path, timeout_s: float) -> int:
@@ -55,7 +59,8 @@ def join(meeting: Meeting, scratch: Path, timeout_s: float) -> None:
             stderr=subprocess.STDOUT,
         )
         answered, _ = meeting.wanted_stacks()
-        while ray.poll() is None and _is_on(meeting, invitation):
+        first_node = FirstNode(invitation)
+        while ray.poll() is None and _is_on(meeting, invitation) and first_node.answers():
             time.sleep(POLL_S)
             if memory.peak_gb() != report.peak_gb:
                 report = replace(report, peak_gb=memory.peak_gb())
@@ -67,6 +72,21 @@ def join(meeting: Meeting, scratch: Path, timeout_s: float) -> None:
     if _is_on(meeting, invitation):
         raise RunFailure(f"the first node, {invitation.host}, is lost, or Ray ended here; see {output.name}")
     print("the run has ended", flush=True)
+
+
+class FirstNode:
+    """Watches the first node. Ray alone would wait for minutes for a machine that has vanished without a word."""
+
+    def __init__(self, invitation: Invitation):
+        self._address = (invitation.host, invitation.port)
+        self._answered_at = time.monotonic()
+
+    def answers(self) -> bool:
+        """Returns whether Ray has answered there in the last LOST_S seconds."""
+        with suppress(OSError):
+            socket.create_connection(self._address, timeout=CONNECT_S).close()
+            self._answered_at = time.monotonic()
+        return time.monotonic() - self._answered_at < LOST_S
 
 
 def environment(address: str) -> dict[str, str]:
