@@ -13,7 +13,7 @@ SLOWEST := --durations=10
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs exhaustive-ranks \
-	test-newest lint clean
+	test-newest test-cluster lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective (15)"
 	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs (15)"
 	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
+	@echo "make test-cluster  runs over machines with networks of their own; installs what it needs (4)"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)
@@ -44,7 +45,7 @@ test-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 test-ranks: $(DONE)
-	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e -m "not learn and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster -m "not learn and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 test-fast: $(DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
@@ -59,7 +60,7 @@ exhaustive-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 exhaustive-ranks: $(DONE)
-	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 # Its wheels are for newer Pythons, but what is used of it runs on this one, too.
 $(NEWEST_DONE): $(DONE) $(NEWEST)
@@ -74,10 +75,15 @@ test-newest: $(NEWEST_DONE)
 	PYTHONPATH=$(VENV)/newest $(BEHIND) $(RUN) -m pytest tests/distributed tests/unit/megatron \
 		tests/unit/resharding/test_megatron_names.py -m newest $(SLOWEST)
 
+# Machines of a cluster, made of this one's namespaces: it wants root.
+test-cluster: $(DONE)
+	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps
+	@$(RUN) -m pytest tests/cluster $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+
 lint: $(DONE)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/shellcheck .ci/run tools/environment/build.sh
+	$(VENV)/bin/shellcheck .ci/run tools/environment/*.sh
 
 clean:
 	rm -rf $(VENV) runs

@@ -1,10 +1,13 @@
-"""A run that is killed, again and again, and goes on each time ends as one that was not: bit by bit."""
+"""A run that is told to end, and then killed again and again, and goes on each time ends as one that was not: bit by
+bit."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +18,8 @@ import pytest
 from megarl.core.checkpoint import Checkpoint
 from megarl.run.checkpoints import Checkpoints
 from tests.e2e.run import Run, write_recipe
+from tests.e2e.test_faults import INTERRUPTED, check_end
+from tests.e2e.test_signals import HELD_S, check_saved
 
 pytestmark = pytest.mark.slow
 STEPS = 8
@@ -30,7 +35,7 @@ calls = 0
 
 def digit_share(prompt, response, answer):
     global calls
-    while calls // 16 >= int(GATE.read_text()):  # 16 samples a step
+    while calls // 16 >= int(GATE.read_text()) and response != answer:  # 16 samples a step; the right one is a trial
         time.sleep(0.02)
     calls += 1
     return sum(c.isdigit() for c in response) / max(1, len(response))
@@ -60,6 +65,15 @@ class Recipe:
         self._gate.write_text(str(gate))
         with Run(self._file, folder, *self._overrides, "resume=auto", *overrides) as run:
             yield run
+
+    def tell_in_a_step(self, run: Run) -> None:
+        """Signals all processes of the run's group in the middle of its first step, as Slurm does, and then lets the
+        step end."""
+        os.killpg(run.pid, signal.SIGTERM)
+        run.wait_until(lambda: "interrupted; saves after the step under way" in run.output)
+        time.sleep(HELD_S)  # Ray's processes would be gone
+        assert not run.metrics
+        self._gate.write_text("1")
 
     def finish(self, folder: Path, *overrides: str) -> Run:
         """A run that ends by itself, with its target reached."""
@@ -105,9 +119,10 @@ def uninterrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> P
 def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resumed")
     at_once = "checkpoint.background=false"
-    with recipe.run(folder, 1, at_once) as run:
-        run.wait_until(lambda: latest(folder) == 1)
-        kill(run)  # within an epoch
+    with recipe.run(folder, 0, "checkpoint.on_signal=true", "checkpoint.grace_s=100") as run:
+        run.find("ray::RewardActor.score")
+        check_end(run, lambda: recipe.tell_in_a_step(run), 130, INTERRUPTED)  # within an epoch
+    check_saved(run, step=1)
     with recipe.run(folder, 6) as run:  # at a random moment of steps that do little but save
         run.wait_until(lambda: latest(folder) > 4)
         time.sleep(random.uniform(0, 1))

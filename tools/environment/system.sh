@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Installs Debian's packages for commands that are missing here: system.sh COMMAND:PACKAGE …
+set -euo pipefail
+missing=()
+for pair in "$@"; do
+  command -v "${pair%%:*}" > /dev/null || missing+=("${pair##*:}")
+done
+if ((${#missing[@]} == 0)); then exit 0; fi
+if [[ $(id -u) != 0 ]] || ! command -v apt-get > /dev/null; then
+  echo "these are missing: ${missing[*]}; install them, or run this as root on Debian" >&2
+  exit 1
+fi
+apt-get update --quiet=2
+DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes --no-install-recommends "${missing[@]}"
