@@ -95,8 +95,16 @@ def check(file: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def train(file: Recipe, overrides: Overrides = None) -> None:
+def train(
+    file: Recipe,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run where, as megarl check does, and start nothing.")
+    ] = False,
+) -> None:
     """Run a recipe."""
+    if dry_run:
+        check(file, overrides)
     from megarl.config.load import load
 
     config = load(file, overrides or ())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import psutil
 
 from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.placement import Placement, place
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core import device
@@ -21,6 +22,13 @@ from megarl.resharding.families.shape import ModelShape
 
 CPU_EXPERTS_MULTIPLE = 32
 """The divisor of the hidden size that vLLM's kernels for experts ask for on CPU."""
+
+
+def place_here(config: Config) -> Placement:
+    """Places the processes of a run on this machine, or on several nodes that are equal to it. Raises UserError as
+    `place` does."""
+    gpus = device.num_gpus() if config.cluster.nodes > 1 else None
+    return place(config, on_gpus=device.on_cuda(), gpus_per_node=gpus)
 
 
 def check_machine(config: Config) -> None:
@@ -42,7 +50,8 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
 def check_host_memory(config: Config, models: ModelFolders) -> None:
     """Raises UserError for a machine without a GPU, and without room for what models and engines hold all the time."""
     if not device.on_cuda():
-        raise_all([host_suffices(psutil.virtual_memory().total, host_parts(config, models))])
+        total = config.cluster.nodes * psutil.virtual_memory().total
+        raise_all([host_suffices(total, host_parts(config, models))])
 
 
 def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
@@ -56,8 +65,8 @@ def host_suffices(memory_bytes: int, parts: Mapping[str, int]) -> str | None:
         return None
     arithmetic = " + ".join(f"{size / 2**30:.1f} ({what})" for what, size in parts.items())
     return (
-        f"model.path: without a GPU, models and engines would hold {arithmetic} = {needed / 2**30:.1f} GiB, and this "
-        f"machine has {memory_bytes / 2**30:.1f}; take a smaller model, or lower dp of the layouts or rollout.replicas"
+        f"model.path: without a GPU, models and engines would hold {arithmetic} = {needed / 2**30:.1f} GiB, and there "
+        f"are {memory_bytes / 2**30:.1f}; take a smaller model, or lower dp of the layouts or rollout.replicas"
     )
 
 
@@ -84,6 +93,8 @@ def fits(gpu: int, memory_bytes: int, load: Load) -> str | None:
 
 
 def gpus_suffice(config: Config) -> str | None:
+    if config.cluster.nodes > 1:  # see placement.check_nodes
+        return None
     spans, there = device_spans(config), device.num_gpus()
     needed = max(span.stop for span in spans.values())
     if needed <= there:

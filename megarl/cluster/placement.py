@@ -163,7 +163,7 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         problems.append(f"{ranks}, on {-(-needed // each)} nodes; set cluster.nodes={-(-needed // each)}, or lower dp")
     if needed <= (len(nodes) - 1) * each:
         used = -(-needed // each)
-        problems.append(f"{ranks}, and so {len(nodes) - used} nodes would be empty; set cluster.nodes={used}")
+        problems.append(f"{ranks}, and so {len(nodes) - used} of the nodes would be empty; set cluster.nodes={used}")
     engines = {} if config.is_offline else {ENGINE: ("rollout.tp", config.rollout.tp)}
     layouts = {NAMES[placed.section]: (f"{placed.section}.layout.tp", placed.layout.tp) for placed in config.all_placed}
     spans = device_spans(config)

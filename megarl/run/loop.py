@@ -12,13 +12,13 @@ from typing import Any
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.machine import place_here
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.nodes.meeting import Meeting
-from megarl.cluster.placement import Placement, place
+from megarl.cluster.placement import Placement
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
 from megarl.config.schema import Config
-from megarl.core import device
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.planning.checkpoint_size import checkpoint_bytes
@@ -69,7 +69,7 @@ class Loop:
 
         given: the paths of models as the user gave them, by key, where they may not be the config's."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
-        placement = place(config, on_gpus=device.on_cuda(), gpus_per_node=_gpus_per_node(config))
+        placement = place_here(config)
         with run_lock(RunFolder.of(config).path):
             identities = note_given_paths(models.identify(), config, given)
             resume_point = start(config, data, num_bytes, identities)
@@ -145,8 +145,3 @@ class Loop:
         elif self.folder.model.exists():
             shutil.rmtree(self.folder.model)
         self.folder.finish(self.state.step)
-
-
-def _gpus_per_node(config: Config) -> int | None:
-    """Returns the GPUs of each node of a run of several, which are equal to this one; None for a run on this alone."""
-    return device.num_gpus() if config.cluster.nodes > 1 else None

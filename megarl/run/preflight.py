@@ -18,6 +18,7 @@ from megarl.cluster.machine import (
     check_host_memory,
     check_machine,
     host_parts,
+    place_here,
 )
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import ModelFolders, find_models
@@ -54,6 +55,7 @@ def preflight(config: Config) -> Preflight:
     a warning: it may need more than a bare answer."""
     with _all_errors() as attempt:
         attempt(check_machine, config)
+        attempt(place_here, config)
         folder = attempt(_find_folder, config)
         models = attempt(_find_models, config)
         pool = attempt(_function_pool, config)
@@ -156,6 +158,9 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if config.checkpoint.may_be_saved:
         size = checkpoint_bytes(config, found.models.trained(config))
         rows["disk"] = f"{config.checkpoint.keep} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
+    places = "share their devices, from the first on" if config.is_colocated else "have devices of their own"
+    placed = f"{config.cluster.placement}, roles {places}\n{place_here(config).describe()}"
+    rows["processes"] = placed.replace("\n", f"\n{'':<12}")
     print(explain(config))
     print("\n".join(f"{name:<11} {text}" for name, text in rows.items()))
     print("all checks passed; nothing was started", flush=True)

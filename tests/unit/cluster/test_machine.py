@@ -205,4 +205,4 @@ def test_a_machine_with_less_memory_than_the_models_hold_is_refused_with_the_ari
     assert host_suffices(4 * 2**30, parts) is None
     line = host_suffices(4 * 2**30 - 1, parts)
     assert "3.0 (actor: weights, gradients, optimizer) + 1.0 (engines: weights) = 4.0 GiB" in line
-    assert "this machine has 4.0; take a smaller model" in line
+    assert "there are 4.0; take a smaller model" in line

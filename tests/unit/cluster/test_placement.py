@@ -7,6 +7,7 @@ import pytest
 from megarl.cluster.groups.trainers import readers_of
 from megarl.cluster.placement import Placement, place
 from megarl.config.load import load
+from megarl.core.errors import UserError
 from megarl.planning.device_spans import device_spans
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.planning.planner import make_plan
@@ -143,3 +144,63 @@ def test_an_engine_takes_what_is_on_its_gpu_from_there(tp: int, engine_tp: int) 
     for gpu, worker in enumerate(destinations):
         assert readers[f"megatron:{gpu}"][worker.name] == set(sources[gpu].shapes)
         assert not any(worker.name in readers[f"megatron:{other}"] for other in range(gpu % tp, 8, tp) if other != gpu)
+
+
+def on_nodes(*overrides: str, gpus: int | None = None) -> Placement:
+    config = load(QUICKSTART, ["cluster.placement=disaggregated", *overrides])
+    return place(config, cores=8, on_gpus=gpus is not None, gpus_per_node=gpus)
+
+
+def test_ranks_fill_the_nodes_one_after_the_other() -> None:
+    settings = (layout(pp=2, dp=4), "rollout={replicas: 4, tp: 2}", "cluster.nodes=4")
+    placement = on_nodes(*settings, gpus=4)
+    assert [process.node.number for process in placement.trainers] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [process.node.number for process in placement.engines] == [2, 2, 3, 3]
+    assert placement.rewards.node.number == 0
+    assert placement.describe().splitlines()[1:] == [
+        "node 0: trainer-0 to 3 on GPUs 0-3, rewards-0",
+        "node 1: trainer-4 to 7 on GPUs 4-7",
+        "node 2: engine-0 to 1 on GPUs 8-11",
+        "node 3: engine-2 to 3 on GPUs 12-15",
+    ]
+    workers = vllm_holders(config_of(num_attention_heads=4, num_key_value_heads=2), 2, 1, "float32")
+    # A process sees its GPUs by their numbers on its node, and of the weights those that are there.
+    visible = [process.environment(None)["CUDA_VISIBLE_DEVICES"] for process in placement.engines]
+    assert visible == ["0,1", "2,3", "0,1", "2,3"]
+    holders = [holder for process in placement.engines for holder in process.hold(workers[:2])]
+    assert [(holder.node, holder.device) for holder in holders] == [(2 + i // 4, 8 + i) for i in range(8)]
+
+
+def test_without_gpus_each_node_has_an_even_share_of_the_ranks_and_all_of_its_cores() -> None:
+    placement = on_nodes(layout(pp=2, dp=1), "rollout.replicas=2", "cluster.nodes=2")
+    assert [(process.node.number, process.threads) for process in placement.trainers] == [(0, 4), (0, 4)]
+    assert [(process.node.number, process.threads) for process in placement.engines] == [(1, 4), (1, 4)]
+    assert {process.gpus for process in (*placement.trainers, *placement.engines)} == {()}
+    shared = on_nodes(layout(pp=2, dp=1), "cluster.nodes=2", "cluster.placement=colocated")
+    assert [(process.node.number, process.threads) for process in shared.trainers] == [(0, 8), (1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((layout(pp=1, dp=4), "cluster.nodes=3"), "so 1 of the nodes would be empty; set cluster.nodes=2"),
+        ((layout(pp=1, dp=12), "cluster.nodes=3"), "on 4 nodes; set cluster.nodes=4, or lower dp"),
+        (
+            (layout(pp=1, dp=3), "rollout.tp=2", "cluster.nodes=2"),
+            "rollout.tp=2: the ranks on devices 3-4 would be",
+        ),
+        (
+            (layout(pp=1, dp=4), "rollout.tp=8", "cluster.nodes=3"),
+            "rollout.tp=8: an engine is on one node, which has",
+        ),
+        ((layout(pp=1, tp=6), "rollout.tp=2", "cluster.nodes=2"), "actor.layout.tp=6: a tensor-parallel group over"),
+    ],
+)
+def test_ranks_that_do_not_fit_the_nodes_are_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        on_nodes(*settings, gpus=4)
+
+
+def test_a_tensor_parallel_group_larger_than_a_node_fills_its_nodes() -> None:
+    placement = on_nodes(layout(pp=1, tp=8), "rollout={replicas: 2, tp: 2}", "cluster.nodes=3", gpus=4)
+    assert [process.node.number for process in placement.trainers] == [0] * 4 + [1] * 4

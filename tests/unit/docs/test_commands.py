@@ -79,7 +79,12 @@ def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
     assert command_blocks(README)[0] == ["make quickstart", "make test"]
     lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make")]
     commands = [line.partition("  #")[0] for line in lines]
-    assert commands == ["make test", "make --jobs=2 test-learn test-newest", "make test-exhaustive"]
+    assert commands == [
+        "make test",
+        "make --jobs=2 test-learn test-newest",
+        "make test-exhaustive",
+        "make test-cluster",
+    ]
 
 
 @pytest.mark.parametrize("command", LOOKING)
