@@ -48,7 +48,9 @@ class Pending(Generic[T]):
         self.deadline = time.monotonic() + timeout_s
         self.unfinished = {ref: name for name, ref in calls.items()}
         self.errors: dict[str, Exception] = {}
-        self._session, self._calls = session, calls
+        self._answers: dict[str, Any] = {}
+        """The values of calls that have ended: to read one again takes as long as the first time."""
+        self._session, self._calls = session, tuple(calls)
         self._steps: list[Callable[[Any], Any]] = []
         """Functions that make the result of the answers, applied one after the other."""
         self._value: Any = None
@@ -76,8 +78,9 @@ class Pending(Generic[T]):
         if not self._has_value:
             if self.unfinished:
                 return False
-            answers = {name: ray.get(ref) for name, ref in self._calls.items() if name not in self.errors}
+            answers = {name: self._answers[name] for name in self._calls if name not in self.errors}
             self._value, self._has_value = Answers(answers, self.lost), True
+            self._answers.clear()
         while self._steps or isinstance(self._value, Pending):
             if isinstance(self._value, Pending):
                 if not self._value.advance():
@@ -98,10 +101,12 @@ class Pending(Generic[T]):
         return {name for name in self.expendable if is_loss(self.errors.get(name))}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
-        """Notes which of its calls have ended, and their errors."""
+        """Notes which of its calls have ended, with their values or errors."""
         for ref in [ref for ref in self.unfinished if ref in ended]:
             name = self.unfinished.pop(ref)
-            if (error := error_of(ref)) is not None:
+            try:
+                self._answers[name] = ray.get(ref, timeout=0)
+            except RayError as error:
                 self.errors[name] = error
 
     def fatal_errors(self) -> dict[str, Exception]:

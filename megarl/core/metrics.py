@@ -17,6 +17,11 @@ class Metric:
     weight: float = 1.0
     reduction: Reduction = "mean"
 
+    def __reduce__(self) -> tuple[type[Metric], tuple[float, float, Reduction]]:
+        """Is pickled as its three values: a driver unpickles some ten thousand in a step, and what dataclasses with
+        slots are pickled by asks for the fields of each."""
+        return Metric, (self.value, self.weight, self.reduction)
+
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Combines the metrics of several microbatches or ranks, name by name. A mean of weight 0 is left out."""

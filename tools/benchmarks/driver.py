@@ -1,5 +1,6 @@
 """The costs of a step for the driver and a rank beside sampling and training: scores joined, baselines, microbatches
-for all ranks, metrics merged; a rank's samples unpickled and collated. Engines, rewards and ranks are stubs.
+for all ranks, calls to them through Ray, metrics merged, a checkpoint completed; a rank's samples unpickled and
+collated. Engines, rewards and ranks are stubs.
 
 .venv/bin/python tools/benchmarks/driver.py --out tools/benchmarks/results/driver.json
 """
@@ -18,6 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads when it is imported
+
+# isort: split
 import numpy as np
 import ray
 import torch
@@ -29,9 +33,14 @@ from rich.table import Table
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.group import Group, ProcessActor
+from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import RankBatch
+from megarl.cluster.session import Session
+from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.checkpoint import FileRecord
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, Sample, SampleInfo, Score, VersionRun
@@ -40,6 +49,7 @@ from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Packing
 from megarl.planning.token_cost import TokenCost
 from megarl.rollout.engine import SamplingRequest
+from megarl.run.checkpoints import Checkpoints
 from megarl.step.baselines import attach_baselines
 from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.metrics import step_metrics
@@ -53,6 +63,16 @@ FEWER_TOKENS = 8
 
 STEPS = 9
 """The steps of a rank, whose median is told: its first one has no memory pools yet."""
+
+CALLS = 6
+"""The calls to each rank in a step: a pass, an update and its end, its part of a refit, a copy for the checkpoint and
+the wait for its files."""
+
+ANSWERING = 2
+"""The processes that answer for all ranks."""
+
+FILES = 2
+"""The files that a rank writes into a checkpoint."""
 
 NUM_METRICS = 40
 """The number of metrics that a rank says of an update."""
@@ -83,11 +103,26 @@ class Step(NamedTuple):
     metrics: list[dict[str, Metric]]
 
 
-def main() -> None:
+@ray.remote(num_cpus=0, max_concurrency=64)
+class StubActor(ProcessActor):
+    """Answers for many ranks."""
+
+
+class StubGroup(Group[None]):
+    """All ranks."""
+
+    def step(self) -> None:
+        """Makes the calls of a step, of which the update answers with metrics."""
+        for _ in range(CALLS - 1):
+            self._submit("stub", "update", "stub", lambda _: None).result()
+        self._submit("stub", "update", "stub", lambda _: _metrics()).result()
+
+
+def main(scratch: Path) -> None:
     arguments = _parse()
     start, before, own_before = time.perf_counter(), machine_cpu_seconds(), time.process_time()
     case = Case(arguments.prompts, arguments.samples_per_prompt, arguments.tokens, arguments.ranks)
-    result = measure(case)
+    result = measure(case, scratch)
     elsewhere = machine_cpu_seconds() - before - (time.process_time() - own_before)
     result = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -102,15 +137,17 @@ def main() -> None:
     print(f"result: {arguments.out}")
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, scratch: Path) -> dict[str, Any]:
     """The step as it is, and the driver's memory also where samples have an eighth of the tokens."""
     config, packing, step = config_of(case), packing_of(case), step_of(case)
     lap = Laps()
     rank_batches = driver(config, packing, step, lap)
+    lap("complete a checkpoint", complete_checkpoint, scratch / "checkpoints", case.ranks)
     shorter = case._replace(tokens=case.tokens // FEWER_TOKENS)
     memory = {
         str(each.tokens): peak_bytes(config_of(each), packing_of(each), step_of(each)) for each in (case, shorter)
     }
+    call_all_ranks(config, case.ranks, scratch, lap)  # last: Ray's threads stay
     return {
         "microbatches_per_rank": len(rank_batches[0].microbatches),
         "driver": {"cpu_seconds": lap.seconds, "peak_bytes_by_tokens": memory},
@@ -131,6 +168,30 @@ def driver(config: Config, packing: Packing, step: Step, lap: Laps) -> list[Rank
     lap("metrics of the step", step_metrics, config, step.samples, Stopwatch(), 1)
     assert len(samples) == len(samples_of(update)) and len(merged) == NUM_METRICS and metrics
     return rank_batches
+
+
+def complete_checkpoint(folder: Path, ranks: int) -> None:
+    """Makes a checkpoint of the files that the ranks have written, empty ones."""
+    checkpoints = Checkpoints(folder)
+    hidden = checkpoints.begin(1)
+    names = [f"__{rank}_{i}.distcp" for rank in range(ranks) for i in range(FILES)]
+    for name in names:
+        (hidden / name).touch()
+    checkpoints.commit(1, {"run": {}}, [FileRecord(name, 0, "0" * 64) for name in names])
+
+
+def call_all_ranks(config: Config, ranks: int, scratch: Path, lap: Laps) -> None:
+    """Makes the calls of a step to all ranks, twice, and measures the second time: at the first, processes and
+    connections start."""
+    with Session(config, scratch, scratch) as session:
+        actors = [StubActor.remote(Process("stub", i, 1), scratch) for i in range(ANSWERING)]
+        group = StubGroup(session, "StubActor", {f"rank-{i}": actors[i % ANSWERING] for i in range(ranks)})
+        group.step()
+        lap(f"{CALLS} calls to each rank", group.step)
+
+
+def _metrics() -> dict[str, Metric]:
+    return {f"policy/{k}": Metric(0.5, 1000.0) for k in range(NUM_METRICS)}
 
 
 def peak_bytes(config: Config, packing: Packing, step: Step) -> int:
@@ -233,6 +294,7 @@ def config_of(case: Case) -> Config:
         "batch.prompts_per_step": case.prompts,
         "batch.prompts_per_update": case.prompts,
         "batch.samples_per_prompt": case.samples_per_prompt,
+        "cluster.object_store_mib": 100,
     }
     return load(BASE, [f"{key}={value}" for key, value in settings.items()])
 
@@ -267,4 +329,5 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with supervised() as scratch:
+        main(scratch)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from megarl.cluster.failure import RunFailure
@@ -237,7 +238,10 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         """Makes this plan the plan of the following refits. The result is whether all engines have it; those that do
         not are lost."""
         arguments = (ray.put(plan), ray.put(channel), ray.put(self._holders), self.by_loader)
-        calls = {name: self._call(actor, "connect", _connect, name, *arguments) for name, actor in self._actors.items()}
+        connecting = cloudpickle.dumps(_connect)
+        calls = {
+            name: self._call(actor, "connect", connecting, name, *arguments) for name, actor in self._actors.items()
+        }
 
         def drop_lost(answers: Answers) -> bool:
             self.drop(answers.lost, "refit")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import ray
+from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from megarl.cluster.pending import Pending
@@ -45,6 +46,10 @@ class ProcessActor:
         self._process = process
         self._worker: Any = None
 
+    def run(self, function: bytes, *arguments: Any) -> Answer:
+        """Runs function(worker, *arguments), of a pickled function."""
+        return self.call(cloudpickle.loads(function), *arguments)
+
     def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
         """Runs function(worker, *arguments)."""
         begin = time.time()
@@ -75,9 +80,10 @@ class Group(Generic[W]):
         self, phase: str, limit: Limit, task: str, function: Callable[..., T], arguments: Iterable[Sequence[Any]]
     ) -> Pending[list[T]]:
         """Runs function(worker, *arguments) as _submit does, in each process with its own arguments."""
+        pickled = cloudpickle.dumps(function)
         pairs = zip(self._actors.items(), arguments, strict=True)
         calls = {
-            name: self._call(actor, task, function, *process_arguments) for (name, actor), process_arguments in pairs
+            name: self._call(actor, task, pickled, *process_arguments) for (name, actor), process_arguments in pairs
         }
         return self._read(phase, limit, task, calls)
 
@@ -86,15 +92,17 @@ class Group(Generic[W]):
     ) -> Pending[T]:
         """Runs function(worker, *arguments) as _submit does, in the first process only."""
         name, actor = next(iter(self._actors.items()))
-        calls = {name: self._call(actor, task, function, *arguments)}
+        calls = {name: self._call(actor, task, cloudpickle.dumps(function), *arguments)}
         return self._read(phase, limit, task, calls).then(lambda answers: answers[0])
 
     def _calls(self, task: str, function: Callable[..., T], *arguments: Any) -> dict[str, ray.ObjectRef]:
         """Runs function(worker, *arguments) in every process. Returns the calls, for the caller to submit."""
-        return {name: self._call(actor, task, function, *arguments) for name, actor in self._actors.items()}
+        pickled = cloudpickle.dumps(function)
+        return {name: self._call(actor, task, pickled, *arguments) for name, actor in self._actors.items()}
 
-    def _call(self, actor: ActorHandle, task: str, function: Callable[..., T], *arguments: Any) -> ray.ObjectRef:
-        return actor.call.options(name=f"{self._title}.{task}").remote(function, *arguments)
+    def _call(self, actor: ActorHandle, task: str, function: bytes, *arguments: Any) -> ray.ObjectRef:
+        """Runs a pickled function(worker, *arguments): pickled once for all processes, not once for each."""
+        return actor.run.options(name=f"{self._title}.{task}").remote(function, *arguments)
 
     def _read(self, phase: str, limit: Limit, task: str, calls: Mapping[str, ray.ObjectRef]) -> Pending[list[Any]]:
         """Submits calls whose answers are `Answer`s."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups import engines
@@ -40,12 +41,14 @@ class FakeActor:
     asleep: list[str]
 
     def __init__(self, name: str):
-        self.generate, self.call, self.start = self, SimpleNamespace(options=self._named), self
+        self.generate, self.run, self.start = self, SimpleNamespace(options=self._named), self
         self._name = name
 
     def _named(self, name: str) -> SimpleNamespace:
         assert name.startswith("EngineActor.")
-        return SimpleNamespace(remote=lambda function, *arguments: lambda: function(FakeEngine(self._name), *arguments))
+        return SimpleNamespace(
+            remote=lambda function, *arguments: lambda: cloudpickle.loads(function)(FakeEngine(self._name), *arguments)
+        )
 
     def options(self, num_returns: int) -> FakeActor:
         self._num_returns = num_returns
