@@ -22,6 +22,9 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at a recipe without running it.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 
+LONGEST_GRACE_S = 3600.0
+"""The most time that `megarl join` waits for the run's end after a signal; the run has less, by checkpoint.grace_s."""
+
 Recipe = Annotated[Path, typer.Argument(metavar="FILE", help="A recipe, such as configs/quickstart.yaml.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to change, such as run.steps=3.")
@@ -104,7 +107,7 @@ def train(
 ) -> None:
     """Run a recipe."""
     if dry_run:
-        check(file, overrides)
+        return check(file, overrides)
     from megarl.config.load import load
 
     config = load(file, overrides or ())
@@ -134,7 +137,7 @@ def join(
     """Give this machine to a run of several nodes (cluster.nodes), which `megarl train` begins on another."""
     from megarl.cluster.supervision.supervisor import supervised
 
-    with supervised() as scratch:
+    with supervised(grace_s=LONGEST_GRACE_S) as scratch:
         from megarl.cluster.nodes.join import main
 
         raise typer.Exit(main(folder, scratch, wait))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 import psutil
@@ -11,7 +12,6 @@ from megarl.cluster.placement import Placement, place
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core import device
-from megarl.core.cores import usable_cores
 from megarl.data.model_folder import read_config
 from megarl.planning import shared_gpu_rules
 from megarl.planning.device_spans import ENGINE, device_spans
@@ -42,7 +42,8 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
         return
     trained = models.trained(config)
     reward = None if models.reward_model is None else read_config(models.reward_model)
-    for gpu in device_spans(config)[ENGINE]:
+    here = range(device.num_gpus())  # those of other nodes are equal; too few are told by other rules
+    for gpu in set(device_spans(config)[ENGINE]).intersection(here):
         load = fullest_phase(config, models.hf_config, trained, reward, gpu)
         raise_all([fits(gpu, device.memory_bytes(gpu), load)])
 
@@ -125,7 +126,7 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
     tp = {} if config.is_offline else {"rollout.tp": config.rollout.tp}
     if config.has_reward_model and config.reward_model.engine == "vllm":
         tp["reward_model.layout.tp"] = config.reward_model.layout.tp
-    cores = usable_cores()
+    cores = len(os.sched_getaffinity(0))
     refused = [f"{key}={ranks}" for key, ranks in tp.items() if ranks > cores]
     if not refused:
         return None

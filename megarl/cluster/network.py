@@ -16,18 +16,20 @@ def own_address(interface: str | None) -> str:
     """Returns the IPv4 address at which other nodes reach this one: that of the interface, or (None) the one that its
     host name, else its default route gives. Raises UserError where there is none."""
     addresses = interface_addresses()
+    there = ", ".join(f"{name} ({each[0]})" for name, each in sorted(addresses.items()) if not _is_local(each[0]))
     if interface is not None:
         if interface not in addresses:
-            there = ", ".join(sorted(addresses))
-            raise UserError(f"cluster.interface={interface}: this node has no such interface with an address: {there}")
-        return addresses[interface]
+            raise UserError(
+                f"cluster.interface={interface}: this node has none of this name with an address, but {there}"
+            )
+        return addresses[interface][0]
+    known = {address for each in addresses.values() for address in each}
     for address in (_address_of_name(), _address_of_route("8.8.8.8")):
-        if address in addresses.values() and not address.startswith("127."):
+        if address in known and not _is_local(address):
             return address
-    there = ", ".join(f"{name} ({address})" for name, address in sorted(addresses.items()))
     raise UserError(
-        f"cluster.interface=null: neither host name nor default route of this node gives an address that others reach; "
-        f"set it to one of {there}"
+        "cluster.interface=null: neither host name nor default route of this node gives an address that others reach; "
+        f"set it to one of these: {there or 'there is none'}"
     )
 
 
@@ -41,14 +43,18 @@ def address_towards(host: str) -> str:
 
 def interface_of(address: str) -> str:
     """Returns the name of the interface that has this address."""
-    return next(name for name, its_address in interface_addresses().items() if its_address == address)
+    return next(name for name, addresses in interface_addresses().items() if address in addresses)
 
 
-def interface_addresses() -> dict[str, str]:
-    """Returns the first IPv4 address of each interface of this node that has one."""
+def interface_addresses() -> dict[str, list[str]]:
+    """Returns the IPv4 addresses of each interface of this node that has one."""
     found = psutil.net_if_addrs().items()
     addresses = {name: [a.address for a in entries if a.family == socket.AF_INET] for name, entries in found}
-    return {name: entries[0] for name, entries in addresses.items() if entries}
+    return {name: entries for name, entries in addresses.items() if entries}
+
+
+def _is_local(address: str) -> bool:
+    return address.startswith("127.")
 
 
 def _address_of_name() -> str | None:

@@ -166,12 +166,18 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         problems.append(f"{ranks}, and so {len(nodes) - used} of the nodes would be empty; set cluster.nodes={used}")
     engines = {} if config.is_offline else {ENGINE: ("rollout.tp", config.rollout.tp)}
     layouts = {NAMES[placed.section]: (f"{placed.section}.layout.tp", placed.layout.tp) for placed in config.all_placed}
+    in_vllm = {ENGINE} | ({NAMES["reward_model"]} if config.reward_model.engine == "vllm" else set())
     spans = device_spans(config)
     for role, (key, tp) in {**layouts, **engines}.items():
-        if tp > each and role == ENGINE:
-            problems.append(f"{key}={tp}: an engine is on one node, which has {each} devices; set at most that")
-        elif tp > each and tp % each:
-            problems.append(f"{key}={tp}: a tensor-parallel group over several nodes fills them, {tp} % {each} ≠ 0")
+        if tp > each and role in in_vllm:
+            problems.append(
+                f"{key}={tp}: an engine is on one node, and {each} of the devices are; choose sizes that fit"
+            )
+        elif tp > each and (tp % each or spans[role].start % each):
+            problems.append(
+                f"{key}={tp}: a tensor-parallel group over several nodes fills them, but {tp} ranks from device "
+                f"{spans[role].start} on do not fill nodes of {each} devices"
+            )
         elif tp <= each and (first := _first_torn(spans[role], tp, each)) is not None:
             problems.append(
                 f"{key}={tp}: the ranks on devices {first}-{first + tp - 1} would be on two nodes of {each} devices; "

@@ -86,7 +86,7 @@ class Refit:
 
     @property
     def transport(self) -> Literal["shared_memory", "cuda_ipc", "p2p"]:
-        """The transport of the weights; trainer and engines are on one machine."""
+        """The transport of the weights."""
         return "p2p" if self._config.sends_weights else device.memory_transport()
 
     def _checksums(self, wanted: Sequence[Region]) -> Mapping[Region, Checksum]:

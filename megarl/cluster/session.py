@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.failure import RunFailure, cause, is_loss, rank, write_stacks
 from megarl.cluster.network import interface_of, own_address
-from megarl.cluster.nodes.gathering import alive_nodes, gather, lost_nodes
+from megarl.cluster.nodes.gathering import VERDICT_S, alive_nodes, gather, lost_nodes
 from megarl.cluster.nodes.join import environment
 from megarl.cluster.nodes.meeting import PACKAGES, Invitation, Meeting, Report
 from megarl.cluster.pending import Answers, Pending, error_of
@@ -28,7 +28,7 @@ from megarl.cluster.placement import Process
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.cluster.trace import Trace
-from megarl.config.schema import Cluster, Config, Limit
+from megarl.config.schema import Config, Limit
 from megarl.core import device
 from megarl.core.cores import usable_cores
 from megarl.core.versions import installed_versions
@@ -106,10 +106,10 @@ class Session:
         if self._meeting is not None:
             with ExitStack() as stack:
                 stack.push(self.__exit__)  # a run whose nodes do not come ends as any other
-                self._gather(self._meeting, config.cluster, store_bytes)
+                self._gather(self._meeting, config, store_bytes)
                 stack.pop_all()
 
-    def _gather(self, meeting: Meeting, cluster: Cluster, store_bytes: int) -> None:
+    def _gather(self, meeting: Meeting, config: Config, store_bytes: int) -> None:
         """Waits until all nodes have joined."""
         host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
         token, versions = os.environ["RAY_AUTH_TOKEN"], installed_versions(PACKAGES)
@@ -122,10 +122,11 @@ class Session:
             gpus=device.num_gpus(),
             object_store=store_bytes,
             logs=str(self.logs),
+            grace_s=config.checkpoint.grace_s,
         )
         meeting.invite(invitation)
         run_folder = str(self.logs.parents[1])
-        self._others = gather(meeting, invitation, cluster.nodes - 1, self._timeouts.start, run_folder)
+        self._others = gather(meeting, config.cluster.nodes - 1, self._timeouts.start, run_folder)
         addresses = alive_nodes()
         self._ray_ids += [addresses[node.address] for node in self._others]
 
@@ -222,7 +223,9 @@ class Session:
                 write_stacks(pending.fatal_errors(), self.logs)
             worst = min(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
             errors = worst.fatal_errors()
-            if any(map(is_loss, errors.values())) and (lost := lost_nodes(self._others)):
+            all_errors = [error for pending in self._under_way for error in pending.errors.values()]
+            # Without a lost process, an error may follow from what was in the lost node's store.
+            if lost := lost_nodes(self._others, VERDICT_S if any(map(is_loss, all_errors)) else 0.0):
                 raise RunFailure(f"{worst.phase}: node {', '.join(lost)} is lost; see {self.logs}")
             raise cause(errors, worst.phase, self.logs)
 

@@ -122,7 +122,8 @@ class Loop:
         while state.step < self.config.run.steps:
             state.step += 1
             metrics = step() | {"data/dropped_rows": self.data.num_dropped}
-            peaks = [memory.peak_gb(), *(node.peak_gb for node in Meeting(self.folder.nodes).reports())]
+            others = Meeting(self.folder.nodes).reports() if self.config.cluster.nodes > 1 else []
+            peaks = [memory.peak_gb(), *(node.peak_gb for node in others)]
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = map(max, zip(*peaks, strict=True))
             metrics |= self.saver.save(trained, state.step, state.dump())
             for sink in sinks:

@@ -22,6 +22,7 @@ from megarl.cluster.machine import (
 )
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import ModelFolders, find_models
+from megarl.cluster.network import own_address
 from megarl.config.explain import explain
 from megarl.config.schema import Config
 from megarl.core import device
@@ -56,6 +57,8 @@ def preflight(config: Config) -> Preflight:
     with _all_errors() as attempt:
         attempt(check_machine, config)
         attempt(place_here, config)
+        if config.cluster.nodes > 1:
+            attempt(own_address, config.cluster.interface)
         folder = attempt(_find_folder, config)
         models = attempt(_find_models, config)
         pool = attempt(_function_pool, config)

@@ -34,7 +34,8 @@ class Machine:
     """One machine. Its processes see only each other."""
 
     def __init__(self, name: str, address: str, number: int, network: str, shared: Path):
-        self.name, self.address = name, address
+        """shared: a folder in /tmp."""
+        self.name, self.address, self._shared = name, address, shared
         self._outside, inside = f"{network}n{number}", f"{network}i{number}"
         environment = {**os.environ, "NAME": name, "SHARED": str(shared), "KEPT": f"/run/{network}-{name}"}
         namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -75,9 +76,14 @@ class Machine:
         return [line for line in listed.splitlines() if line not in ("sleep infinity", "ps -eo args=")]
 
     def files(self) -> list[str]:
-        """Returns what is in its /tmp and its /dev/shm, without what is shared."""
-        listed = run(*self._enter, "find", "/tmp", "/dev/shm", "-xdev", "-mindepth", "1", "-not", "-type", "d")
-        return listed.splitlines()
+        """Returns what is in its /tmp and its /dev/shm, without the way to what is shared and the folder of
+        torch's cache, which torch makes for each user."""
+        kept = (
+            f"/tmp/{self._shared.parts[2]}",
+            "/tmp/torchinductor_*",
+        )
+        inside = ["-mindepth", "1", "-maxdepth", "1", *(word for path in kept for word in ("-not", "-path", path))]
+        return run(*self._enter, "find", "/tmp", "/dev/shm", *inside).splitlines()
 
     def received_bytes(self) -> int:
         """Returns the bytes that have come to it by its cable."""

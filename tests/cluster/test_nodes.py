@@ -7,16 +7,19 @@ The reference is the same recipe on this machine alone, where the weights are re
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
+from megarl.cluster.supervision.interrupts import REPEAT_S
 from tests.cluster.machines import Machine, Machines
 from tests.e2e.run import write_recipe
 from tests.paths import ROOT
@@ -83,6 +86,13 @@ class ClusterRun:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"after {seconds} s: {self.output(number)}") from None
 
+    def tell(self, number: int) -> None:
+        """Signals megarl on each machine."""
+        for entering in self.processes:
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                for process in psutil.Process(entering.pid).children():  # nsenter itself would only die of it
+                    process.send_signal(number)
+
     def check_nothing_is_left(self) -> None:
         for machine in self.machines:
             assert not machine.processes() and not machine.files()
@@ -94,8 +104,10 @@ def cluster_run(machines: list[Machine], shared: Path, name: str, *overrides: st
     try:
         yield run
     finally:
-        for process in run.processes:
-            process.terminate()
+        if any(process.poll() is None for process in run.processes):
+            run.tell(signal.SIGTERM)
+            time.sleep(REPEAT_S + 0.5)
+            run.tell(signal.SIGTERM)  # one that saves first ends at the second signal
         for process in run.processes:
             process.wait(END_S)
 
@@ -138,12 +150,37 @@ def test_the_cables_carry_what_the_plan_says(machines: list[Machine], shared: Pa
         before, first = run.machines[2].received_bytes(), len(run.metrics)
         run.wait_for_step(first + 5)
         carried, steps = run.machines[2].received_bytes() - before, run.metrics
+        for machine, process in zip(machines, ("TrainerActor", "TrainerActor", "EngineActor"), strict=True):
+            assert any(f"ray::{process}" in line for line in machine.processes())
     refits = len(steps) - first
     [planned] = {step["refit/sent_gb"] for step in steps}
     weights = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
     assert planned == pytest.approx(weights / 1e9)
     # One refit may be under way at either end.
     assert (refits - 1) * weights <= carried <= (refits + 1) * weights * 1.05
+
+
+def test_a_run_that_is_told_to_end_saves_and_goes_on_with_nodes_that_came_first(
+    machines: list[Machine], shared: Path
+) -> None:
+    """The signal reaches every node, as Slurm's does. An invitation that a killed attempt has left is no trap."""
+    keys = [*COMMON, "checkpoint.on_signal=true", "checkpoint.grace_s=60", "resume=auto"]
+    invitation = shared / "runs/told/nodes/invitation.json"
+    with cluster_run(machines[:2], shared, "told", *keys, "run.steps=1000000") as run:
+        run.wait_for_step(2)
+        left_behind = invitation.read_text()
+        run.tell(signal.SIGTERM)
+        assert [run.end(i, END_S) for i in (0, 1)] == [130, 130], run.output(0)
+        run.check_nothing_is_left()
+    done = len(run.metrics)
+    assert f"ended; step_{done:06d} is saved" in run.output(0)
+    invitation.write_text(left_behind)
+    joining = machines[1].start([*MEGARL, "join", str(run.folder)], shared / "early.n1", ROOT)
+    with cluster_run(machines[:1], shared, "told", *keys, "cluster.nodes=2", f"run.steps={done + 1}") as run:
+        assert run.end(0, RUN_S) == 0, run.output(0)
+        assert joining.wait(END_S) == 0, (shared / "early.n1").read_text()
+        run.check_nothing_is_left()
+    assert [line["step"] for line in run.metrics] == list(range(1, done + 2))
 
 
 def test_a_lost_node_is_named_and_the_others_end(machines: list[Machine], shared: Path) -> None:

@@ -49,6 +49,7 @@ HOLD = Path(__file__).with_name("hold")
 
 def digit_share(prompt, response, answer):
     while HOLD.exists() and response != answer:
+        HOLD.with_name("held").touch()
         time.sleep(0.1)
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
@@ -62,7 +63,7 @@ def write_recipe(folder: Path) -> Path:
     """A recipe without end; its model, prompts and rewards lie in `folder`.
 
     While the file folder/hold exists, the rewards do not answer, except for the right response, which they are tried on
-    before the run starts.
+    before the run starts; see Run.wait_until_held.
     """
     write_tiny_llama(folder / "model")
     rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(8)]
@@ -179,6 +180,12 @@ class Run:
 
     def wait_for_step(self, number: int) -> None:
         self.wait_until(lambda: len(self.metrics) >= number)
+
+    def wait_until_held(self, folder: Path) -> None:
+        """Waits until sampling is over, and only the rewards of this folder, which are held, are waited for."""
+        (folder / "held").unlink(missing_ok=True)
+        # The title of an actor with several calls at once tells of the last one that began or ended.
+        self.wait_until(lambda: (folder / "held").exists() and not self.find_all("ray::EngineActor.generate"))
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + START_S

@@ -122,7 +122,7 @@ def test_loss_of_a_trainer(recipe: Path, tmp_path: Path) -> None:
 def test_loss_of_the_engine_while_another_is_waited_for(recipe: Path, tmp_path: Path) -> None:
     # Two ranks: processes and shared memory that vLLM itself has made.
     with Run(recipe, tmp_path, "rollout.tp=2") as run:
-        run.find("ray::RewardActor.score")
+        run.wait_until_held(recipe.parent)
         engine = run.find("ray::EngineActor")
         assert mapped_shared_memory(engine)
         check_only_ray_listens_to_strangers(run)
@@ -147,7 +147,7 @@ def check_samples(run: Run, steps: int) -> None:
 def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) -> None:
     """Lost after it has sampled, and its samples are there; found out when all engines take new weights."""
     with Run(recipe, tmp_path, "rollout.replicas=2") as run:
-        run.find("ray::RewardActor.score")
+        run.wait_until_held(recipe.parent)
         lost, left = run.find_all("ray::EngineActor")
         lost.kill()
         hold.unlink()
@@ -164,7 +164,7 @@ def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: 
     """The other one gets all, and from then on what has changed."""
     overrides = ("cluster.placement=disaggregated", "rollout.refit_delta=true", "model.dtype=bfloat16")
     with Run(recipe, tmp_path, "rollout.replicas=2", *overrides, "rollout.verify_refit=always") as run:
-        run.find("ray::RewardActor.score")
+        run.wait_until_held(recipe.parent)
         stopped = run.find_all("ray::EngineActor")[1]
         stopped.suspend()
         hold.unlink()
@@ -180,7 +180,7 @@ def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: 
 @pytest.mark.exhaustive
 def test_loss_of_an_engine_while_it_samples(recipe: Path, tmp_path: Path, hold: Path) -> None:
     with Run(recipe, tmp_path, "rollout.replicas=2") as run:
-        run.find("ray::RewardActor.score")
+        run.wait_until_held(recipe.parent)
         hold.unlink()
         run.wait_for_step(1)
         stopped = run.suspend("ray::EngineActor.generate")
@@ -195,7 +195,7 @@ def test_loss_of_an_engine_while_it_samples(recipe: Path, tmp_path: Path, hold: 
 def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) -> None:
     """Its other rank and its own process are lost with it."""
     with Run(recipe, tmp_path, "rollout.replicas=2", "rollout.tp=2") as run:
-        run.find("ray::RewardActor.score")
+        run.wait_until_held(recipe.parent)
         engine = run.find_all("ray::EngineActor")[1]
         first, second = (p for p in run.find_all("VLLM::Worker") if engine in p.parents())
         second.kill()

@@ -36,6 +36,7 @@ calls = 0
 def digit_share(prompt, response, answer):
     global calls
     while calls // 16 >= int(GATE.read_text()) and response != answer:  # 16 samples a step; the right one is a trial
+        GATE.with_name("held").touch()
         time.sleep(0.02)
     calls += 1
     return sum(c.isdigit() for c in response) / max(1, len(response))
@@ -48,7 +49,7 @@ class Recipe:
     """Runs of one recipe, of which each makes as many steps as its gate lets through."""
 
     def __init__(self, folder: Path):
-        self._file = write_recipe(folder)
+        self.folder, self._file = folder, write_recipe(folder)
         self._gate = folder / "gate"
         (folder / "gated.py").write_text(REWARD)
         self._overrides = [
@@ -120,7 +121,7 @@ def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resumed")
     at_once = "checkpoint.background=false"
     with recipe.run(folder, 0, "checkpoint.on_signal=true", "checkpoint.grace_s=100") as run:
-        run.find("ray::RewardActor.score")
+        run.wait_until_held(recipe.folder)
         check_end(run, lambda: recipe.tell_in_a_step(run), 130, INTERRUPTED)  # within an epoch
     check_saved(run, step=1)
     with recipe.run(folder, 6) as run:  # at a random moment of steps that do little but save

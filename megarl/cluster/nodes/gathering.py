@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import ray
 
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.nodes.meeting import Invitation, Meeting, Report
+from megarl.cluster.nodes.meeting import Meeting, Report
 from megarl.core.errors import UserError
 
 POLL_S = 0.2
@@ -16,14 +16,14 @@ VERDICT_S = 12.0
 """The time in which Ray finds out that a node is lost, by its health checks: see session.HEALTH_CHECKS."""
 
 
-def gather(meeting: Meeting, invitation: Invitation, count: int, timeout_s: float, run_folder: str) -> list[Report]:
+def gather(meeting: Meeting, count: int, timeout_s: float, run_folder: str) -> list[Report]:
     """Returns the reports of the first `count` other nodes, in the order of their names, once Ray has them all.
 
     Raises UserError for a node that cannot join, and RunFailure where some are missing in time.
     """
     deadline, told = time.monotonic() + timeout_s, set[str]()
     while True:
-        reports = [report for report in meeting.reports() if report.invitation == invitation.id]
+        reports = meeting.reports()
         if problems := [report.problem for report in reports if report.problem is not None]:
             raise UserError("\n".join(problems))
         addresses = alive_nodes()
@@ -45,7 +45,7 @@ def gather(meeting: Meeting, invitation: Invitation, count: int, timeout_s: floa
 def _missing(joined: Sequence[Report], reports: Sequence[Report], count: int, timeout_s: float, folder: str) -> str:
     there = ", ".join(report.name for report in joined) or "none"
     began = [report.name for report in reports if report not in joined]
-    on_the_way = f"; {', '.join(began)} began to, see ray-*.log in the logs" if began else ""
+    on_the_way = f"; {', '.join(began)} began to, see their ray-*.log in the logs" if began else ""
     return (
         f"nodes: of {count} other nodes {len(joined)} joined in cluster.timeouts.start={timeout_s:g} s ({there})"
         f"{on_the_way}; run megarl join {folder} on each of the others"
@@ -57,7 +57,7 @@ def alive_nodes() -> Mapping[str, str]:
     return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
-def lost_nodes(nodes: Sequence[Report], patience_s: float = VERDICT_S) -> list[str]:
+def lost_nodes(nodes: Sequence[Report], patience_s: float) -> list[str]:
     """Returns the names of those of these nodes that Ray has lost, as soon as it knows of one, for which a lost process
     is the first sign."""
     deadline = time.monotonic() + patience_s

@@ -18,12 +18,16 @@ from megarl.cluster.failure import RunFailure
 from megarl.cluster.network import address_towards, interface_of
 from megarl.cluster.nodes.meeting import NODES, Invitation, Meeting, Report
 from megarl.cluster.supervision import processes
+from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
 from megarl.core import device
 from megarl.core.cores import usable_cores
 from megarl.core.errors import UserError
 
 POLL_S = 0.5
+MARGIN_S = 15.0
+"""The seconds that the driver may need after its grace time to end the run."""
+
 CONNECT_S, LOST_S = 2.0, 10.0
 """The seconds that a connection to the first node may take, and those without one after which that node is lost."""
 
@@ -41,16 +45,33 @@ def main(folder: Path, scratch: Path, timeout_s: float) -> int:
 def join(meeting: Meeting, scratch: Path, timeout_s: float) -> None:
     """Takes part in a run until its driver ends it. scratch: a folder for files that are not needed after the run.
 
+    A signal that ends the run is left to the driver, which may save first: this node stays until it has, or until
+    checkpoint.grace_s is over. Raises KeyboardInterrupt then.
+
     Raises UserError where this node cannot join, or nobody invites it in time, and RunFailure where it loses the first
-    node.
+    node, or Ray ends here.
     """
-    invitation = _await_invitation(meeting, timeout_s)
+    while True:
+        invitation = _await_invitation(meeting, timeout_s)
+        with interrupts.grace(invitation.grace_s + MARGIN_S, is_awaited=True):
+            _take_part(meeting, invitation, scratch)
+        if interrupts.is_told:
+            raise KeyboardInterrupt
+        if meeting.invitation() is None:
+            print("the run has ended", flush=True)
+            return
+        processes.end_descendants()  # the run's next attempt has begun
+
+
+def _take_part(meeting: Meeting, invitation: Invitation, scratch: Path) -> None:
+    """Lends this node to one attempt of the run, until its driver withdraws the invitation or begins another."""
     report = _report(invitation)
     meeting.report(report)
     if report.problem is not None:
         raise UserError(report.problem)
     print(f"joins the run at {invitation.host} from {report.address} ({interface_of(report.address)})", flush=True)
-    with Path(invitation.logs, f"ray-{report.name}.log").open("ab") as output, MemorySampler() as memory:
+    log = Path(invitation.logs, f"ray-{report.name}-{report.address}.log")
+    with log.open("ab") as output, MemorySampler() as memory:
         ray = subprocess.Popen(
             _command(invitation, report, scratch),
             env={**os.environ, **environment(report.address), "RAY_AUTH_TOKEN": invitation.token},
@@ -58,8 +79,7 @@ def join(meeting: Meeting, scratch: Path, timeout_s: float) -> None:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-        answered, _ = meeting.wanted_stacks()
-        first_node = FirstNode(invitation)
+        answered, first_node = 0, FirstNode(invitation)
         while ray.poll() is None and _is_on(meeting, invitation) and first_node.answers():
             time.sleep(POLL_S)
             if memory.peak_gb() != report.peak_gb:
@@ -69,24 +89,35 @@ def join(meeting: Meeting, scratch: Path, timeout_s: float) -> None:
             if number > answered:
                 answered = number
                 processes.ask_for_stacks(files)
-    if _is_on(meeting, invitation):
-        raise RunFailure(f"the first node, {invitation.host}, is lost, or Ray ended here; see {output.name}")
-    print("the run has ended", flush=True)
+    if not _is_on(meeting, invitation):
+        return
+    if not first_node.answers():
+        raise RunFailure(f"the first node, {invitation.host}, is lost")
+    problem = f"node {report.name}: Ray ended here with status {ray.poll()}; see {log}"
+    meeting.report(replace(report, problem=problem))
+    raise RunFailure(problem)
 
 
 class FirstNode:
     """Watches the first node. Ray alone would wait for minutes for a machine that has vanished without a word."""
 
     def __init__(self, invitation: Invitation):
-        self._address = (invitation.host, invitation.port)
+        self._invitation = invitation
         self._answered_at = time.monotonic()
 
     def answers(self) -> bool:
         """Returns whether Ray has answered there in the last LOST_S seconds."""
-        with suppress(OSError):
-            socket.create_connection(self._address, timeout=CONNECT_S).close()
+        if _reaches(self._invitation):
             self._answered_at = time.monotonic()
         return time.monotonic() - self._answered_at < LOST_S
+
+
+def _reaches(invitation: Invitation) -> bool:
+    """Returns whether Ray answers there."""
+    with suppress(OSError):
+        socket.create_connection((invitation.host, invitation.port), timeout=CONNECT_S).close()
+        return True
+    return False
 
 
 def environment(address: str) -> dict[str, str]:
@@ -98,8 +129,9 @@ def environment(address: str) -> dict[str, str]:
 
 
 def _await_invitation(meeting: Meeting, timeout_s: float) -> Invitation:
+    """Waits for an invitation whose Ray answers: one of an attempt that was killed may have been left behind."""
     deadline = time.monotonic() + timeout_s
-    while (invitation := meeting.invitation()) is None:
+    while (invitation := meeting.invitation()) is None or not _reaches(invitation):
         if time.monotonic() > deadline:
             raise UserError(
                 f"no run of several nodes has begun here in {timeout_s:g} s; start megarl train with cluster.nodes, "
@@ -111,14 +143,16 @@ def _await_invitation(meeting: Meeting, timeout_s: float) -> Invitation:
 
 def _report(invitation: Invitation) -> Report:
     """Returns what this node has, and whether it can join."""
-    name, gpus = platform.node(), device.num_gpus()
+    name, gpus, address = platform.node(), device.num_gpus(), address_towards(invitation.host)
     problem = None
-    if differing := invitation.differing():
+    if address == invitation.host:
+        problem = f"node {name}: megarl train runs on it, as the first node; run megarl join on the others only"
+    elif differing := invitation.differing():
         told = ", ".join(f"{package} is {here}, there {there}" for package, (there, here) in differing.items())
         problem = f"node {name}: other versions than on the first node: {told}; install the same"
     elif gpus < invitation.gpus:
         problem = f"node {name}: {gpus} GPUs, and the run takes {invitation.gpus} of each node; leave this node out"
-    return Report(name, invitation.id, address_towards(invitation.host), usable_cores(), gpus, problem=problem)
+    return Report(name, invitation.id, address, usable_cores(), gpus, problem=problem)
 
 
 def _is_on(meeting: Meeting, invitation: Invitation) -> bool:

@@ -2,7 +2,7 @@
 file system; it is read and written by name only, each file whole, so that it needs no locks.
 
     invitation.json   of the driver: where its Ray is, and what whoever joins it needs
-    NAME.json         of the node of this name: what it has, and the highest memory of its processes so far
+    node-ADDRESS.json of the node with this address: what it has, and the highest memory of its processes so far
     stacks.json       of the driver: the log files in which it wants stacks
 """
 
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Invitation:
     gpus          those that each node has for the run
     object_store  the bytes of Ray's store on each node
     logs          the folder for the logs of the run's processes
+    grace_s       the time that the run has to end by itself after a signal
     """
 
     id: str
@@ -46,11 +47,12 @@ class Invitation:
     gpus: int
     object_store: int
     logs: str
+    grace_s: float
 
     def differing(self) -> dict[str, tuple[str | None, str | None]]:
         """Returns the packages with other versions here than on the first node: (there, here)."""
         here = installed_versions(PACKAGES)
-        return {name: (v, here[name]) for name, v in self.versions.items() if here[name] != v}
+        return {name: (v, here.get(name)) for name, v in self.versions.items() if here.get(name) != v}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,9 @@ class Meeting:
         self._folder.mkdir(exist_ok=True)
         for file in self._folder.glob("*.json"):
             file.unlink()
+        _write(
+            self._folder / STACKS, {"number": 0, "files": []}
+        )  # a file system may remember for long that there is none
         _write(self._folder / INVITATION, asdict(invitation))
 
     def withdraw(self) -> None:
@@ -90,17 +95,22 @@ class Meeting:
 
     def invitation(self) -> Invitation | None:
         found = _read(self._folder / INVITATION)
-        return None if found is None else Invitation(**found)
+        # Another version of megarl may know other things of it; versions are compared before they are used.
+        return (
+            None if found is None else Invitation(**{field.name: found.get(field.name) for field in fields(Invitation)})
+        )
 
     def report(self, report: Report) -> None:
-        _write(self._folder / f"{report.name}.json", asdict(report))
+        _write(self._folder / f"node-{report.address}.json", asdict(report))
 
     def reports(self) -> list[Report]:
-        """Returns what the nodes say, in the order of their names' numbers: n2 comes before n10."""
-        files = [file for file in self._folder.glob("*.json") if file.name not in (INVITATION, STACKS)]
-        found = [content for file in files if (content := _read(file)) is not None]
+        """Returns what the nodes say that have answered the invitation, in the order of their names' numbers: n2 comes
+        before n10."""
+        invitation = self.invitation()
+        found = [content for file in self._folder.glob("node-*.json") if (content := _read(file)) is not None]
         reports = [Report(**{**content, "peak_gb": tuple(content["peak_gb"])}) for content in found]
-        return sorted(reports, key=lambda report: _natural(report.name))
+        answers = [report for report in reports if invitation is not None and report.invitation == invitation.id]
+        return sorted(answers, key=lambda report: (_natural(report.name), report.address))
 
     def ask_for_stacks(self, files: Sequence[Path]) -> None:
         """Makes the other nodes have their processes write stacks, where these are the processes' logs."""

@@ -146,6 +146,9 @@ def test_an_engine_takes_what_is_on_its_gpu_from_there(tp: int, engine_tp: int) 
         assert not any(worker.name in readers[f"megatron:{other}"] for other in range(gpu % tp, 8, tp) if other != gpu)
 
 
+CRITIC = ("algorithm.advantage.estimator=gae", "critic.layout.tp=8")
+
+
 def on_nodes(*overrides: str, gpus: int | None = None) -> Placement:
     config = load(QUICKSTART, ["cluster.placement=disaggregated", *overrides])
     return place(config, cores=8, on_gpus=gpus is not None, gpus_per_node=gpus)
@@ -191,9 +194,17 @@ def test_without_gpus_each_node_has_an_even_share_of_the_ranks_and_all_of_its_co
         ),
         (
             (layout(pp=1, dp=4), "rollout.tp=8", "cluster.nodes=3"),
-            "rollout.tp=8: an engine is on one node, which has",
+            "rollout.tp=8: an engine is on one node, and 4",
         ),
-        ((layout(pp=1, tp=6), "rollout.tp=2", "cluster.nodes=2"), "actor.layout.tp=6: a tensor-parallel group over"),
+        (
+            ("reward_model={path: rm, engine: vllm, layout: {tp: 8}}", layout(pp=1, dp=3), "cluster.nodes=3"),
+            "reward_model.layout.tp=8: an engine is on one node",
+        ),
+        ((layout(pp=1, dp=2), *CRITIC, "cluster.nodes=3"), "critic.layout.tp=8: .* from device 2 on do not fill"),
+        (
+            (layout(pp=1, tp=6), "rollout.tp=2", "cluster.nodes=2"),
+            "actor.layout.tp=6: a tensor-parallel group over several nodes fills them",
+        ),
     ],
 )
 def test_ranks_that_do_not_fit_the_nodes_are_refused(settings: tuple[str, ...], message: str) -> None:

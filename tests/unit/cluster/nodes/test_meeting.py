@@ -15,7 +15,7 @@ from megarl.cluster.nodes.meeting import INVITATION, PACKAGES, Invitation, Meeti
 from megarl.core.errors import UserError
 from megarl.core.versions import installed_versions
 
-INVITED = Invitation("a1", "10.0.0.1", 5000, "secret", installed_versions(PACKAGES), 8, 2**28, "/logs")
+INVITED = Invitation("a1", "10.0.0.1", 5000, "secret", installed_versions(PACKAGES), 8, 2**28, "/logs", 0.0)
 
 
 def report(number: int, invitation: str = "a1") -> Report:
@@ -81,7 +81,7 @@ def test_the_run_takes_the_first_nodes_that_ray_has(meeting: Meeting, alive: lis
         meeting.report(report(number))
     meeting.report(report(5, invitation="of an earlier attempt"))
     alive += [1, 3, 4, 5]
-    assert gather(meeting, INVITED, 2, 0.0, "runs/r") == [report(3), report(4)]
+    assert gather(meeting, 2, 0.0, "runs/r") == [report(3), report(4)]
     assert capsys.readouterr().out.splitlines() == [
         "node n3: joined, 10.0.0.3, 64 cores, 8 GPUs",
         "node n4: joined, 10.0.0.4, 64 cores, 8 GPUs",
@@ -95,21 +95,21 @@ def test_nodes_that_are_missing_in_time_are_counted_and_those_on_the_way_named(
     meeting.report(report(3))
     alive += [1, 2]
     message = (
-        r"nodes: of 3 other nodes 1 joined in cluster.timeouts.start=0 s \(n2\); n3 began to, see ray-\*.log in the "
-        "logs; run megarl join runs/r on each of the others"
+        r"nodes: of 3 other nodes 1 joined in cluster.timeouts.start=0 s \(n2\); n3 began to, see their ray-\*.log in "
+        "the logs; run megarl join runs/r on each of the others"
     )
     with pytest.raises(RunFailure, match=message):
-        gather(meeting, INVITED, 3, 0.0, "runs/r")
+        gather(meeting, 3, 0.0, "runs/r")
 
 
 def test_a_node_that_cannot_join_ends_the_wait(meeting: Meeting, alive: list[int]) -> None:
     meeting.report(replace(report(2), problem="node n2: 4 GPUs, and the run takes 8 of each node"))
     with pytest.raises(UserError, match="n2: 4 GPUs"):
-        gather(meeting, INVITED, 1, 100.0, "runs/r")
+        gather(meeting, 1, 100.0, "runs/r")
 
 
 def test_lost_nodes_are_those_that_ray_no_longer_has(alive: list[int]) -> None:
     alive += [1, 2]
-    assert lost_nodes([report(2), report(3)]) == ["n3"]
+    assert lost_nodes([report(2), report(3)], patience_s=9.0) == ["n3"]
     assert lost_nodes([report(2)], patience_s=0.0) == []
-    assert lost_nodes([]) == []
+    assert lost_nodes([], patience_s=9.0) == []
