@@ -170,9 +170,7 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
     spans = device_spans(config)
     for role, (key, tp) in {**layouts, **engines}.items():
         if tp > each and role in in_vllm:
-            problems.append(
-                f"{key}={tp}: an engine is on one node, and {each} of the devices are; choose sizes that fit"
-            )
+            problems.append(f"{key}={tp}: an engine is on one node, which has {each} devices; choose sizes that fit")
         elif tp > each and (tp % each or spans[role].start % each):
             problems.append(
                 f"{key}={tp}: a tensor-parallel group over several nodes fills them, but {tp} ranks from device "

@@ -194,7 +194,7 @@ def test_without_gpus_each_node_has_an_even_share_of_the_ranks_and_all_of_its_co
         ),
         (
             (layout(pp=1, dp=4), "rollout.tp=8", "cluster.nodes=3"),
-            "rollout.tp=8: an engine is on one node, and 4",
+            "rollout.tp=8: an engine is on one node, which has 4",
         ),
         (
             ("reward_model={path: rm, engine: vllm, layout: {tp: 8}}", layout(pp=1, dp=3), "cluster.nodes=3"),
