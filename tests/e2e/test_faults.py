@@ -83,7 +83,7 @@ def check_no_port_is_fixed(run: Run) -> None:
     listening = [c for p in run.processes() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     ports = {socket.laddr.port for socket in listening}
     assert ports and not ports & RAYS_DEFAULTS
-    [monitor] = [p for p in run.processes() if any(word.endswith("monitor.py") for word in p.cmdline()[1:3])]
+    [monitor] = [p for p in run.processes() if any(word.endswith("/monitor.py") for word in p.cmdline()[1:4])]
     assert METRICS_PORT not in {connection.laddr.port for connection in monitor.net_connections("inet")}
 
 
