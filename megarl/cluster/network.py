@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import psutil
@@ -44,6 +45,14 @@ def address_towards(host: str) -> str:
 def interface_of(address: str) -> str:
     """Returns the name of the interface that has this address."""
     return next(name for name, addresses in interface_addresses().items() if address in addresses)
+
+
+def socket_environment(address: str) -> dict[str, str]:
+    """Returns the variables by which libraries use the interface of this address, where the user's own do not say
+    another."""
+    interface = interface_of(address)
+    chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {name: os.environ.get(name, value) for name, value in chosen.items()}
 
 
 def interface_addresses() -> dict[str, list[str]]:

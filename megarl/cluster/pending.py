@@ -104,9 +104,10 @@ class Pending(Generic[T]):
         """Notes which of its calls have ended, with their values or errors."""
         for ref in [ref for ref in self.unfinished if ref in ended]:
             name = self.unfinished.pop(ref)
-            try:
-                self._answers[name] = ray.get(ref, timeout=0)
-            except RayError as error:
+            value, error = outcome(ref)
+            if error is None:
+                self._answers[name] = value
+            else:
                 self.errors[name] = error
 
     def fatal_errors(self) -> dict[str, Exception]:
@@ -134,10 +135,9 @@ def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
     return joint
 
 
-def error_of(ref: ray.ObjectRef) -> Exception | None:
-    """Returns the error of a call that has ended, None if it has a result."""
+def outcome(ref: ray.ObjectRef) -> tuple[Any, Exception | None]:
+    """Returns the value of a call that has ended, and None; or None, and its error."""
     try:
-        ray.get(ref, timeout=0)
+        return ray.get(ref, timeout=0), None
     except RayError as error:
-        return error
-    return None
+        return None, error

@@ -19,11 +19,10 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.failure import RunFailure, cause, is_loss, rank, write_stacks
-from megarl.cluster.network import interface_of, own_address
+from megarl.cluster.network import interface_of, own_address, socket_environment
 from megarl.cluster.nodes.gathering import VERDICT_S, alive_nodes, gather, lost_nodes
-from megarl.cluster.nodes.join import environment
 from megarl.cluster.nodes.meeting import PACKAGES, Invitation, Meeting, Report
-from megarl.cluster.pending import Answers, Pending, error_of
+from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.watchdog import Watchdog
@@ -79,7 +78,7 @@ class Session:
         address = None
         if config.cluster.nodes > 1:
             address = own_address(config.cluster.interface)
-            os.environ.update(environment(address))
+            os.environ.update(socket_environment(address))
             print(f"node {platform.node()}: {address} ({interface_of(address)})", flush=True)
         terminate = signal.getsignal(signal.SIGTERM)
         store_bytes = object_store_bytes(config)
@@ -258,7 +257,7 @@ class Session:
         """Returns the errors of those processes that died while nothing was asked of them."""
         pings = {self._watched[name].__ray_ready__.remote(): name for name in idle}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
-        return {pings[ref]: error for ref in answered if (error := error_of(ref)) is not None}
+        return {pings[ref]: error for ref in answered if (error := outcome(ref)[1]) is not None}
 
 
 def object_store_bytes(config: Config) -> int:

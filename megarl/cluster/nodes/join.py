@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.network import address_towards, interface_of
+from megarl.cluster.network import address_towards, interface_of, socket_environment
 from megarl.cluster.nodes.meeting import NODES, Invitation, Meeting, Report
 from megarl.cluster.supervision import processes
 from megarl.cluster.supervision.interrupts import interrupts
@@ -74,7 +74,7 @@ def _take_part(meeting: Meeting, invitation: Invitation, scratch: Path) -> None:
     with log.open("ab") as output, MemorySampler() as memory:
         ray = subprocess.Popen(
             _command(invitation, report, scratch),
-            env={**os.environ, **environment(report.address), "RAY_AUTH_TOKEN": invitation.token},
+            env={**os.environ, **socket_environment(report.address), "RAY_AUTH_TOKEN": invitation.token},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -118,14 +118,6 @@ def _reaches(invitation: Invitation) -> bool:
         socket.create_connection((invitation.host, invitation.port), timeout=CONNECT_S).close()
         return True
     return False
-
-
-def environment(address: str) -> dict[str, str]:
-    """Returns the variables by which libraries use the interface of this address, where the user's own do not say
-    another."""
-    interface = interface_of(address)
-    chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    return {name: os.environ.get(name, value) for name, value in chosen.items()}
 
 
 def _await_invitation(meeting: Meeting, timeout_s: float) -> Invitation:
