@@ -144,6 +144,72 @@ def join(
 
 
 @app.command()
+def launch(
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes that the run takes.")],
+    time: Annotated[
+        str, typer.Option(metavar="TIME", help="Of one allocation, such as 4:00:00; the run goes on in others.")
+    ],
+    spares: Annotated[int, typer.Option(metavar="N", help="Further nodes, for those that are lost.")] = 0,
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="0 without GPUs.")] = 8,
+    gpu: Annotated[str, typer.Option(metavar="GPU", help="Their kind, as in megarl plan.")] = "H100-80GB",
+    partition: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    option: Annotated[list[str] | None, typer.Option(metavar="OPTION", help="Of sbatch, such as --qos=high.")] = None,
+    setup: Annotated[
+        list[str] | None, typer.Option(metavar="LINE", help="Of the script, such as 'module load cuda'.")
+    ] = None,
+    grace: Annotated[int, typer.Option(metavar="SECONDS", help="Before the end, when the run is told to save.")] = 120,
+    restarts: Annotated[int, typer.Option(metavar="N", help="Further attempts in an allocation.")] = 3,
+    stalled: Annotated[int, typer.Option(metavar="N", help="Attempts without a new checkpoint, to give up after.")] = 3,
+    container: Annotated[str, typer.Option(metavar="KIND", help="none, pyxis, enroot or apptainer.")] = "none",
+    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="The container's.")] = None,
+    mount: Annotated[list[str] | None, typer.Option(metavar="SOURCE:DESTINATION", help="For the container.")] = None,
+    command: Annotated[str | None, typer.Option(metavar="COMMAND", help="Of megarl on the nodes.")] = None,
+    template: Annotated[Path | None, typer.Option(metavar="FILE", help="Your copy of launch/slurm.sbatch.")] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE,VALUE", help="A run for each value, as a job array.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write config and script, and submit nothing.")] = False,
+) -> None:
+    """Run a recipe as a Slurm job that saves before its time is over and goes on by itself."""
+    from megarl.launch import submit
+    from megarl.launch.request import Request
+
+    request = Request(
+        nodes=nodes,
+        time=time,
+        spares=spares,
+        gpus=gpus_per_node,
+        gpu=gpu,
+        partition=partition,
+        account=account,
+        grace=grace,
+        restarts=restarts,
+        stalled=stalled,
+        container=container,
+        image=image,
+        mounts=mount or (),
+        command=command,
+        setup=setup or (),
+        options=option or (),
+        template=template,
+    )
+    for line in submit.launch(file, overrides or (), request, sweep or (), dry_run):
+        typer.echo(line)
+
+
+@app.command()
+def node(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The run's.")]) -> None:
+    """Take part in a job's run on this node: what the script of megarl launch starts."""
+    from megarl.launch.task import main
+
+    raise typer.Exit(main(folder))
+
+
+@app.command()
 def reshard(
     file: Annotated[
         Path | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 
 import psutil
@@ -11,6 +12,11 @@ from megarl.core.errors import UserError
 
 ANY_PORT = 9
 """The port of a datagram socket that sends nothing."""
+
+
+def own_name() -> str:
+    """Returns the name of this node: Slurm's in a job, else its host name."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def own_address(interface: str | None) -> str:

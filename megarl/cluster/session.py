@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import secrets
 import shutil
 import signal
@@ -19,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.failure import RunFailure, cause, is_loss, rank, write_stacks
-from megarl.cluster.network import interface_of, own_address, socket_environment
+from megarl.cluster.network import interface_of, own_address, own_name, socket_environment
 from megarl.cluster.nodes.gathering import VERDICT_S, alive_nodes, gather, lost_nodes
 from megarl.cluster.nodes.meeting import PACKAGES, Invitation, Meeting, Report
 from megarl.cluster.pending import Answers, Pending, outcome
@@ -79,7 +78,7 @@ class Session:
         if config.cluster.nodes > 1:
             address = own_address(config.cluster.interface)
             os.environ.update(socket_environment(address))
-            print(f"node {platform.node()}: {address} ({interface_of(address)})", flush=True)
+            print(f"node {own_name()}: {address} ({interface_of(address)})", flush=True)
         terminate = signal.getsignal(signal.SIGTERM)
         store_bytes = object_store_bytes(config)
         ray.init(
@@ -225,6 +224,7 @@ class Session:
             all_errors = [error for pending in self._under_way for error in pending.errors.values()]
             # Without a lost process, an error may follow from what was in the lost node's store.
             if lost := lost_nodes(self._others, VERDICT_S if any(map(is_loss, all_errors)) else 0.0):
+                self._meeting.note_lost(lost)
                 raise RunFailure(f"{worst.phase}: node {', '.join(lost)} is lost; see {self.logs}")
             raise cause(errors, worst.phase, self.logs)
 

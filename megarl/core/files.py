@@ -76,6 +76,13 @@ def numbered(folder: Path, pattern: str) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def replace_text(file: Path, text: str) -> None:
+    """Writes a file that is whole from the moment it has its name, in place of an earlier one."""
+    new = file.with_name(f".{file.name}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(file)
+
+
 def append_rows(path: Path, rows: Iterable[Any]) -> None:
     """Appends JSON values to a file, a line each, as text that people can read."""
     # UTF-8 has no lone surrogates, which texts may hold. So replaced, they are JSON's own escapes.

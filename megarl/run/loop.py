@@ -21,6 +21,7 @@ from megarl.cluster.supervision.memory import MemorySampler
 from megarl.config.schema import Config
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
+from megarl.launch.effective_time import EffectiveShare
 from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.run.early_end import early_end
 from megarl.run.folder import RunFolder
@@ -117,7 +118,7 @@ class Loop:
 
     def _steps(self, trained: Sequence[TrainerGroup], step: Step, memory: MemorySampler) -> Iterator[int]:
         """Yields the number of each step when its metrics are written."""
-        state = self.state
+        state, effective_share = self.state, EffectiveShare(self.folder.path)
         sinks = (JsonlSink(self.folder.metrics), ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline))
         while state.step < self.config.run.steps:
             state.step += 1
@@ -125,6 +126,7 @@ class Loop:
             others = Meeting(self.folder.nodes).reports() if self.config.cluster.nodes > 1 else []
             peaks = [memory.peak_gb(), *(node.peak_gb for node in others)]
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = map(max, zip(*peaks, strict=True))
+            metrics |= effective_share.metrics(metrics["time/step"])
             metrics |= self.saver.save(trained, state.step, state.dump())
             for sink in sinks:
                 sink.write(state.step, metrics)

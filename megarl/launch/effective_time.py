@@ -1,0 +1,65 @@
+"""The share of a job's allocations that went into steps that lasted."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.launch.folder import JobFolder
+
+ALLOCATED = "MEGARL_ALLOCATED"
+"""The variable of a job's tasks with the begin of the allocation, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveTime:
+    """lasted: the seconds of the steps that are in the run's metrics; allocated: those of all allocations so far, the
+    starts of attempts and steps that were lost included."""
+
+    lasted: float
+    allocated: float
+
+    @property
+    def share(self) -> float:
+        return self.lasted / self.allocated
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:.1f} % of {self.allocated:.0f} s of allocation went into steps that lasted"
+
+
+def effective_time(run: Path) -> EffectiveTime:
+    """Returns it for a run in a job, by its folder, until now."""
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    return EffectiveTime(sum(json.loads(line)["time/step"] for line in lines), allocated_s(run, time.time()))
+
+
+class EffectiveShare:
+    """The share as a metric of each step of a run that is in a job; of another, none."""
+
+    def __init__(self, run: Path):
+        """run: its folder, when it goes on."""
+        self._run = run
+        self._lasted = effective_time(run).lasted if ALLOCATED in os.environ else 0.0
+
+    def metrics(self, step_s: float) -> dict[str, float]:
+        """Returns the metric at the end of a step that took so many seconds."""
+        if ALLOCATED not in os.environ:
+            return {}
+        self._lasted += step_s
+        return {"cluster/effective_share": EffectiveTime(self._lasted, allocated_s(self._run, time.time())).share}
+
+
+def allocated_s(run: Path, now: float) -> float:
+    """Returns the seconds of all allocations of a run's jobs: each ends when its last attempt was last seen to be under
+    way, the newest one now."""
+    spans: dict[str, tuple[float, float]] = {}
+    for attempt, seen in JobFolder.of(run).attempts():
+        begin, end = spans.get(attempt.allocation, (attempt.allocated, attempt.began))
+        spans[attempt.allocation] = (begin, max(end, seen))
+    newest = list(spans)[-1]
+    spans[newest] = (spans[newest][0], now)
+    return sum(end - begin for begin, end in spans.values())

@@ -1,0 +1,107 @@
+"""The examination of all nodes of an attempt before its run begins, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megarl.cluster.nodes.meeting import PACKAGES
+from megarl.config.schema import Config
+from megarl.core.files import replace_text
+from megarl.core.versions import installed_versions
+from megarl.data.model_folder import model_paths
+from megarl.doctor.examine import examine
+from megarl.doctor.gpus import ask
+from megarl.launch.folder import Job, Verdict
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """The things that a node says of itself.
+
+    problems   lines without its name, so that those of several nodes can be compared
+    versions   of its packages
+    """
+
+    node: str
+    problems: Sequence[str]
+    versions: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """The reason why an attempt cannot begin. bad: the nodes to do without."""
+
+    verdict: Verdict
+    cause: str
+    bad: Sequence[str] = ()
+
+
+def look_at_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
+    """Examines this node, by its name. run: the run's folder."""
+    problems = [f"{each.name}: {each.found}; {each.fix}" for each in examine(run) if each.state == "problem"]
+    paths = {key: path for key, path in model_paths(config).items() if path.startswith(("/", "~", "."))}
+    problems += [
+        f"{key}={path}: there is no such folder; put it on the shared file system, or mount it into the container"
+        for key, path in paths.items()
+        if not Path(path).expanduser().is_dir()
+    ]
+    if (gpus := num_gpus()) < job.gpus:
+        problems.append(f"{gpus} GPUs, and the run takes {job.gpus} of each node")
+    return NodeReport(node, problems, installed_versions(PACKAGES))
+
+
+def num_gpus() -> int:
+    """Returns the number of GPUs that this task may use, without loading torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([each for each in visible.split(",") if each])
+    return sum(line.startswith("GPU ") for line in (ask(("nvidia-smi", "-L")) or "").splitlines())
+
+
+def tell(folder: Path, report: NodeReport) -> None:
+    """Writes a node's report for the first node. folder: the attempt's, which that node has made."""
+    replace_text(folder / report.node, json.dumps(asdict(report)))
+
+
+def await_reports(folder: Path, nodes: Sequence[str], timeout_s: float) -> list[NodeReport]:
+    """Returns the reports of these nodes, or of those that have come in the time, in the order of their names here."""
+    deadline = time.monotonic() + timeout_s
+    while not all((folder / node).exists() for node in nodes) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    files = [folder / node for node in nodes]
+    return [NodeReport(**json.loads(file.read_text(encoding="utf-8"))) for file in files if file.exists()]
+
+
+def object_to(reports: Sequence[NodeReport], nodes: Sequence[str], run: Path, timeout_s: float) -> Objection | None:
+    """Returns the objection to an attempt on these nodes, None where there is none.
+
+    What is wrong on all of them is an error of the user; what is wrong on some makes these bad. Of two versions of a
+    package the one on more nodes counts, or the first node's.
+    """
+    there = {report.node for report in reports}
+    if silent := [node for node in nodes if node not in there]:
+        cause = f"node {', '.join(silent)}: nothing heard in {timeout_s:g} s: down, or without the files in {run}"
+        # Where only the first node has them, they are not on a shared file system, which other nodes would not mend.
+        return Objection("user_error" if len(nodes) > 1 == len(there) else "failed", cause, silent)
+    common = set.intersection(*(set(report.problems) for report in reports))
+    if common:
+        return Objection("user_error", "on all nodes: " + "; ".join(sorted(common)))
+    versions = [report.versions for report in reports]
+    usual = max(versions, key=versions.count)
+    wrong = {report.node: [*report.problems, *_differing(report.versions, usual)] for report in reports}
+    wrong = {node: lines for node, lines in wrong.items() if lines}
+    if not wrong:
+        return None
+    return Objection("failed", "; ".join(f"node {node}: {', '.join(lines)}" for node, lines in wrong.items()), [*wrong])
+
+
+def _differing(versions: Mapping[str, str | None], usual: Mapping[str, str | None]) -> list[str]:
+    names = [name for name in usual if versions.get(name) != usual[name]]
+    return [f"{name} is {versions.get(name)}, elsewhere {usual[name]}" for name in names]

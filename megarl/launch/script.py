@@ -1,0 +1,81 @@
+"""The script of a job: a template of launch/, filled in."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import megarl
+from megarl.core.errors import UserError
+from megarl.launch.folder import JobFolder
+from megarl.launch.request import Request
+
+TEMPLATE = Path(megarl.__file__).resolve().parents[1] / "launch" / "slurm.sbatch"
+"""The template that comes with megarl."""
+
+HANDLING_S = 15
+"""The seconds of the grace time that the script needs to hand a signal on to the run."""
+
+_PLACE = re.compile(r"@([a-z_]+)@")
+
+
+def render(request: Request, run: Path, sweep: int = 0) -> str:
+    """Returns the script for the run in this folder, or for a sweep of so many runs beside it. Raises UserError for a
+    template with an unknown place."""
+    template = request.template or TEMPLATE
+    values = _values(request, run, sweep)
+
+    def fill(place: re.Match[str]) -> str:
+        if place[1] not in values:
+            raise UserError(
+                f"{template}: @{place[1]}@ is unknown; there are {', '.join(f'@{name}@' for name in values)}"
+            )
+        return values[place[1]]
+
+    return _PLACE.sub(fill, template.read_text(encoding="utf-8"))
+
+
+def _values(request: Request, run: Path, sweep: int) -> Mapping[str, str]:
+    options = [f"--gpus-per-node={request.gpus}"] if request.gpus else []
+    options += [f"--partition={request.partition}"] if request.partition else []
+    options += [f"--account={request.account}"] if request.account else []
+    options += [f"--array=0-{sweep - 1}"] if sweep else []
+    around, inside = _container(request, run)
+    return {
+        "name": run.name,
+        "nodes": str(request.nodes),
+        "all_nodes": str(request.nodes + request.spares),
+        "time": request.time,
+        "signal_s": str(request.grace),
+        "output": shlex.quote(str(JobFolder.of(run).path / ("job-%A_%a.log" if sweep else "job-%j.log"))),
+        "sbatch_options": "\n".join(f"#SBATCH {option}" for option in [*options, *request.options]),
+        "restarts": str(request.restarts),
+        "run": shlex.quote(str(run)),
+        "megarl": shlex.join([*inside, *_command(request)]),
+        "srun_options": shlex.join(around),
+        "setup": "\n".join(request.setup),
+    }
+
+
+def _command(request: Request) -> Sequence[str]:
+    if request.command is not None:
+        return shlex.split(request.command)
+    return (sys.executable, "-m", "megarl.cli") if request.container == "none" else ("megarl",)
+
+
+def _container(request: Request, run: Path) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the options of srun, and the command, by which a task is in the container. It sees the folder of runs and
+    the one from which the job was launched."""
+    own = [f"{folder}:{folder}" for folder in dict.fromkeys((str(run.parent), str(Path.cwd())))]
+    mounts = [*own, *request.mounts]
+    if request.container == "pyxis":
+        return (f"--container-image={request.image}", f"--container-mounts={','.join(mounts)}"), ()
+    if request.container == "enroot":
+        return (), ("enroot", "start", *(f"--mount={mount}" for mount in mounts), str(request.image))
+    if request.container == "apptainer":
+        binds = [word for mount in mounts for word in ("--bind", mount)]
+        return (), ("apptainer", "exec", *(["--nv"] if request.gpus else []), *binds, str(request.image))
+    return (), ()

@@ -1,0 +1,100 @@
+"""`megarl launch`: a recipe becomes a job. All that can be wrong is said before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+from megarl.config.load import dump, load
+from megarl.config.schema import Config
+from megarl.core.errors import UserError
+from megarl.core.files import replace_text
+from megarl.launch.checks import ask_slurm, check, check_slurm
+from megarl.launch.folder import Job, JobFolder
+from megarl.launch.request import Request
+from megarl.launch.script import HANDLING_S, render
+from megarl.run.beginning import check_beginning
+from megarl.run.folder import RunFolder
+
+
+def launch(
+    file: Path, overrides: Sequence[str], request: Request, sweeps: Sequence[str], dry_run: bool
+) -> Iterator[str]:
+    """Checks a recipe, writes its job and submits it. Yields lines for people. dry_run: nothing is submitted.
+
+    sweeps   KEY=VALUE,VALUE…; a run for each combination, named after the recipe's with a number
+
+    Raises UserError, with nothing submitted, for all that can be found wrong here.
+    """
+    points = _points(sweeps)
+    configs = [_config(file, [*overrides, *point], request, i if sweeps else None) for i, point in enumerate(points)]
+    base = RunFolder.of(_config(file, overrides, request, None)).path
+    for config, point in zip(configs, points, strict=True):
+        lines = check(request, config)
+        yield from (f"{config.run.name}: {line}" for line in (" ".join(point), *lines) if line)
+        if line := check_beginning(config):
+            raise UserError(line)
+    if not dry_run:
+        check_slurm(request)
+        _refuse_second(JobFolder.of(base))
+    for config in configs:
+        yield f"wrote {_write(config, request)}"
+    script = JobFolder.of(base).script
+    script.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(script, render(request, base, len(configs) if sweeps else 0))
+    yield f"wrote {script}"
+    if dry_run:
+        yield "dry run: nothing was submitted"
+        return
+    ask_slurm("sbatch", "--test-only", str(script))
+    number = ask_slurm("sbatch", "--parsable", str(script)).strip().split(";")[0]
+    replace_text(JobFolder.of(base).submitted, f"{number}\n")
+    yield f"submitted job {number}; its output: {JobFolder.of(base).path}/job-{number}*.log"
+
+
+def _points(sweeps: Sequence[str]) -> list[list[str]]:
+    """Returns the overrides of each combination."""
+    axes = []
+    for sweep in sweeps:
+        key, equals, values = sweep.partition("=")
+        if not (key and equals and values):
+            raise UserError(f"--sweep={sweep}: expected KEY=VALUE,VALUE, such as actor.optimizer.lr=1.0e-6,3.0e-6")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    return [list(point) for point in product(*axes)]
+
+
+def _config(file: Path, overrides: Sequence[str], request: Request, number: int | None) -> Config:
+    """Returns the config of a run in a job: it goes on by itself, saves when it is told to end, and is on all nodes."""
+    config = load(file, overrides)
+    name = config.run.name if number is None else f"{config.run.name}-{number}"
+    keys = {
+        "resume": "auto",
+        "run.name": name,
+        "run.folder": str(RunFolder.of(config).path.parent),
+        "cluster.nodes": request.nodes,
+        "checkpoint.on_signal": "true",
+        "checkpoint.grace_s": float(max(1, request.grace - HANDLING_S)),
+    }
+    return load(file, [*overrides, *(f"{key}={value}" for key, value in keys.items())])
+
+
+def _write(config: Config, request: Request) -> Path:
+    folder = JobFolder.of(RunFolder.of(config).path)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.write_job(Job(str(Path.cwd()), request.nodes, request.gpus, request.stalled))
+    replace_text(folder.recipe, dump(config))
+    return folder.recipe
+
+
+def _refuse_second(folder: JobFolder) -> None:
+    """Raises UserError where a job of this run is queued or under way."""
+    if not folder.submitted.exists():
+        return
+    number = folder.submitted.read_text(encoding="utf-8").strip()
+    queued = [line.split("|") for line in ask_slurm("squeue", "--noheader", "--format=%A|%T").splitlines()]
+    states = [state for job, state in queued if job == number]
+    if states:
+        raise UserError(
+            f"{folder.path.parent}: job {number} is {states[0].lower()}; scancel {number} first, or wait for it"
+        )

@@ -1,0 +1,153 @@
+"""A task of a job's step, one on each of its nodes: the first drives the run, the others join it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.cluster.nodes.meeting import NODES, Meeting
+from megarl.config.load import load
+from megarl.core.errors import UserError
+from megarl.core.files import replace_text
+from megarl.launch.effective_time import ALLOCATED, effective_time
+from megarl.launch.folder import Attempt, JobFolder, Verdict
+from megarl.launch.preflight import await_reports, look_at_node, object_to, tell
+from megarl.run.checkpoints import Checkpoints
+from megarl.run.folder import RunFolder
+
+MEGARL = (sys.executable, "-m", "megarl.cli")
+HEAR_S = 60.0
+"""The time in which all nodes of an attempt report to the first."""
+
+JOIN_S = 120.0
+"""The time in which the driver invites the others, after its own checks."""
+
+POLL_S, TOUCH_S = 0.5, 10.0
+ERROR = "megarl: error: "
+VERDICTS: Mapping[int, Verdict] = {0: "done", 2: "user_error", 130: "told"}
+"""The meaning of the exit status of `megarl train`; any other is a failure that may not come again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """This task, as Slurm tells it.
+
+    number      of the task in its step; 0 drives
+    node        the name of its node
+    nodes       those of the step, the first task's first
+    step        the names of allocation and step
+    allocation  the job, and how often it has been in the queue again
+    allocated   when the allocation began, in seconds since 1970
+    """
+
+    number: int
+    node: str
+    nodes: tuple[str, ...]
+    step: str
+    allocation: str
+    allocated: float
+
+    @classmethod
+    def of_environment(cls) -> Task:
+        """Raises UserError outside of a job's step."""
+        environ = os.environ
+        if not {"SLURM_PROCID", "MEGARL_NODES"} <= environ.keys():
+            raise UserError("megarl node: this is for the script of a job, which runs it by srun; see megarl launch")
+        allocation = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+        return cls(
+            number=int(environ["SLURM_PROCID"]),
+            node=environ["SLURMD_NODENAME"],
+            nodes=tuple(environ["MEGARL_NODES"].split()),
+            step=f"{allocation}.{environ['SLURM_STEP_ID']}",
+            allocation=allocation,
+            allocated=float(environ[ALLOCATED]),
+        )
+
+
+def main(run: Path) -> int:
+    """Takes part in an attempt at the run of this folder. Returns the exit status."""
+    task, folder = Task.of_environment(), JobFolder.of(run)
+    if task.number == 0:
+        return drive(task, folder)
+    _await_folder(folder.preflight(task.step))
+    job = folder.job()
+    os.chdir(job.folder)
+    tell(folder.preflight(task.step), look_at_node(task.node, run, job, load(folder.recipe)))
+    os.execv(sys.executable, [*MEGARL, "join", str(run), f"--wait={JOIN_S + HEAR_S:g}"])
+
+
+def _await_folder(folder: Path) -> None:
+    """Waits for the first node to make a folder. Raises UserError where it is not seen in HEAR_S seconds, by when the
+    first node has missed this one."""
+    deadline = time.monotonic() + HEAR_S
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{folder}: the first node's files are not seen here; put run.folder on a shared file system"
+            )
+        time.sleep(POLL_S)
+
+
+def drive(task: Task, folder: JobFolder) -> int:
+    """Makes an attempt at the run, from this node, and judges how it ended. Returns the exit status."""
+    run, job = folder.path.parent, folder.job()
+    os.chdir(job.folder)
+    config = load(folder.recipe)
+    checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
+    saved = max(checkpoints.steps(), default=0)
+    if len(folder.saved_nothing(saved)) >= job.stalled:
+        cause = f"{job.stalled} attempts have saved nothing after step {saved}; see {run / 'logs'}"
+        return _judge(folder, "stalled", cause)
+    attempt = folder.begin(Attempt(task.allocation, task.allocated, time.time(), saved))
+    preflight = folder.preflight(task.step)
+    preflight.mkdir(parents=True)
+    tell(preflight, look_at_node(task.node, run, job, config))
+    if objection := object_to(await_reports(preflight, task.nodes, HEAR_S), task.nodes, run, HEAR_S):
+        folder.note_bad(objection.bad)
+        return _judge(folder, objection.verdict, objection.cause)
+    status, cause = _train(task, folder, attempt)
+    verdict = VERDICTS.get(status, "failed")
+    if verdict == "failed" and job.nodes > 1:
+        folder.note_bad(Meeting(run / NODES).lost())
+    print(f"job: {effective_time(run)}", flush=True)
+    return _judge(folder, verdict, cause or f"megarl train ended with status {status}; see {run / 'logs'}")
+
+
+def _judge(folder: JobFolder, verdict: Verdict, cause: str) -> int:
+    """Says how the attempt ended, and returns the exit status, by which srun ends the other tasks."""
+    folder.judge(verdict, cause)
+    return 0 if verdict == "done" else 1
+
+
+def _train(task: Task, folder: JobFolder, attempt: Path) -> tuple[int, str]:
+    """Runs `megarl train` to its end. SIGTERM to this task goes to it alone. Returns its exit status, and the last line
+    in which it names an error."""
+    command = [*MEGARL, "train", str(folder.recipe)]
+    driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="backslashreplace")
+    signal.signal(signal.SIGTERM, lambda *_: driver.terminate())
+    replace_text(folder.driver, f"{task.node} {os.getpid()}\n")
+    causes = [""]
+    reader = threading.Thread(target=_show, args=(driver.stderr, causes))
+    reader.start()
+    while driver.poll() is None:
+        os.utime(attempt)
+        with suppress(subprocess.TimeoutExpired):
+            driver.wait(TOUCH_S)
+    reader.join()
+    return driver.returncode, causes[-1]
+
+
+def _show(lines: Iterable[str], causes: list[str]) -> None:
+    """Prints the lines, and appends those that name an error to the list."""
+    for line in lines:
+        print(line, end="", file=sys.stderr, flush=True)
+        if line.startswith(ERROR):
+            causes.append(line.strip())

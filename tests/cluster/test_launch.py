@@ -1,0 +1,115 @@
+"""Runs as jobs of a real Slurm: they get to their last step through all that clusters do to them, and learn what one
+machine does that nobody interrupts."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.cluster.slurm import Slurm, slurm
+from tests.cluster.test_nodes import COMMON, learned, on_one_machine
+from tests.e2e.run import write_recipe
+from tests.paths import ROOT
+
+STARTED_S, ENDED_S = 150, 90
+ATTEMPT = "job: attempt on "
+ELSEWHERE = "/var/tmp"
+"""A folder for temporary files: launch refuses runs in the one of a single machine, where the shared folder lies."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("jobs")
+    write_recipe(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(shared: Path) -> Iterator[Slurm]:
+    with slurm(5, shared) as cluster:
+        yield cluster
+
+
+class Launched:
+    """A run that was launched as a job."""
+
+    def __init__(self, cluster: Slurm, shared: Path, name: str, *arguments: str):
+        self.cluster, self.folder = cluster, shared / "runs" / name
+        keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON]
+        command = [sys.executable, "-m", "megarl.cli", "launch", str(shared / "tiny.yaml"), *keys, *arguments]
+        done = cluster.run("env", f"TMPDIR={ELSEWHERE}", *command, "--gpus-per-node=0", "--grace=20", cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        self.number = (self.folder / "launch/submitted").read_text().strip()
+
+    @property
+    def log(self) -> str:
+        file = self.folder / f"launch/job-{self.number}.log"
+        return file.read_text() if file.exists() else ""
+
+    @property
+    def job(self) -> dict[str, str]:
+        return self.cluster.job(self.number)
+
+    @property
+    def attempts(self) -> list[str]:
+        """The nodes of each attempt of the job."""
+        return [line.removeprefix(ATTEMPT) for line in self.log.splitlines() if line.startswith(ATTEMPT)]
+
+    @property
+    def steps(self) -> int:
+        file = self.folder / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def wait_for_attempt(self, nodes: str, since: int = 0) -> None:
+        """Waits until an attempt after the first `since` is on these nodes, and its first steps are done."""
+        deadline = time.monotonic() + STARTED_S
+        while len(self.attempts) <= since or self.attempts[-1] != nodes or not self._steps_of_newest_attempt():
+            assert time.monotonic() < deadline, (self.job, self.log)
+            time.sleep(0.2)
+
+    def _steps_of_newest_attempt(self) -> bool:
+        return bool(re.search(r"^0: +\d+/\d+ ", self.log[self.log.rindex(ATTEMPT) :], re.MULTILINE))
+
+    def check_nothing_is_left(self) -> None:
+        for machine in self.cluster.machines:
+            left = [line for line in machine.processes() if not line.startswith("slurmd -D")]
+            assert not left and not machine.files()
+
+
+def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path) -> None:
+    """A node without shared memory, the time limit, a node that crashes, a job that goes before, a first node whose
+    cable is cut. It is cancelled then, and launched again for its last steps, and ends bit for bit as a run that nobody
+    interrupts."""
+    machines = {machine.name: machine for machine in cluster.machines}
+    machines["n1"].run("mount", "-o", "remount,size=64m", "/dev/shm")
+    options = ["--nodes=2", "--spares=1", "--time=30"]
+    run = Launched(cluster, shared, "soak", *options, "run.steps=1000000")
+    run.wait_for_attempt("n0 n2")
+    assert run.attempts == ["n0 n1", "n0 n2"]  # the preflight has found it, and the job has left it out
+    assert "job: node n1: shared memory: 0.06 GiB free; enlarge it" in run.log
+
+    cluster.ask("scontrol", "update", f"JobId={run.number}", "TimeLimit=1")  # Slurm's signal is due at once, or soon
+    run.wait_for_attempt("n0 n2", since=2)
+    assert "job: goes back into the queue, without n1: told to end" in run.log
+    cluster.ask("scontrol", "update", f"JobId={run.number}", "TimeLimit=30")
+
+    machines["n2"].crash()
+    run.wait_for_attempt("n0 n3", since=3)  # in the same allocation
+    assert (run.job["Restarts"], run.log.count("node n2 is lost; see")) == ("1", 2)
+
+    urgent = cluster.ask("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--wrap=sleep 1").strip()
+    run.wait_for_attempt("n0 n3", since=4)
+    assert (cluster.job(urgent)["JobState"], run.job["Restarts"]) == ("COMPLETED", "2")
+
+    machines["n0"].cut()
+    cluster.wait_for_state(run.number, "PENDING", seconds=ENDED_S)
+    machines["n0"].mend()
+    machines["n1"].run("mount", "-o", "remount,size=4g", "/dev/shm")
+    cluster.ask("scontrol", "update", f"JobId={run.number}", "ExcNodeList=")
+    run.wait_for_attempt(run.attempts[-1], since=len(run.attempts))
