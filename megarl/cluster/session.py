@@ -222,8 +222,9 @@ class Session:
             worst = min(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
             errors = worst.fatal_errors()
             all_errors = [error for pending in self._under_way for error in pending.errors.values()]
-            # Without a lost process, an error may follow from what was in the lost node's store.
-            if lost := lost_nodes(self._others, VERDICT_S if any(map(is_loss, all_errors)) else 0.0):
+            # A lost node may be heard of first by those that were connected with its processes, or wanted its store.
+            users = any(rank(error) == 0 for error in all_errors)
+            if lost := lost_nodes(self._others, 0.0 if users else VERDICT_S):
                 self._meeting.note_lost(lost)
                 raise RunFailure(f"{worst.phase}: node {', '.join(lost)} is lost; see {self.logs}")
             raise cause(errors, worst.phase, self.logs)

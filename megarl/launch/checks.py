@@ -40,7 +40,7 @@ def check(request: Request, config: Config) -> list[str]:
 
 
 def _broken_options(request: Request) -> Iterator[str]:
-    counts = {"nodes": (request.nodes, 1), "spares": (request.spares, 0), "gpus-per-node": (request.gpus, 0)}
+    counts = {"spares": (request.spares, 0), "gpus-per-node": (request.gpus, 0)}
     counts |= {"grace": (request.grace, 1), "restarts": (request.restarts, 0), "stalled": (request.stalled, 1)}
     for name, (value, least) in counts.items():
         if value < least:
@@ -92,10 +92,12 @@ def _kind(path: Path) -> str:
 def _check_layout(request: Request, config: Config) -> str:
     """Checks that the ranks fill the nodes."""
     needed, there = num_devices(config), request.nodes * request.gpus
-    if request.gpus and needed < there:
+    if request.gpus and needed != there:
+        enough = -(-needed // request.gpus)
+        remedy = f"give --nodes={enough}, or lower dp" if needed > there else "raise dp"
         raise UserError(
-            f"--nodes={request.nodes}: the layouts have {needed} ranks with a GPU each, and {request.nodes} nodes x "
-            f"--gpus-per-node={request.gpus} = {there}; raise dp of the layouts and rollout.replicas, see megarl plan"
+            f"--nodes={request.nodes}: the layouts have {needed} ranks with a GPU each, and {request.nodes} x "
+            f"--gpus-per-node={request.gpus} are {there} GPUs; {remedy} of the layouts or rollout.replicas, see megarl plan"
         )
     on_gpus = request.gpus > 0
     placed = place(config, cores=1, on_gpus=on_gpus, gpus_per_node=request.gpus if on_gpus else None)

@@ -103,6 +103,10 @@ class Machine:
     def mend(self) -> None:
         run("ip", "link", "set", self._outside, "up")
 
+    @property
+    def is_up(self) -> bool:
+        return self._init.poll() is None
+
     def crash(self) -> None:
         """Ends it at once, with all that runs on it."""
         self._init.kill()

@@ -150,4 +150,11 @@ def _munged(root: Path) -> list[str]:
     key.write_bytes(secrets.token_bytes(1024))
     names = ("pid", "log", "seed")
     files = [f"--{name}-file={folder / name}" for name in names]
-    return [shutil.which("munged"), "--foreground", "--force", f"--key-file={key}", f"--socket={root}/munge.sock", *files]
+    return [
+        shutil.which("munged"),
+        "--foreground",
+        "--force",
+        f"--key-file={key}",
+        f"--socket={root}/munge.sock",
+        *files,
+    ]

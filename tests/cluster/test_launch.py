@@ -66,18 +66,20 @@ class Launched:
         file = self.folder / "metrics.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def wait_for_attempt(self, nodes: str, since: int = 0) -> None:
-        """Waits until an attempt after the first `since` is on these nodes, and its first steps are done."""
+    def wait_for_attempt(self, number: int) -> list[str]:
+        """Waits until the first steps of this attempt are done, counted from 1. Returns its nodes."""
         deadline = time.monotonic() + STARTED_S
-        while len(self.attempts) <= since or self.attempts[-1] != nodes or not self._steps_of_newest_attempt():
+        while len(self.attempts) < number or not self._steps_of_newest_attempt():
             assert time.monotonic() < deadline, (self.job, self.log)
             time.sleep(0.2)
+        assert len(self.attempts) == number, self.log
+        return self.attempts[-1].split()
 
     def _steps_of_newest_attempt(self) -> bool:
         return bool(re.search(r"^0: +\d+/\d+ ", self.log[self.log.rindex(ATTEMPT) :], re.MULTILINE))
 
     def check_nothing_is_left(self) -> None:
-        for machine in self.cluster.machines:
+        for machine in filter(lambda machine: machine.is_up, self.cluster.machines):
             left = [line for line in machine.processes() if not line.startswith("slurmd -D")]
             assert not left and not machine.files()
 
@@ -90,26 +92,41 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     machines["n1"].run("mount", "-o", "remount,size=64m", "/dev/shm")
     options = ["--nodes=2", "--spares=1", "--time=30"]
     run = Launched(cluster, shared, "soak", *options, "run.steps=1000000")
-    run.wait_for_attempt("n0 n2")
-    assert run.attempts == ["n0 n1", "n0 n2"]  # the preflight has found it, and the job has left it out
+    assert run.wait_for_attempt(2) == ["n0", "n2"]  # the preflight has looked at n1
     assert "job: node n1: shared memory: 0.06 GiB free; enlarge it" in run.log
 
     cluster.ask("scontrol", "update", f"JobId={run.number}", "TimeLimit=1")  # Slurm's signal is due at once, or soon
-    run.wait_for_attempt("n0 n2", since=2)
-    assert "job: goes back into the queue, without n1: told to end" in run.log
+    cluster.wait_for_state(run.number, "PENDING", seconds=ENDED_S)
     cluster.ask("scontrol", "update", f"JobId={run.number}", "TimeLimit=30")
+    assert "job: goes back into the queue, without n1: told to end" in run.log
+    first, second = run.wait_for_attempt(3)
 
-    machines["n2"].crash()
-    run.wait_for_attempt("n0 n3", since=3)  # in the same allocation
-    assert (run.job["Restarts"], run.log.count("node n2 is lost; see")) == ("1", 2)
+    machines[second].crash()
+    again = run.wait_for_attempt(4)
+    assert f"job: megarl: error: actor update: node {second} is lost" in run.log
+    assert (run.job["Restarts"], again[0]) == ("1", first)  # in the same allocation
+    assert second not in again
 
     urgent = cluster.ask("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--wrap=sleep 1").strip()
-    run.wait_for_attempt("n0 n3", since=4)
+    first, _ = run.wait_for_attempt(5)
     assert (cluster.job(urgent)["JobState"], run.job["Restarts"]) == ("COMPLETED", "2")
 
-    machines["n0"].cut()
+    machines[first].cut()
     cluster.wait_for_state(run.number, "PENDING", seconds=ENDED_S)
-    machines["n0"].mend()
+    machines[first].mend()
     machines["n1"].run("mount", "-o", "remount,size=4g", "/dev/shm")
     cluster.ask("scontrol", "update", f"JobId={run.number}", "ExcNodeList=")
-    run.wait_for_attempt(run.attempts[-1], since=len(run.attempts))
+    run.wait_for_attempt(6)
+
+    cluster.ask("scancel", run.number)
+    cluster.wait_for_state(run.number, "CANCELLED", seconds=ENDED_S)
+    saved = int((run.folder / "checkpoints/latest").read_text().strip().removeprefix("step_"))
+    last = f"run.steps={saved + 3}"
+    alone = on_one_machine(shared, "alone", *COMMON, last)
+    run = Launched(cluster, shared, "soak", *options, last)
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
+    assert run.log.splitlines()[-1] == "job: done"
+    assert learned(run.folder) == learned(alone)
+    theirs, ours = (load_file(folder / "model/model.safetensors") for folder in (alone, run.folder))
+    assert theirs.keys() == ours.keys() and all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+    run.check_nothing_is_left()

@@ -27,7 +27,7 @@ from tests.tiny_model import write_tiny_llama
 
 MEGARL = [sys.executable, "-m", "megarl.cli"]
 STEPS, RUN_S, END_S = 4, 240, 60
-MEASURED = ("time/", "memory/", "throughput/", "checkpoint/", "refit/", "agreement/")
+MEASURED = ("time/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit/", "agreement/")
 """Metrics that no two runs share, or that say how weights travel."""
 
 COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from megarl.launch.preflight import NodeReport, Objection, await_reports, num_gpus, object_to, tell
+
+NODES, RUN = ("n0", "n1", "n2"), Path("/shared/runs/a")
+SAME = {"torch": "2.13.0", "ray": "2.52.1"}
+
+
+def reports(**problems: list[str]) -> list[NodeReport]:
+    return [NodeReport(node, problems.get(node, []), SAME) for node in NODES]
+
+
+def test_nodes_without_problems() -> None:
+    assert object_to(reports(), NODES, RUN, 60) is None
+
+
+def test_what_is_wrong_on_some_nodes_makes_them_bad() -> None:
+    found = object_to(reports(n1=["7 GPUs, and the run takes 8 of each node"]), NODES, RUN, 60)
+    assert found == Objection("failed", "node n1: 7 GPUs, and the run takes 8 of each node", ["n1"])
+
+
+def test_what_is_wrong_on_all_is_an_error_of_the_user() -> None:
+    everywhere = "model.path=/m: there is no such folder"
+    found = object_to(reports(n0=[everywhere], n1=[everywhere, "disk"], n2=[everywhere]), NODES, RUN, 60)
+    assert found == Objection("user_error", f"on all nodes: {everywhere}")
+
+
+def test_the_node_with_other_versions_is_the_bad_one() -> None:
+    older = NodeReport("n0", [], SAME | {"torch": "2.12.0"})
+    found = object_to([older, *reports()[1:]], NODES, RUN, 60)
+    assert found == Objection("failed", "node n0: torch is 2.12.0, elsewhere 2.13.0", ["n0"])
+
+
+def test_a_silent_node_is_bad_and_files_that_only_the_first_has_are_an_error_of_the_user() -> None:
+    one_silent = object_to(reports()[:2], NODES, RUN, 60)
+    assert one_silent == Objection(
+        "failed", f"node n2: nothing heard in 60 s: down, or without the files in {RUN}", ["n2"]
+    )
+    all_silent = object_to(reports()[:1], NODES, RUN, 60)
+    assert (all_silent.verdict, all_silent.bad) == ("user_error", ["n1", "n2"])
+
+
+def test_reports_travel_by_files_and_are_waited_for(tmp_path: Path) -> None:
+    first, *others = reports(n1=["one"])
+    tell(tmp_path, first)
+    later = threading.Timer(0.3, lambda: [tell(tmp_path, each) for each in others])
+    later.start()
+    assert await_reports(tmp_path, NODES, timeout_s=10) == [first, *others]
+    assert json.loads((tmp_path / "n1").read_text())["problems"] == ["one"]
+    assert await_reports(tmp_path, (*NODES, "n3"), timeout_s=0.1) == [first, *others]
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1,2,3", 4), ("GPU-aa,GPU-bb", 2), ("", 0)])
+def test_gpus_that_slurm_gives_a_task(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert num_gpus() == count

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.launch.request import seconds
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("90", 90 * 60),
+        ("2:30", 150),
+        ("4:00:00", 4 * 3600),
+        ("1-12", 36 * 3600),
+        ("1-00:30", 24 * 3600 + 1800),
+        ("2-01:02:03", 49 * 3600 + 123),
+    ],
+)
+def test_time_limits_as_slurm_writes_them(time: str, expected: int) -> None:
+    assert seconds(time) == expected
+
+
+@pytest.mark.parametrize("time", ["", "soon", "4h", "1:2:3:4", "-5"])
+def test_another_time_is_refused(time: str) -> None:
+    with pytest.raises(UserError, match=f"--time={time}: expected minutes"):
+        seconds(time)

@@ -1,0 +1,207 @@
+"""`megarl launch --dry-run`: the jobs of recipes, and what is refused before a job is queued. What asks Slurm itself is
+tested with a real one by tests/cluster/test_launch.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load
+from megarl.core.errors import UserError
+from megarl.launch import submit
+from megarl.launch.folder import Job, JobFolder
+from megarl.launch.request import CONTAINERS, Request
+from megarl.launch.script import TEMPLATE
+from tests.paths import ROOT
+from tests.published_models import CONFIGS
+
+RECIPES = sorted(file for file in (ROOT / "configs").glob("*.yaml") if file.name != "base.yaml")
+ON_CPU = Request(nodes=1, time="1:00:00", gpus=0)
+SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
+
+
+@pytest.fixture(autouse=True)
+def _temporary_files_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Runs of these tests lie in the folder of temporary files, where launch refuses them."""
+    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
+
+
+@pytest.fixture
+def on_h100s(tmp_path: Path) -> Path:
+    """A recipe for 16 GPUs."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIGS["Qwen2.5-7B"]))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"base: base.yaml\nmodel: {{path: {tmp_path}/model, dtype: bfloat16}}\n"
+        "cluster: {placement: disaggregated}\nactor: {layout: {tp: 4, dp: 2}, recompute: selective}\n"
+        "rollout: {tp: 2, replicas: 4, kv_cache_gib: 20, context_length: 4096, max_new_tokens: 2048}\n"
+        "data: {source: arithmetic}\nrewards: {functions: [{function: exact_match}]}\n"
+        f"run: {{folder: {tmp_path}/runs, name: big}}\n"
+    )
+    return recipe
+
+
+def launch(recipe: Path, request: Request, *overrides: str, sweeps: Sequence[str] = ()) -> list[str]:
+    return list(submit.launch(recipe, overrides, request, sweeps, dry_run=True))
+
+
+def script_of(run: Path) -> str:
+    return JobFolder.of(run).script.read_text()
+
+
+def array(script: str, name: str) -> list[str]:
+    """Returns the words of an array that a script assigns, as bash reads them."""
+    line = re.search(rf"^{name}=\(.*\)$", script, re.MULTILINE)[0]
+    told = subprocess.run(
+        ["bash", "-c", f'{line}; for word in "${{{name}[@]}}"; do printf "%s\\0" "$word"; done'],
+        capture_output=True,
+        check=True,
+    )
+    return told.stdout.decode().split("\0")[:-1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
+    lines = launch(recipe, ON_CPU, f"run.folder={tmp_path}")
+    assert lines[-1] == "dry run: nothing was submitted"
+    run = tmp_path / load(recipe).run.name
+    config = load(JobFolder.of(run).recipe)
+    assert (config.resume, config.checkpoint.on_signal, config.checkpoint.grace_s) == ("auto", True, 105.0)
+    assert subprocess.run(["bash", "-n"], input=script_of(run), text=True).returncode == 0
+    assert array(script_of(run), "megarl") == [sys.executable, "-m", "megarl.cli"]
+
+
+def test_a_script_says_what_was_asked_for(on_h100s: Path, tmp_path: Path) -> None:
+    request = replace(
+        ON_CPU, nodes=2, spares=1, gpus=8, partition="gpu", account="team", options=["--qos=high"], grace=300,
+        restarts=5, setup=["module load cuda"],
+    )  # fmt: skip
+    launch(on_h100s, request)
+    script = script_of(tmp_path / "runs/big")
+    header = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert set(header) >= {
+        *("--job-name=big", "--nodes=3", "--ntasks-per-node=1", "--time=1:00:00", "--signal=B:USR1@300", "--requeue"),
+        *("--gpus-per-node=8", "--partition=gpu", "--account=team", "--qos=high"),
+    }
+    assert "\nnodes_needed=2\nrestarts=5 " in script
+    assert "\nmodule load cuda\n" in script
+    assert JobFolder.of(tmp_path / "runs/big").job() == Job(str(Path.cwd()), nodes=2, gpus=8, stalled=3)
+    assert load(tmp_path / "runs/big/launch/recipe.yaml").cluster.nodes == 2
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_scripts_pass_shellcheck_in_every_container(container: str, tmp_path: Path) -> None:
+    run, image = tmp_path / "a run" / "quickstart", tmp_path / "an image.sqsh"
+    image.touch()
+    request = replace(ON_CPU, container=container, image=None if container == "none" else str(image))
+    launch(ROOT / "configs/quickstart.yaml", request, f"run.folder={run.parent}")
+    checked = subprocess.run([SHELLCHECK, str(JobFolder.of(run).script)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    outside, inside = array(script_of(run), "srun_options"), array(script_of(run), "megarl")
+    mounts = [f"{folder}:{folder}" for folder in (run.parent, Path.cwd())]
+    expected = {
+        "none": ([], [sys.executable, "-m", "megarl.cli"]),
+        "pyxis": ([f"--container-image={image}", f"--container-mounts={','.join(mounts)}"], ["megarl"]),
+        "enroot": ([], ["enroot", "start", *(f"--mount={mount}" for mount in mounts), str(image), "megarl"]),
+        "apptainer": (
+            [],
+            ["apptainer", "exec", *(w for m in mounts for w in ("--bind", m)), str(image), "megarl"],
+        ),
+    }
+    assert (outside, inside) == expected[container]
+
+
+def test_a_sweep_is_an_array_of_runs(tmp_path: Path) -> None:
+    sweeps = ["actor.optimizer.lr=1.0e-6,3.0e-6", "run.seed=0,1"]
+    launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "run.name=s", sweeps=sweeps)
+    script = script_of(tmp_path / "s")
+    assert "#SBATCH --array=0-3\n" in script
+    points = []
+    for number in range(4):
+        environment = {"SLURM_ARRAY_TASK_ID": str(number)}
+        line = re.search(r"^run=.*$", script, re.MULTILINE)[0]
+        told = subprocess.run(["bash", "-c", f'{line}; echo "$run"'], env=environment, capture_output=True, text=True)
+        config = load(JobFolder.of(Path(told.stdout.strip())).recipe)
+        points.append((config.run.name, config.actor.optimizer.lr, config.run.seed))
+    assert points == [("s-0", 1e-6, 0), ("s-1", 1e-6, 1), ("s-2", 3e-6, 0), ("s-3", 3e-6, 1)]
+
+
+def test_ones_own_template(tmp_path: Path) -> None:
+    template = tmp_path / "mine.sbatch"
+    template.write_text(TEMPLATE.read_text().replace("set -uo pipefail", "source /etc/site.sh"))
+    quickstart, keys = ROOT / "configs/quickstart.yaml", f"run.folder={tmp_path}"
+    launch(quickstart, replace(ON_CPU, template=template), keys)
+    assert "source /etc/site.sh" in script_of(tmp_path / "quickstart")
+    template.write_text("#SBATCH --nodes=@node_count@\n")
+    with pytest.raises(UserError, match="@node_count@ is unknown; there are @name@, @nodes@"):
+        launch(quickstart, replace(ON_CPU, template=template), keys)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"nodes": 0}, "cluster.nodes=0: expected at least 1"),
+        ({"time": "2"}, "--time=2: 120 s, but the run is told to save --grace=120 s before the end"),
+        ({"container": "docker", "image": "x"}, "--container=docker: expected one of none, pyxis, enroot, apptainer"),
+        ({"container": "pyxis"}, "--container=pyxis: --image= does not go with it"),
+        ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: there is no such file"),
+        ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such is not there"),
+        ({"template": Path("/no/such")}, "--template=/no/such: there is no such file"),
+        ({"nodes": 4}, "cluster.nodes=4: the ranks take 2 devices, 1 on a node, and so 2 of the nodes would be empty"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_options_that_cannot_be(changed: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        launch(ROOT / "configs/quickstart.yaml", replace(ON_CPU, **changed), f"run.folder={tmp_path}/runs")
+    assert message in str(refused.value)
+    assert not (tmp_path / "runs").exists()  # nothing half-written
+
+
+def test_files_that_only_this_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    keys = [f"run.folder={tmp_path}/runs", "model.path=/dev/shm"]
+    with pytest.raises(UserError) as refused:
+        launch(ROOT / "configs/quickstart.yaml", ON_CPU, *keys)
+    assert [line.split(";")[0] for line in str(refused.value).splitlines()] == [
+        f"run.folder={tmp_path}/runs: it lies on {tmp_path}, which only this machine has",
+        "model.path=/dev/shm: it lies on /dev/shm, which only this machine has",
+    ]
+
+
+def test_nodes_that_the_layout_does_not_fill(on_h100s: Path) -> None:
+    on_gpus = replace(ON_CPU, gpus=8)
+    with pytest.raises(
+        UserError, match="16 ranks with a GPU each, and 1 x --gpus-per-node=8 are 8 GPUs; give --nodes=2"
+    ):
+        launch(on_h100s, on_gpus)
+    with pytest.raises(UserError, match="16 ranks with a GPU each, and 3 x --gpus-per-node=8 are 24 GPUs; raise dp"):
+        launch(on_h100s, replace(on_gpus, nodes=3))
+
+
+def test_a_recipe_that_cannot_fit_and_a_time_that_is_shorter_than_a_step(on_h100s: Path) -> None:
+    on_gpus = replace(ON_CPU, gpus=8, nodes=2)
+    [step] = [line for line in launch(on_h100s, on_gpus) if "a step takes" in line]
+    seconds = int(re.search(r"about (\d+) s", step)[1])
+    assert 0 < seconds < 3000
+    shorter = replace(on_gpus, time="6", grace=200)  # 360 s, of which 200 + 60 + 120 are for start and end
+    with pytest.raises(UserError, match=f"--time=6: 360 s, but a step takes about {seconds} s"):
+        launch(on_h100s, shorter)
+    with pytest.raises(UserError, match="GiB"):
+        launch(on_h100s, on_gpus, "rollout.kv_cache_gib=90")
+
+
+def test_a_finished_run_is_not_launched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "check_beginning", lambda config: f"{config.run.name}: already at step 3 of 3")
+    with pytest.raises(UserError, match="quickstart: already at step 3 of 3"):
+        launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}")
