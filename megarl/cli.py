@@ -253,7 +253,7 @@ def reshard(
         config = load(file, overrides or ())
         found = preview_refit(config, nodes_of, bandwidth)
         if not as_json:
-            typer.echo(f"refit    {transport_of(config)}")
+            typer.echo(f"refit    {transport_of(config, found)}")
     else:
         missing = [option for option, value in sides.items() if value is None]
         if missing:
@@ -278,8 +278,11 @@ def plan(
     ] = None,
     emit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the first plan as a recipe.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Rank the layouts of a recipe that fit on GPUs, by the predicted time of a step. Pure arithmetic."""
+    import json
+
     from megarl.config.load import load
     from megarl.planning import plan_text
     from megarl.planning.hardware import read_cluster
@@ -287,15 +290,15 @@ def plan(
 
     config = load(file, overrides or ())
     planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_it_is, prompt_tokens, response_tokens)
-    typer.echo(plan_text.table(planned))
+    typer.echo(json.dumps(plan_text.as_dict(planned)) if as_json else plan_text.table(planned))
     if emit is not None:
         plan_text.emit(planned, file, overrides or (), config, emit, gpus)
-        typer.echo(f"wrote {emit}")
+        typer.echo(f"wrote {emit}", err=as_json)
     if html is not None:
         from megarl.report import plan_page
 
         plan_page.write(planned, html)
-        typer.echo(f"wrote {html}")
+        typer.echo(f"wrote {html}", err=as_json)
 
 
 @app.command()

@@ -86,8 +86,9 @@ class Refit:
 
     @property
     def transport(self) -> Literal["shared_memory", "cuda_ipc", "p2p"]:
-        """The transport of the weights."""
-        return "p2p" if self._config.sends_weights else device.memory_transport()
+        """The transport of the weights, by the plan: they are read where they lie if each node has all that its engines
+        take."""
+        return "p2p" if self._config.sends_weights or self._plan.crosses_nodes else device.memory_transport()
 
     def _checksums(self, wanted: Sequence[Region]) -> Mapping[Region, Checksum]:
         return self._trainers.checksums(wanted, self._compact_export_plan).result()
@@ -114,7 +115,7 @@ class Refit:
         bucket_mib = self._config.rollout.refit_bucket_mib
         bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         plan = make_plan(self._trainers.holders, self._engines.holders, bucket_bytes)
-        return ordered(plan) if self.transport == "p2p" else plan
+        return ordered(plan) if self._config.sends_weights or plan.crosses_nodes else plan
 
     def _rendezvous(self) -> Rendezvous:
         """Makes a new rendezvous each time, because one that somebody left cannot go on."""

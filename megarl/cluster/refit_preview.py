@@ -50,7 +50,8 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
     return plan_figures(inputs, make_sides, speeds, bucket_bytes)
 
 
-def transport_of(config: Config) -> str:
-    """Returns a line that says how the recipe's weights come to its engines."""
-    way = "sent, over NCCL or gloo" if config.sends_weights else "read where they lie, by CUDA IPC or in shared memory"
+def transport_of(config: Config, found: Figures) -> str:
+    """Returns a line that says how the recipe's weights come to its engines. found: the figures of their plan."""
+    sends = config.sends_weights or found.bytes_by_link["inter"] > 0
+    way = "sent, over NCCL or gloo" if sends else "read where they lie, by CUDA IPC or in shared memory"
     return f"cluster.placement={config.cluster.placement}, rollout.transport={config.rollout.transport}: {way}"

@@ -474,9 +474,9 @@ class Config(Section):
 
     @property
     def sends_weights(self) -> bool:
-        """Whether engines are sent the actor's weights; else they read them where they lie."""
+        """Whether engines are sent the actor's weights; else they read them where they lie, if their node has them."""
         chosen = self.rollout.transport
-        return chosen == "p2p" or (chosen == "auto" and (not self.is_colocated or self.cluster.nodes > 1))
+        return chosen == "p2p" or (chosen == "auto" and not self.is_colocated)
 
     def placed(self, role: MegatronRole) -> Placed:
         """Returns the section of a model that runs in Megatron."""

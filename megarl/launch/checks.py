@@ -17,6 +17,7 @@ from megarl.launch.request import CONTAINERS, Request
 from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import read_cluster
 from megarl.planning.plan import plan_recipe
+from megarl.planning.shared_gpu_rules import shared_nodes_have_all_weights
 
 SLACK_S = 60
 """The seconds by which Slurm's signal before a time limit may come early."""
@@ -97,9 +98,11 @@ def _check_layout(request: Request, config: Config) -> str:
         remedy = f"give --nodes={enough}, or lower dp" if needed > there else "raise dp"
         raise UserError(
             f"--nodes={request.nodes}: the layouts have {needed} ranks with a GPU each, and {request.nodes} x "
-            f"--gpus-per-node={request.gpus} are {there} GPUs; {remedy} of the layouts or rollout.replicas, see megarl plan"
+            f"--gpus-per-node={request.gpus} are {there} GPUs; {remedy} of the layouts or rollout.replicas (see megarl "
+            "plan)"
         )
     on_gpus = request.gpus > 0
+    raise_all([shared_nodes_have_all_weights(config, request.gpus)] if on_gpus else [])
     placed = place(config, cores=1, on_gpus=on_gpus, gpus_per_node=request.gpus if on_gpus else None)
     return placed.describe()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +46,11 @@ class EffectiveShare:
         self._run = run
         self._lasted = effective_time(run).lasted if ALLOCATED in os.environ else 0.0
 
-    def metrics(self, step_s: float) -> dict[str, float]:
-        """Returns the metric at the end of a step that took so many seconds."""
+    def metrics(self, of_step: Mapping[str, float]) -> dict[str, float]:
+        """Returns the metric at the end of a step. of_step: its other metrics."""
         if ALLOCATED not in os.environ:
             return {}
-        self._lasted += step_s
+        self._lasted += of_step["time/step"]
         return {"cluster/effective_share": EffectiveTime(self._lasted, allocated_s(self._run, time.time())).share}
 
 

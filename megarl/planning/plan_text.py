@@ -14,6 +14,7 @@ from megarl.core.errors import UserError
 from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import GIB
 from megarl.planning.plan import Planned, describe_layout
+from megarl.planning.shared_gpu_rules import stays_in_nodes
 from megarl.planning.step_plan import StepPlan, StepTimes, host_memory
 from megarl.resharding.planning.preview import show_bytes
 
@@ -42,6 +43,39 @@ def table(planned: Planned) -> str:
         ]
     lines += [f"{name:<10}{value}" for name, value in _details(best, used)]
     return "\n".join(lines)
+
+
+def as_dict(planned: Planned) -> dict[str, Any]:
+    """Returns the plans as data: seconds, bytes, and keys of recipes."""
+    plans = [planned.best] if planned.found is None else planned.found.plans[:SHOWN]
+    return {
+        "gpus": f"{planned.best.cluster.num_gpus}x{planned.best.cluster.name}",
+        "parameters": planned.num_parameters,
+        "layouts_tried": None if planned.found is None else planned.found.tried,
+        "plans": [_plan_dict(plan) for plan in plans],
+    }
+
+
+def _plan_dict(plan: StepPlan) -> dict[str, Any]:
+    config, times = plan.config, plan.times
+    engines = None if config.is_offline else {"replicas": config.rollout.replicas, "tp": config.rollout.tp}
+    return {
+        "layout": describe_layout(config.actor.layout.model_dump()),
+        "engines": engines,
+        "kv_cache_gib": None if config.is_offline else config.rollout.kv_cache_gib,
+        "recompute": config.actor.recompute,
+        "offload": config.actor.offload,
+        "nodes": _on_nodes(plan).cluster.nodes,
+        "step_seconds": times.seconds,
+        "phase_seconds": times.phases,
+        "bounds": times.bounds,
+        "overlapped_seconds": times.overlapped(config.is_colocated),
+        "gpu_bytes": {load.phase: dict(load.parts) for load in plan.loads},
+        "host_bytes": dict(plan.host),
+        "bubble": {role: time.bubble for role, time in times.training.items()},
+        "sent_bytes": {role: dict(time.volume) for role, time in times.training.items()},
+        "concurrent_sequences": None if times.rollout is None else times.rollout.concurrent,
+    }
 
 
 def _ranking(plans: Sequence[StepPlan]) -> list[str]:
@@ -97,6 +131,10 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         rows.append(("", f"a GPU sends in a step: {sent}"))
     if times.refit is not None:
         rows.append(("refit", f"{show_bytes(times.refit.entering)} enter each node of engines"))
+        if config.is_colocated and not stays_in_nodes(config.actor.layout, cluster.gpus_per_node):
+            rows.append(
+                ("", "colocated, engines only read what is on their own node, so that a run refuses this so far")
+            )
     overlapped = times.overlapped(config.is_colocated)
     if overlapped is not None:
         rows.append(("async", _asynchrony(config, times, overlapped)))
@@ -131,13 +169,14 @@ def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config
 
     Raises UserError where the file is there already, or cannot be written.
     """
-    target = planned.best.config.model_dump()
+    best = planned.best
+    config = _on_nodes(best)
+    target = config.model_dump()
     values: dict[str, Any] = {"base": os.path.relpath(recipe.resolve(), path.resolve().parent)}
     for override in overrides:
         _put(values, override.partition("=")[0].split("."), target)
     for key in _changed((), given.model_dump(), target):
         _put(values, key, target)
-    best = planned.best
     lines = [
         f"# By `megarl plan {recipe} --gpus {gpus}`: a step of {best.times.seconds:.1f} s is predicted,",
         f"# and {best.fullest.total / GIB:.1f} of {best.cluster.gpu.memory_gib:g} GiB on the fullest GPU.",
@@ -150,7 +189,13 @@ def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config
         raise UserError(f"--emit {path}: already there, and nothing is overwritten; name another file") from None
     except OSError as error:
         raise UserError(f"--emit {path}: it cannot be written ({error.strerror})") from None
-    assert load(path) == planned.best.config, "the overlay is not the plan"
+    assert load(path) == config, "the overlay is not the plan"
+
+
+def _on_nodes(plan: StepPlan) -> Config:
+    """Returns the plan's config with the nodes that its ranks fill."""
+    nodes = -(-num_devices(plan.config) // plan.cluster.gpus_per_node)
+    return plan.config.model_copy(update={"cluster": plan.config.cluster.model_copy(update={"nodes": nodes})})
 
 
 def _changed(key: tuple[str, ...], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.config.divisors import divisors
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Layout
 
 
 def engines_fill_the_shared_gpus(config: Config) -> str | None:
@@ -35,16 +35,33 @@ def sharing_engines_sleep(config: Config) -> str | None:
 def sharing_ranks_do_not_send(config: Config) -> str | None:
     if not _shares_gpus(config) or not config.sends_weights:
         return None
-    if config.cluster.nodes > 1:
-        return (
-            f"cluster.nodes={config.cluster.nodes}: weights are sent between nodes, but NCCL does not send from a GPU "
-            "to itself, and with cluster.placement=colocated trainer and engine are on the same; set "
-            "cluster.placement=disaggregated"
-        )
     return (
         f"rollout.transport={config.rollout.transport}: NCCL does not send from a GPU to itself, and with "
         "cluster.placement=colocated trainer and engine are on the same; set rollout.transport=auto"
     )
+
+
+def shared_nodes_have_all_weights(config: Config, gpus_per_node: int) -> str | None:
+    """Colocated, engines read what is on their own node: NCCL does not send from a GPU to itself, and so not what may
+    lie on the same GPU."""
+    layout = config.actor.layout
+    if not _shares_gpus(config) or stays_in_nodes(layout, gpus_per_node):
+        return None
+    return (
+        f"actor.layout: with pp={layout.pp}, tp={layout.tp}, ep={layout.ep} and etp={layout.expert_tp} no node of "
+        f"{gpus_per_node} GPUs has all weights, which colocated engines read on their own node; set pp=1, and ep x etp "
+        f"to a divisor of {gpus_per_node}, or cluster.placement=disaggregated"
+    )
+
+
+def stays_in_nodes(layout: Layout, devices_per_node: int) -> bool:
+    """Returns whether the ranks of each node have all parameters together. The ranks of a pipeline's stage lie one
+    after the other, before those of the next stage; in a stage, tensor-parallel ranks are neighbours, and for experts
+    the ep x etp ranks that share them out."""
+    if layout.world_size <= devices_per_node:
+        return True
+    experts = layout.ep * layout.expert_tp if layout.ep > 1 else 1
+    return layout.pp == 1 and devices_per_node % layout.tp == 0 and devices_per_node % experts == 0
 
 
 def _shares_gpus(config: Config) -> bool:

@@ -126,7 +126,7 @@ class Loop:
             others = Meeting(self.folder.nodes).reports() if self.config.cluster.nodes > 1 else []
             peaks = [memory.peak_gb(), *(node.peak_gb for node in others)]
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = map(max, zip(*peaks, strict=True))
-            metrics |= effective_share.metrics(metrics["time/step"])
+            metrics |= effective_share.metrics(metrics)
             metrics |= self.saver.save(trained, state.step, state.dump())
             for sink in sinks:
                 sink.write(state.step, metrics)

@@ -19,6 +19,18 @@ from tests.paths import ROOT
 
 STARTED_S, ENDED_S = 150, 90
 ATTEMPT = "job: attempt on "
+REWARD = """
+import time
+from pathlib import Path
+
+
+def digit_shares(prompts, responses, answers):
+    if Path(__file__).with_name("slow").exists():
+        time.sleep(0.5)
+    return [sum(c.isdigit() for c in response) / max(1, len(response)) for response in responses]
+"""
+"""A reward by which a step takes half a second, while there is the file `slow`."""
+
 ELSEWHERE = "/var/tmp"
 """A folder for temporary files: launch refuses runs in the one of a single machine, where the shared folder lies."""
 
@@ -27,6 +39,8 @@ ELSEWHERE = "/var/tmp"
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("jobs")
     write_recipe(folder)
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "slow").touch()
     return folder
 
 
@@ -91,7 +105,8 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     machines = {machine.name: machine for machine in cluster.machines}
     machines["n1"].run("mount", "-o", "remount,size=64m", "/dev/shm")
     options = ["--nodes=2", "--spares=1", "--time=30"]
-    run = Launched(cluster, shared, "soak", *options, "run.steps=1000000")
+    rewards = f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]"
+    run = Launched(cluster, shared, "soak", *options, rewards, "run.steps=1000000")
     assert run.wait_for_attempt(2) == ["n0", "n2"]  # the preflight has looked at n1
     assert "job: node n1: shared memory: 0.06 GiB free; enlarge it" in run.log
 
@@ -107,7 +122,9 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     assert (run.job["Restarts"], again[0]) == ("1", first)  # in the same allocation
     assert second not in again
 
-    urgent = cluster.ask("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--wrap=sleep 1").strip()
+    urgent = cluster.ask(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--output=/dev/null", "--wrap=sleep 1"
+    ).strip()
     first, _ = run.wait_for_attempt(5)
     assert (cluster.job(urgent)["JobState"], run.job["Restarts"]) == ("COMPLETED", "2")
 
@@ -121,9 +138,10 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     cluster.ask("scancel", run.number)
     cluster.wait_for_state(run.number, "CANCELLED", seconds=ENDED_S)
     saved = int((run.folder / "checkpoints/latest").read_text().strip().removeprefix("step_"))
+    (shared / "slow").unlink()
     last = f"run.steps={saved + 3}"
-    alone = on_one_machine(shared, "alone", *COMMON, last)
-    run = Launched(cluster, shared, "soak", *options, last)
+    alone = on_one_machine(shared, "alone", *COMMON, rewards, last)
+    run = Launched(cluster, shared, "soak", *options, rewards, last)
     cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
     assert run.log.splitlines()[-1] == "job: done"
     assert learned(run.folder) == learned(alone)

@@ -32,9 +32,13 @@ MEASURED = ("time/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit
 
 COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]
 RECIPES = {
+    # Each node has all weights, which its engine reads in shared memory; else they are sent.
     "colocated PPO on 2": (
         2,
-        ["algorithm.advantage={estimator: gae, gae_lambda: 1.0}", "critic.layout.dp=2", "critic.threads=1"],
+        [
+            *("algorithm.advantage={estimator: gae, gae_lambda: 1.0}", "critic.layout.dp=2", "critic.threads=1"),
+            *("actor.layout.pp=1", "actor.layout.dp=2", "rollout.replicas=2"),
+        ],
     ),
     "disaggregated GRPO on 3": (3, ["cluster.placement=disaggregated", "cluster.timeouts.start=120"]),
 }
@@ -133,6 +137,7 @@ def test_a_run_over_nodes_learns_what_one_machine_does(machines: list[Machine], 
     with cluster_run(machines[:count], shared, f"{short}-nodes", *overrides) as run:
         assert [run.end(i, RUN_S if i == 0 else END_S) for i in range(count)] == [0] * count, run.output(0)
         run.check_nothing_is_left()
+    assert f"refit: by {'shared_memory' if 'colocated' in name else 'p2p'}, the first" in run.output(0)
     assert len(learned(run.folder)) == STEPS
     assert learned(run.folder) == learned(alone)
     for file in sorted((alone / "rollouts").iterdir()):

@@ -348,6 +348,19 @@ def test_plan_writes_a_recipe_that_is_the_plan(
     ]
     assert run(monkeypatch, *command) == 2
     assert "already there, and nothing is overwritten" in capsys.readouterr().err
+    assert load(out).cluster.nodes == 2
+
+
+def test_plan_as_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str) -> None:
+    keys = (planned_model, "data.source=arithmetic")
+    assert run(monkeypatch, "plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", *keys, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["gpus"], len(found["plans"])) == ("8xH100-80GB", 5)
+    seconds = [plan["step_seconds"] for plan in found["plans"]]
+    assert seconds == sorted(seconds)
+    for plan in found["plans"]:
+        assert sum(plan["phase_seconds"].values()) == pytest.approx(plan["step_seconds"])
+        assert all(0 < sum(parts.values()) <= 80 * 2**30 for parts in plan["gpu_bytes"].values())
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ LAYERS = (
     ("ops", "planning", "data", "rewards", "environments", "resharding"),
     ("megatron", "rollout", *TENSOR_RESHARDING),
     ("cluster",),
-    ("step", "run", "report", "doctor"),
+    ("step", "run", "report", "doctor", "launch"),
     ("cli.py", "train.py", "finetune.py"),
 )
 """The house from the ground up, in folders and files of megarl/. A module may import its own layer and those below; the
@@ -44,7 +44,18 @@ OWNERS = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
 
 HEAVY = {"torch", "megatron", "vllm", "ray", "transformers"}
 
-LIGHT = ("cli.py", "core", "algorithms", "config", "planning", "resharding", "rewards", "environments", "doctor")
+LIGHT = (
+    "cli.py",
+    "core",
+    "algorithms",
+    "config",
+    "planning",
+    "resharding",
+    "rewards",
+    "environments",
+    "doctor",
+    "launch",
+)
 """The parts that import nothing heavy at module level, but for these:"""
 
 HEAVY_PARTS = (*TENSOR_RESHARDING, "core/device.py")

@@ -133,6 +133,12 @@ class Plan:
             digest.update(json.dumps([bucket.links, bucket.onward, bucket.moves]).encode())
         return digest.hexdigest()
 
+    @cached_property
+    def crosses_nodes(self) -> bool:
+        """Whether something travels from one machine to another."""
+        links = (link for bucket in self.buckets for link in (*bucket.links, *bucket.onward))
+        return any(self.nodes[source] != self.nodes[destination] for source, destination in links)
+
     def into(self, name: str) -> Writes:
         """Returns what is written into one holder. Raises ValueError for a name that is not a destination's."""
         if name not in self.holders[self.num_sources :]:

@@ -60,10 +60,13 @@ def test_devices_are_shared_as_far_as_both_have_ranks_on_them(model: Path) -> No
 
 
 def test_the_transport_is_the_recipes(model: Path) -> None:
-    assert transport_of(recipe(model, "colocated")).endswith(
+    """On nodes of two devices, which have a stage each, colocated engines are sent the other stage."""
+    colocated, apart = recipe(model, "colocated"), recipe(model, "disaggregated")
+    assert transport_of(colocated, preview_refit(colocated, 8, SPEEDS)).endswith(
         "cluster.placement=colocated, rollout.transport=auto: read where they lie, by CUDA IPC or in shared memory"
     )
-    assert transport_of(recipe(model, "disaggregated")).endswith("auto: sent, over NCCL or gloo")
+    assert transport_of(colocated, preview_refit(colocated, 2, SPEEDS)).endswith("auto: sent, over NCCL or gloo")
+    assert transport_of(apart, preview_refit(apart, 8, SPEEDS)).endswith("auto: sent, over NCCL or gloo")
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,12 @@ def test_the_share_is_of_steps_that_lasted(run: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv(ALLOCATED, "1100")
     share = EffectiveShare(run)
     monkeypatch.setattr("megarl.launch.effective_time.time.time", lambda: 1170.0)
-    assert share.metrics(step_s=20.0) == {"cluster/effective_share": pytest.approx(70 / 170)}
+    assert share.metrics({"time/step": 20.0}) == {"cluster/effective_share": pytest.approx(70 / 170)}
 
 
 def test_a_run_outside_of_a_job_has_no_such_metric(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ALLOCATED, raising=False)
-    assert EffectiveShare(run).metrics(step_s=1.0) == {}
+    assert EffectiveShare(run).metrics({"time/step": 1.0}) == {}
 
 
 def test_attempts_that_saved_nothing_new_are_counted_from_the_latest_on(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ CASES: dict[str, tuple[Limit, Callable[[Groups, Path], Any]]] = {
 
 def connect(refit: Refit) -> None:
     """Stands in for Refit._connect."""
-    refit._plan, refit._connected = "plan", refit._engines.names
+    refit._plan, refit._connected = SimpleNamespace(crosses_nodes=False), refit._engines.names
 
 
 @pytest.fixture
