@@ -111,6 +111,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Llama-3.1-8B": _LLAMA
     | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
+    "Llama-3.1-70B": _LLAMA
+    | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
     "Llama-3.1-405B": _LLAMA
     | {"hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128, "intermediate_size": 53248},
     "Mistral-7B-v0.3": _MISTRAL,
@@ -152,6 +154,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "intermediate_size": 18944,
     },
+    "Qwen2.5-32B": _QWEN2
+    | {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 27648,
+    },
     "Qwen2.5-72B": _QWEN2
     | {
         "hidden_size": 8192,
@@ -168,6 +178,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 3072,
         "tie_word_embeddings": True,
     },
+    "Qwen3-8B": _QWEN3
+    | {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288},
     "Qwen3-32B": _QWEN3
     | {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "intermediate_size": 25600},
     "Qwen3-30B-A3B": _QWEN3_MOE
@@ -233,6 +245,7 @@ PARAMETERS: dict[str, int] = {
     "SmolLM2-1.7B": 1_711_376_384,
     "Llama-3.2-1B": 1_235_814_400,
     "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
     "Llama-3.1-405B": 405_853_388_800,
     "Mistral-7B-v0.3": 7_248_023_552,
     "Mixtral-8x7B": 46_702_792_704,
@@ -240,8 +253,10 @@ PARAMETERS: dict[str, int] = {
     "Phi-4": 14_659_507_200,
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
     "Qwen2.5-72B": 72_706_203_648,
     "Qwen3-0.6B": 596_049_920,
+    "Qwen3-8B": 8_190_735_360,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,

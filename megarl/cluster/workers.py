@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +68,23 @@ class Workers:
     def offloaded(self) -> Iterator[dict[str, Metric]]:
         """Offloads what the trainers' keys `offload` name while it is inside, and makes the engines sleep at the end.
         Yields the bytes that the trainers free, as metrics."""
-        groups = [group for group in self.trained if group.offloads]
-        moving = [group.offload() for group in groups]
+        with self._away(("parameters", "gradients", "optimizer")) as freed:
+            yield freed
+            self.engines.sleep().result()
+
+    @contextmanager
+    def room_for_weights(self) -> Iterator[None]:
+        """Gives up the trainers' gradients while it is inside, where their keys `offload` name them: engines that share
+        their GPUs wake then."""
+        with self._away(("gradients",)):
+            yield
+
+    @contextmanager
+    def _away(self, parts: Collection[str]) -> Iterator[dict[str, Metric]]:
+        groups = [group for group in self.trained if group.offloads.intersection(parts)]
+        moving = [group.offload(parts) for group in groups]
         yield {name: metric for pending in moving for name, metric in pending.result().items()}
-        self.engines.sleep().result()
-        for pending in [group.onload() for group in groups]:
+        for pending in [group.onload(parts) for group in groups]:
             pending.result()
 
     def close(self) -> None:

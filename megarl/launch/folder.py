@@ -1,14 +1,15 @@
 """The folder of a job in its run's folder, by which the login node, the job's script and its tasks know of each other.
 
-job.sbatch          the script, as it was submitted
-recipe.yaml         the run's config, resolved
-job.json            the things that tasks need to know of the job, see Job
-job-NUMBER.log      the output of the job
-attempts/NUMBER     an attempt at the run, see Attempt; touched as long as it is under way
-preflight/STEP/     what each node of an attempt says of itself; each sees there that it shares files with the first
-driver              node and process of the task that drives
-verdict             how the attempt ended, and why, in a line each
-bad_nodes           the nodes that attempts have found to be bad, a line each
+job.sbatch        the script, as it was submitted
+recipe.yaml       the run's config, resolved
+job.json          the things that tasks need to know of the job, see Job
+submitted         the number of the job that was submitted last
+job-NUMBER.log    the output of the job
+attempts/NUMBER   an attempt at the run, see Attempt; touched as long as it is under way
+preflight/STEP/   what each node of an attempt says of itself; each sees there that it shares files with the first
+driver            node and process of the task that drives
+verdict           how the attempt ended, why, and which nodes are bad, in a line each
+bad_nodes         those of all attempts; the script's own
 """
 
 from __future__ import annotations
@@ -88,10 +89,6 @@ class JobFolder:
     def verdict(self) -> Path:
         return self.path / "verdict"
 
-    @property
-    def bad_nodes(self) -> Path:
-        return self.path / "bad_nodes"
-
     def preflight(self, step: str) -> Path:
         """Returns the folder of one step of a job: of one attempt."""
         return self.path / "preflight" / step
@@ -120,10 +117,6 @@ class JobFolder:
         attempts = [attempt for attempt, _ in self.attempts()]
         return list(takewhile(lambda attempt: attempt.saved == step, reversed(attempts)))
 
-    def judge(self, verdict: Verdict, cause: str) -> None:
-        """Says how the attempt ended. cause: one line for people."""
-        replace_text(self.verdict, f"{verdict}\n{cause}\n")
-
-    def note_bad(self, nodes: Sequence[str]) -> None:
-        with self.bad_nodes.open("a", encoding="utf-8") as file:
-            file.writelines(f"{node}\n" for node in nodes)
+    def judge(self, verdict: Verdict, cause: str, bad: Sequence[str] = ()) -> None:
+        """Says how the attempt ended. cause: one line for people; bad: the nodes to do without."""
+        replace_text(self.verdict, "".join(f"{line}\n" for line in (verdict, cause, *bad)))

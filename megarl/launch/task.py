@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,19 +111,17 @@ def drive(task: Task, folder: JobFolder) -> int:
     preflight.mkdir(parents=True)
     tell(preflight, look_at_node(task.node, run, job, config))
     if objection := object_to(await_reports(preflight, task.nodes, HEAR_S), task.nodes, run, HEAR_S):
-        folder.note_bad(objection.bad)
-        return _judge(folder, objection.verdict, objection.cause)
+        return _judge(folder, objection.verdict, objection.cause, objection.bad)
     status, cause = _train(task, folder, attempt)
     verdict = VERDICTS.get(status, "failed")
-    if verdict == "failed" and job.nodes > 1:
-        folder.note_bad(Meeting(run / NODES).lost())
+    lost = Meeting(run / NODES).lost() if verdict == "failed" and job.nodes > 1 else ()
     print(f"job: {effective_time(run)}", flush=True)
-    return _judge(folder, verdict, cause or f"megarl train ended with status {status}; see {run / 'logs'}")
+    return _judge(folder, verdict, cause or f"megarl train ended with status {status}; see {run / 'logs'}", lost)
 
 
-def _judge(folder: JobFolder, verdict: Verdict, cause: str) -> int:
+def _judge(folder: JobFolder, verdict: Verdict, cause: str, bad: Sequence[str] = ()) -> int:
     """Says how the attempt ended, and returns the exit status, by which srun ends the other tasks."""
-    folder.judge(verdict, cause)
+    folder.judge(verdict, cause, bad)
     return 0 if verdict == "done" else 1
 
 

@@ -1,4 +1,5 @@
-"""Offload of parameters, gradients and the optimizer's state to host memory and back: each on its own, bit by bit."""
+"""Offload of parameters, gradients and the optimizer's state: to host memory and back, each on its own, bit by bit;
+gradients are given up, as every update begins with zeros."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ class Offload:
     """Moves storages, so that all views of them (parameters in DDP's buffers, the optimizer's shards) stay valid; their
     addresses change, and while a part is away its tensors must not be used.
 
+    Gradients take no host memory and no time: they come back as zeros.
+
     On CPU the storages are released into copies that are host memory as well: the same path, and nothing is gained.
     Parameters that are published in shared memory are read there by the engines, and cannot move.
     """
@@ -27,18 +30,20 @@ class Offload:
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None = None):
         """optimizer: the model's optimizer, None for a model that is not trained, which has parameters only."""
         self._chunks, self._optimizer = chunks, optimizer
-        self._away: dict[Part, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
+        self._away: dict[Part, list[tuple[torch.UntypedStorage, torch.Tensor | int]]] = {}
+        """The storages that are away, each with its bytes in host memory, or their number where they were given up."""
         self._hosts: dict[int, torch.Tensor] = {}
         """Host memory of the bytes of each storage while it is away."""
 
     def move_out(self, part: Part) -> int:
-        """Moves a part to host memory, and returns the bytes that this frees on the device. Raises UserError where the
-        part is published."""
+        """Moves a part away, and returns the bytes that this frees on the device. Raises UserError where the part is
+        published."""
         assert part not in self._away, f"{part} are away already"
         storages = list(self._storages(part))
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in storages):
             raise UserError(f"offload: the {part} are published in shared memory, where engines read them; keep them")
-        self._away[part] = [(storage, self._to_host(storage)) for storage in storages]
+        keep = torch.UntypedStorage.nbytes if part == "gradients" else self._to_host
+        self._away[part] = [(storage, keep(storage)) for storage in storages]
         num_bytes = sum(storage.nbytes() for storage in storages)
         device.synchronize()  # the copies are done before the memory is anybody else's
         for storage in storages:
@@ -50,11 +55,15 @@ class Offload:
         """Moves a part back, and returns the bytes that this takes on the device. Does nothing for a part that is
         there."""
         away = self._away.pop(part, [])
-        for storage, host in away:
-            storage.resize_(host.numel())
-            _bytes(storage).copy_(host, non_blocking=True)
+        for storage, kept in away:
+            if isinstance(kept, int):
+                storage.resize_(kept)
+                _bytes(storage).zero_()
+            else:
+                storage.resize_(kept.numel())
+                _bytes(storage).copy_(kept, non_blocking=True)
         device.synchronize()
-        return sum(host.numel() for _, host in away)
+        return sum(storage.nbytes() for storage, _ in away)
 
     def _to_host(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Copies a storage to host memory: with a GPU, to the same memory each time, because locking it takes long."""

@@ -177,7 +177,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         memory = max((m for m, _ in _stages(config, settings, model, workload)), key=lambda m: m.weights + m.optimizer)
         states = _states(settings, memory)
         stepped = memory.optimizer - states["optimizer"]
-        _add(parts, f"{role}: offloaded", ranks * sum(states[part] for part in set(settings.offload)))
+        _add(parts, f"{role}: offloaded", ranks * sum(states[part] for part in {*settings.offload} - {"gradients"}))
         _add(parts, f"{role}: optimizer on the host", ranks * stepped)
         if config.checkpoint.every_steps is not None and config.checkpoint.background:
             replicas = settings.layout.dp * settings.layout.cp

@@ -67,10 +67,14 @@ def engine_loads(
     engine   bytes of the engine's weights
     always   parts -> bytes of what is there in both
     """
-    refit = {
-        **{f"{role}: weights, gradients, optimizer": sum(states.values()) for role, states in models.items() if states},
-        "engine: weights": engine,
-    }
+    refit = {}
+    for role, states in models.items():
+        # See Workers.room_for_weights.
+        there = [part for part in states if part != "gradients" or part not in config.placed(role).offload]
+        if there:
+            names = ", ".join(there).replace("parameters", "weights")
+            refit[f"{role}: {names}"] = sum(states[part] for part in there)
+    refit["engine: weights"] = engine
     staying = {
         f"{role}: {part}": size
         for role, states in models.items()
@@ -79,7 +83,11 @@ def engine_loads(
     }
     rollout = {**staying, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
     return (
-        Load("while the engine takes weights", refit | always, "give the layouts more tp, pp or ep"),
+        Load(
+            "while the engine takes weights",
+            refit | always,
+            "give the layouts more tp, pp or ep, or offload gradients",
+        ),
         Load("while the engine samples", rollout | always, "lower rollout.kv_cache_gib, or move more by actor.offload"),
     )
 

@@ -54,6 +54,16 @@ def shared_nodes_have_all_weights(config: Config, gpus_per_node: int) -> str | N
     )
 
 
+def missing_parts(config: Config, gpus_per_node: int) -> list[str]:
+    """Returns lines with what a run on such nodes would need, and megarl does not do so far."""
+    missing = []
+    if _shares_gpus(config) and not stays_in_nodes(config.actor.layout, gpus_per_node):
+        missing.append("colocated, engines only read weights that are on their own node")
+    if not config.is_offline and config.rollout.tp > gpus_per_node:
+        missing.append(f"an engine is on one node, and rollout.tp={config.rollout.tp} is larger")
+    return missing
+
+
 def stays_in_nodes(layout: Layout, devices_per_node: int) -> bool:
     """Returns whether the ranks of each node have all parameters together. The ranks of a pipeline's stage lie one
     after the other, before those of the next stage; in a stage, tensor-parallel ranks are neighbours, and for experts

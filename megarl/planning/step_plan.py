@@ -173,8 +173,8 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         share = optimizer_share_in_host(settings, empty)
         passes = workload.passes if role == "actor" else 1
         training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, share)
-        sizes = {"parameters": empty.weights, "gradients": empty.gradients, "optimizer": empty.optimizer * (1 - share)}
-        moved = sum(sizes[part] for part in set(settings.offload))
+        sizes = {"parameters": empty.weights, "optimizer": empty.optimizer * (1 - share)}  # gradients are given up
+        moved = sum(size for part, size in sizes.items() if part in settings.offload)
         moving += 2 * moved / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
     if workload.is_offline:
         return StepTimes(None, training, None, 0.0, not config.is_colocated)

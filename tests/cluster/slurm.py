@@ -45,7 +45,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1,sched_interval=5
 ReturnToService=2
-KillWait=5
+KillWait=30
 MinJobAge=600
 SlurmdTimeout={down_s}
 PreemptType=preempt/partition_prio

@@ -64,6 +64,8 @@ def away_and_back(store, rank: int, config: Config, folder: Path) -> tuple:
         freed[part] = offload.move_out(part)
         assert all(p.untyped_storage().nbytes() == 0 for p in tensors(worker)[part])
         assert offload.move_in(part) == freed[part]
+        if part == "gradients":  # given up: an update begins with zeros
+            before[part] = checksum([torch.zeros_like(value) for value in tensors(worker)[part]])
         assert before == {part: checksum(values) for part, values in tensors(worker).items()}
     assert [offload.move_out(part) for part in PARTS] == list(freed.values())
     assert [offload.move_in(part) for part in PARTS] == list(freed.values())

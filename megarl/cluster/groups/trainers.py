@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
 
     def __init__(self, session: Session, config: Config, role: Role, model_folder: Path, processes: Sequence[Process]):
         super().__init__(session, config, role, model_folder, processes)
-        self.offloads = bool(config.placed(role).offload)
+        self.offloads = frozenset(config.placed(role).offload)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
         """Loads the checkpoint on all ranks. Raises UserError that names a damaged file, before any rank reads more
@@ -193,15 +193,17 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             "renewal of the reference", "update", "renew_reference", lambda worker: worker.renew_reference()
         )
 
-    def offload(self) -> Pending[dict[str, Metric]]:
-        """Makes room on the devices, until `onload`. The result has the bytes that this frees over all ranks, as
-        metrics."""
-        return self._submit(f"{self._role}: to host memory", "refit", "offload", lambda worker: worker.offload()).then(
-            merge
-        )
+    def offload(self, parts: Collection[str]) -> Pending[dict[str, Metric]]:
+        """Makes room on the devices, until `onload`: moves these parts away, as far as the key `offload` names them.
+        The result has the bytes that this frees over all ranks, as metrics."""
+        return self._submit(
+            f"{self._role}: to host memory", "refit", "offload", lambda worker: worker.offload(parts)
+        ).then(merge)
 
-    def onload(self) -> Pending[list[None]]:
-        return self._submit(f"{self._role}: back from host memory", "refit", "onload", lambda worker: worker.onload())
+    def onload(self, parts: Collection[str]) -> Pending[list[None]]:
+        return self._submit(
+            f"{self._role}: back from host memory", "refit", "onload", lambda worker: worker.onload(parts)
+        )
 
     def export(self, plan: Plan, out: Path) -> None:
         """Makes the first rank write the whole model as a Hugging Face folder, a few tensors at a time. It reads the

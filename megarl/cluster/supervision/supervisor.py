@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
-from megarl.cluster.supervision.scratch import VARIABLE
+from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, sweep
 
 DEADLINE_S = 15
 """The seconds that the child may take to end after an interrupt and the grace time, before it is killed: one of its
@@ -39,8 +38,8 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     from a terminal or Slurm, reaches the parent alone, which hands it on to the child: Ray's processes would die of it
     and take what is to be saved with them.
     """
-    # The folder is not in $TMPDIR, which may be long: paths of the sockets in it are limited to 107 bytes.
-    scratch = Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
+    sweep()
+    scratch = make_scratch()
     segments.note_earlier(scratch)
     sys.stdout.flush()
     processes.adopt_orphans()

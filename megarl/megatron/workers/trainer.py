@@ -27,7 +27,7 @@ from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.model.build import named_parameters, named_weights
 from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
-from megarl.megatron.offload import Offload
+from megarl.megatron.offload import Offload, Part
 from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
@@ -150,18 +150,22 @@ class TrainerWorker(ModelWorker, ABC):
                 f"{key}.nonfinite_limit={limit}, and go on with resume=auto"
             )
 
-    def offload(self) -> dict[str, Metric]:
-        """Moves what the section's key `offload` names to host memory, until `onload`. Returns the bytes as metrics."""
-        section, parts = self._settings.section, sorted(set(self._settings.offload))
-        num_bytes = {part: self._offload.move_out(part) for part in parts}
+    def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
+        """Moves these parts away, as far as the section's key `offload` names them, until `onload`. Returns the bytes
+        as metrics."""
+        section = self._settings.section
+        num_bytes = {part: self._offload.move_out(part) for part in self._offloaded(parts)}
         return {
             f"memory/{section}_{part}_offloaded_gb": Metric(size / 1e9, reduction="sum")
             for part, size in num_bytes.items()
         }
 
-    def onload(self) -> None:
-        for part in set(self._settings.offload):
+    def onload(self, parts: Collection[Part]) -> None:
+        for part in self._offloaded(parts):
             self._offload.move_in(part)
+
+    def _offloaded(self, parts: Collection[Part]) -> list[Part]:
+        return sorted(set(parts).intersection(self._settings.offload))
 
     def end_step(self) -> None:
         """Ends the step: forgets the scores of its samples, which do not come back, and completes the parameters for

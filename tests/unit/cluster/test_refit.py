@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,10 +26,9 @@ from tests.unit.resharding.cases import config_of, layout_of
 class FakeTrainers:
     holders = megatron_holders(config_of(), layout_of(), "float32")
     store_address = ("host", 1)
-    offloads = True
 
-    def __init__(self, log: list):
-        self._log = log
+    def __init__(self, log: list, offloads: Collection[str]):
+        self._log, self.offloads = log, frozenset(offloads)
 
     def publish(self) -> Pending[dict]:
         return self._note("publish")
@@ -44,10 +44,10 @@ class FakeTrainers:
         self._log.append("send")
         return {}
 
-    def offload(self) -> Pending[dict]:
-        return self._note("offload")
+    def offload(self, parts) -> Pending[dict]:
+        return self._note(f"offload {', '.join(sorted(self.offloads.intersection(parts)))}")
 
-    def onload(self) -> Pending[dict]:
+    def onload(self, parts) -> Pending[dict]:
         return self._note("onload")
 
     def _note(self, done: str) -> Pending[dict]:
@@ -116,7 +116,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpus)
         config = load(BASE, ["model.path=m", "data.source=arithmetic", "rollout.verify_refit=off", *overrides])
         log: list[str] = []
-        trainers, engines = FakeTrainers(log), FakeEngines(log)
+        trainers, engines = FakeTrainers(log, config.actor.offload), FakeEngines(log)
         refit = Refit(FakeSession(engines), config, trainers, engines, export_plan=None)
         return Workers(trainers, None, None, None, engines, None, refit, None, config.is_colocated), engines, log
 
@@ -173,16 +173,18 @@ def test_nothing_is_sent_to_an_engine_that_is_lost_when_it_is_told_of_the_plan(p
 def test_engine_and_trainer_take_turns(prepare) -> None:
     """The second of two steps has another round of sampling."""
     workers, engines, log = prepare(True, "actor.offload=[gradients, optimizer]")
-    workers.refit.run(0)
+    with workers.room_for_weights():
+        workers.refit.run(0)
     for version, rounds in ((1, 1), (2, 2)):
         for _ in range(rounds):
             with workers.offloaded():
                 engines.generate()
         log.append("train")
-        workers.refit.run(version)
-    turn = ["offload", "wake KV cache, generate", "sleep", "onload"]
-    refit = "wake weights, refit"
-    assert log[2:] == [refit, *turn, "train", refit, *turn, *turn, "train", refit]
+        with workers.room_for_weights():
+            workers.refit.run(version)
+    turn = ["offload gradients, optimizer", "wake KV cache, generate", "sleep", "onload"]
+    refit = ["offload gradients", "wake weights, refit", "onload"]
+    assert log[3:] == [*refit[1:], *turn, "train", *refit, *turn, *turn, "train", *refit]
 
 
 class Starting:

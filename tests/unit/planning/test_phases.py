@@ -84,7 +84,7 @@ def test_an_optimizer_on_the_host_is_there_and_not_on_the_gpu():
 
 def test_host_memory_is_checked_too():
     keys = (*layout_keys(tp=4, pp=8, ep=4, etp=1, first_stage_layers=11, last_stage_layers=11), ON_HOST)
-    engines = ("rollout.tp=16", "rollout.replicas=2", "rollout.kv_cache_gib=1", "actor.recompute=full")
+    engines = ("rollout.tp=8", "rollout.replicas=4", "rollout.kv_cache_gib=1", "actor.recompute=full")
     engines += ("actor.offload=[parameters, gradients, optimizer]",)
     without, reference = (
         plan_of("Qwen3-235B-A22B", "32xH20", *keys, *engines, f"algorithm.kl.coefficient={kl}") for kl in (0, 0.1)

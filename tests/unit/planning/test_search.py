@@ -13,7 +13,7 @@ from megarl.planning.parameters import Models
 from megarl.planning.plan import describe_layout, plan_recipe
 from megarl.planning.plan_text import table
 from megarl.planning.search import Found, search
-from megarl.planning.shared_gpu_rules import RULES
+from megarl.planning.shared_gpu_rules import RULES, missing_parts
 from megarl.planning.workload import Workload
 from tests.paths import CONFIGS as CONFIGS_FOLDER
 from tests.published_models import CONFIGS
@@ -38,8 +38,8 @@ def found(model: str, gpus: str, *overrides: str) -> Found:
 def test_what_is_proposed_keeps_the_rules_and_fits(model, gpus, overrides):
     result = found(model, gpus, *overrides)
     assert result.plans and result.nearest is None
-    seconds = [plan.times.seconds for plan in result.plans]
-    assert seconds == sorted(seconds)
+    ranks = [(bool(missing_parts(plan.config, 8)), plan.times.seconds) for plan in result.plans]
+    assert ranks == sorted(ranks) and not ranks[0][0]
     for plan in result.plans:
         assert plan.problem is None
         assert broken_rules(plan.config, CONFIGS[model]) == []
@@ -63,7 +63,7 @@ def test_what_no_layout_mends_is_refused():
 
 
 def test_where_nothing_fits_the_nearest_says_what_it_lacks():
-    result = found("Qwen3-32B", "8xA100")
+    result = found("Qwen2.5-72B", "8xA100")
     assert not result.plans
     assert "a GPU would hold" in result.nearest.problem
 

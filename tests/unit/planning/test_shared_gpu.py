@@ -44,7 +44,7 @@ def test_what_stays_while_the_engine_samples():
 
 
 def test_float32_has_no_main_weights_of_its_own():
-    load = fullest("model.dtype=float32", "actor.offload=[gradients]", "rollout.kv_cache_gib=0.1")
+    load = fullest("model.dtype=float32", "actor.offload=[optimizer]", "rollout.kv_cache_gib=0.1")
     assert load.parts == {"actor: weights, gradients, optimizer": 16 * PARAMETERS, "engine: weights": 4 * PARAMETERS}
 
 

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.supervision import scratch, segments
+from megarl.cluster.supervision.scratch import make_scratch, sweep
+
+
+@pytest.fixture(autouse=True)
+def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(scratch, "PLACE", tmp_path)
+
+
+def begin_and_be_killed(place: Path) -> None:
+    """Makes a folder and shared memory in a process that then waits, and kills it."""
+    child = os.fork()
+    if not child:
+        folder = make_scratch()
+        segments.note_earlier(folder)
+        name = f"megarl-test-{os.getpid()}"
+        file = os.open(f"/dev/shm/{name}", os.O_CREAT | os.O_RDWR)
+        (folder / f"{segments.NOTE}.1").write_text(f"{os.fstat(file).st_ino} {name}\n")
+        (place / "ready").touch()
+        time.sleep(60)
+        os._exit(0)
+    while not (place / "ready").exists():
+        time.sleep(0.01)
+    (place / "ready").unlink()
+    sweep()
+    assert list(place.glob("megarl-*")), "it is in use"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_what_killed_runs_have_left_is_removed_and_what_is_in_use_is_not(tmp_path: Path) -> None:
+    begin_and_be_killed(tmp_path)
+    own = make_scratch()
+    of_somebody_else = tmp_path / "megarl-notes"
+    of_somebody_else.mkdir()
+    sweep()
+    assert sorted(tmp_path.iterdir()) == sorted([own, of_somebody_else])
+    assert not list(Path("/dev/shm").glob("megarl-test-*"))
