@@ -25,7 +25,7 @@ help:
 	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective (15)"
 	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs (15)"
 	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
-	@echo "make test-cluster  runs over machines with networks of their own; installs what it needs (4)"
+	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (10)"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)
@@ -75,15 +75,16 @@ test-newest: $(NEWEST_DONE)
 	PYTHONPATH=$(VENV)/newest $(BEHIND) $(RUN) -m pytest tests/distributed tests/unit/megatron \
 		tests/unit/resharding/test_megatron_names.py -m newest $(SLOWEST)
 
-# Machines of a cluster, made of this one's namespaces: it wants root.
+# Machines of a cluster, made of this one's namespaces, and Slurm: it wants root.
 test-cluster: $(DONE)
-	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps
+	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge slurmctld:slurmctld \
+		slurmd:slurmd sbatch:slurm-client
 	@$(RUN) -m pytest tests/cluster $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
 
 lint: $(DONE)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/shellcheck .ci/run tools/environment/*.sh
+	$(VENV)/bin/shellcheck .ci/run tools/environment/*.sh launch/*.sbatch
 
 clean:
 	rm -rf $(VENV) runs

@@ -4,6 +4,7 @@ machine does that nobody interrupts."""
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -50,14 +51,18 @@ def cluster(shared: Path) -> Iterator[Slurm]:
         yield cluster
 
 
+def launch(cluster: Slurm, shared: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON]
+    command = [sys.executable, "-m", "megarl.cli", "launch", str(shared / "tiny.yaml"), *keys, *arguments]
+    return cluster.run("env", f"TMPDIR={ELSEWHERE}", *command, "--gpus-per-node=0", "--grace=20", cwd=ROOT)
+
+
 class Launched:
     """A run that was launched as a job."""
 
     def __init__(self, cluster: Slurm, shared: Path, name: str, *arguments: str):
         self.cluster, self.folder = cluster, shared / "runs" / name
-        keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON]
-        command = [sys.executable, "-m", "megarl.cli", "launch", str(shared / "tiny.yaml"), *keys, *arguments]
-        done = cluster.run("env", f"TMPDIR={ELSEWHERE}", *command, "--gpus-per-node=0", "--grace=20", cwd=ROOT)
+        done = launch(cluster, shared, name, *arguments)
         assert done.returncode == 0, done.stderr
         self.number = (self.folder / "launch/submitted").read_text().strip()
 
@@ -96,6 +101,41 @@ class Launched:
         for machine in filter(lambda machine: machine.is_up, self.cluster.machines):
             left = [line for line in machine.processes() if not line.startswith("slurmd -D")]
             assert not left and not machine.files()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--partition=gpu"], "--partition=gpu: Slurm has none of this name, but main, urgent"),
+        (
+            ["--partition=main", "--spares=4"],
+            "--partition=main: it has 5 nodes, and --nodes=2 + --spares=4 are asked for",
+        ),
+        (["--option=--qos=high", "--option=--mem=999T"], "sbatch: "),
+    ],
+)
+def test_what_slurm_does_not_have_is_said_before_a_job_is_queued(
+    cluster: Slurm, shared: Path, options: list[str], message: str
+) -> None:
+    done = launch(cluster, shared, "refused", "--nodes=2", "--time=10", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"megarl: error: {message}"), done.stderr
+    assert not cluster.ask("squeue", "--noheader")
+
+
+def test_an_error_of_the_user_is_the_last_line_and_is_not_tried_again(cluster: Slurm, shared: Path) -> None:
+    """The second launch takes the name again: nothing of the run was done."""
+    options = ["--nodes=2", "--time=10", "run.steps=2"]
+    run = Launched(cluster, shared, "wrong", *options, "data.source=/no/such/file.jsonl")
+    again = launch(cluster, shared, "wrong", *options)
+    assert again.returncode == 2 and f"job {run.number} is " in again.stderr
+    job = cluster.wait_for_state(run.number, "FAILED", seconds=ENDED_S)
+    assert (job["ExitCode"], job["Restarts"], run.attempts) == ("2:0", "0", ["n0 n1"])
+    assert run.log.splitlines()[-1].startswith("job: megarl: error: data.source=/no/such/file.jsonl: ")
+    run.check_nothing_is_left()
+    run = Launched(cluster, shared, "wrong", *options)
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
+    run.check_nothing_is_left()
 
 
 def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path) -> None:
