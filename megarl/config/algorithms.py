@@ -11,8 +11,8 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.algorithms.specs import COMPARISONS, EstimatorSpec, ObjectiveSpec, Options
+from megarl.config.algorithm_schema import KL, Correction, Objective
 from megarl.config.document import show
-from megarl.config.schema import KL, Correction, Objective
 from megarl.core.errors import UserError
 
 

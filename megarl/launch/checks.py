@@ -26,6 +26,7 @@ START_S = 120
 """The seconds that a run on GPUs takes until its first step, at the least: engines load and capture graphs."""
 
 SLURM_TIMEOUT_S = 30
+DATA_FILES = (".jsonl", ".parquet")
 NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")
 """Kinds of file systems that are in a machine's memory."""
 
@@ -70,7 +71,7 @@ def _is_file(image: str) -> bool:
 
 def _broken_paths(request: Request, config: Config) -> Iterator[str]:
     """Yields a line for each path that other machines cannot see."""
-    paths = {"run.folder": config.run.folder, **model_paths(config)}
+    paths = {"run.folder": config.run.folder, **model_paths(config), "data.source": config.data.source}
     for key, path in paths.items():
         if key != "run.folder" and not path.startswith(("/", ".", "~")):
             continue
@@ -81,6 +82,9 @@ def _broken_paths(request: Request, config: Config) -> Iterator[str]:
                 f"{key}={path}: it lies on {there}, which only this machine has; use a folder on the file system that "
                 "all nodes share"
             )
+    source = config.data.source
+    if source.endswith(DATA_FILES) and not Path(source).expanduser().is_file():
+        yield f"data.source={source}: there is no such file here; give its path on the file system that all nodes share"
 
 
 def _kind(path: Path) -> str:

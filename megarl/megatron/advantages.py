@@ -13,7 +13,7 @@ from megarl.algorithms.relative import sample_advantages, token_advantages
 from megarl.algorithms.returns import at_last_token, sum_of_sample, to_go
 from megarl.algorithms.specs import TokenEstimator
 from megarl.algorithms.whitening import mean_and_std, whiten
-from megarl.config.schema import Advantage, Algorithm
+from megarl.config.algorithm_schema import Advantage, Algorithm
 from megarl.core.types import TokenBatch
 
 

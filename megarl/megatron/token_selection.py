@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.algorithms.covariance import covariance
-from megarl.config.schema import Algorithm
+from megarl.config.algorithm_schema import Algorithm
 from megarl.core.types import TokenBatch, TrainingSample
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.algorithms.specs import COMPARISONS
-from megarl.config.schema import KL, Config
+from megarl.config.algorithm_schema import KL
+from megarl.config.schema import Config
 
 PassName = Literal["old log-probs", "reference log-probs", "implicit rewards", "critic values"]
 

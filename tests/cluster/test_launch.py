@@ -126,12 +126,12 @@ def test_what_slurm_does_not_have_is_said_before_a_job_is_queued(
 def test_an_error_of_the_user_is_the_last_line_and_is_not_tried_again(cluster: Slurm, shared: Path) -> None:
     """The second launch takes the name again: nothing of the run was done."""
     options = ["--nodes=2", "--time=10", "run.steps=2"]
-    run = Launched(cluster, shared, "wrong", *options, "data.source=/no/such/file.jsonl")
+    run = Launched(cluster, shared, "wrong", *options, "rewards.functions=[{function: /no/such/file.py:f}]")
     again = launch(cluster, shared, "wrong", *options)
     assert again.returncode == 2 and f"job {run.number} is " in again.stderr
     job = cluster.wait_for_state(run.number, "FAILED", seconds=ENDED_S)
     assert (job["ExitCode"], job["Restarts"], run.attempts) == ("2:0", "0", ["n0 n1"])
-    assert run.log.splitlines()[-1].startswith("job: megarl: error: data.source=/no/such/file.jsonl: ")
+    assert run.log.splitlines()[-1].startswith("job: megarl: error: rewards.functions")
     run.check_nothing_is_left()
     run = Launched(cluster, shared, "wrong", *options)
     cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)

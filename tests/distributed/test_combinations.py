@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.config.schema import Aggregation
+from megarl.config.algorithm_schema import Aggregation
 from tests import estimator_reference, objective_cases
 from tests import objective_reference as plain
 from tests.estimator_reference import AVERAGE, GREEDY, Divergence

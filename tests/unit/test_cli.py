@@ -17,8 +17,9 @@ import megarl
 from megarl import cli
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.cluster.supervision import supervisor
+from megarl.config.algorithm_schema import KL, Advantage, Aggregation, Correction, Objective, Value
 from megarl.config.load import dump, load
-from megarl.config.schema import KL, Advantage, Aggregation, Config, Correction, Objective, Value
+from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from tests.paths import ROOT
 

@@ -118,9 +118,31 @@ def learning() -> str:
     return table(header, rows)
 
 
+def recipes() -> str:
+    rows = []
+    for run in result("recipes")["runs"]:
+        engines = "–" if run["engines"] is None else f"{run['engines'][0]} × TP{run['engines'][1]}"
+        rollout = "–" if run["rollout"] is None else f"{run['rollout']:.0f} s"
+        rows.append(
+            [
+                f"`{run['recipe']}`",
+                " ".join(f"{name}={size}" for name, size in run["layout"].items()),
+                engines,
+                f"{run['seconds']:.0f} s",
+                rollout,
+                f"{run['training']:.0f} s",
+                f"{run['fullest_gib']:.0f} GiB",
+                f"{run['tokens'] / run['seconds'] / run['gpus']:,.0f}",
+            ]
+        )
+    header = ["", "training", "engines", "a step", "rollout", "training", "fullest GPU", "tokens per GPU and second"]
+    return table(header, rows)
+
+
 PAGES: dict[str, tuple[str, Callable[[], str]]] = {
     "README.md": ("headlines", headlines),
     "configs/README.md": ("learning", learning),
+    "configs/h100/README.md": ("recipes", recipes),
     "tools/benchmarks/README.md": ("figures", figures),
 }
 """Page -> the name of its block, and what makes it."""

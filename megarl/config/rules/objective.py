@@ -7,8 +7,9 @@ from functools import reduce
 from typing import Any
 
 from megarl.algorithms.registry import OBJECTIVES
+from megarl.config.algorithm_schema import Advantage
 from megarl.config.document import show
-from megarl.config.schema import Advantage, Config
+from megarl.config.schema import Config
 
 ADVANTAGE_KEYS: Mapping[str, Any] = {
     "algorithm.advantage.estimator": "grpo",

@@ -13,9 +13,10 @@ import yaml
 
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.algorithms.specs import EstimatorSpec, GroupEstimator, ObjectiveSpec, SampleEstimator
+from megarl.config.algorithm_schema import Advantage, Objective
 from megarl.config.document import show
 from megarl.config.load import load
-from megarl.config.schema import Advantage, Config, Objective
+from megarl.config.schema import Config
 from tests import estimator_reference, objective_cases
 from tests.distributed import test_offline_data
 from tests.e2e import learning_cases

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES, find
 from megarl.algorithms.specs import ObjectiveSpec, Rows
-from megarl.config.schema import Advantage, Objective
+from megarl.config.algorithm_schema import Advantage, Objective
 from tests.paths import ROOT
 
 FOLDER = ROOT / "megarl" / "algorithms"

@@ -60,7 +60,7 @@ def test_devices_are_shared_as_far_as_both_have_ranks_on_them(model: Path) -> No
 
 
 def test_the_transport_is_the_recipes(model: Path) -> None:
-    """On nodes of two devices, which have a stage each, colocated engines are sent the other stage."""
+    """Colocated engines on nodes of two devices, which have a stage each, are sent the other one."""
     colocated, apart = recipe(model, "colocated"), recipe(model, "disaggregated")
     assert transport_of(colocated, preview_refit(colocated, 8, SPEEDS)).endswith(
         "cluster.placement=colocated, rollout.transport=auto: read where they lie, by CUDA IPC or in shared memory"

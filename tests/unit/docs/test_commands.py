@@ -23,6 +23,7 @@ CONVERTER = ".venv/bin/python tools/convert.py "
 CONVERTING = [command.removeprefix(CONVERTER) for command in commands() if command.startswith(CONVERTER)]
 RESHARDING = [command for command in commands() if command.startswith(".venv/bin/megarl reshard")]
 PLANNING = [command for command in commands() if command.startswith(".venv/bin/megarl plan")]
+LAUNCHING = [command for command in commands() if command.startswith(".venv/bin/megarl launch")]
 STARTING = [command for command in commands() if re.search(r"megarl init | my-run/", command)]
 LOOKING = [
     command
@@ -67,6 +68,7 @@ def test_every_command_is_run_somewhere():
         *STARTING,
         *LOOKING,
         *PLANNING,
+        *LAUNCHING,
         *RESHARDING,
         *MEASURING,
         *converting,
@@ -92,6 +94,15 @@ def test_commands_that_look_at_a_recipe(command, cache_with_config):
     done = run_megarl(*shlex.split(command)[1:], cache=cache_with_config)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_commands_that_launch(cache_with_config, tmp_path, monkeypatch):
+    """Runs lie in the folder of temporary files here, which launch refuses: so another counts as that."""
+    monkeypatch.setenv("TMPDIR", "/var/tmp")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for command in LAUNCHING:
+        done = run_megarl(*shlex.split(command)[1:], cache=cache_with_config, cwd=tmp_path)
+        assert done.stdout.endswith("dry run: nothing was submitted\n"), done.stderr
 
 
 def test_commands_that_start_a_recipe_of_ones_own(cache_with_config, tmp_path):
@@ -129,12 +140,14 @@ def test_commands_that_plan_a_step(tmp_path):
     """The folder has a model at the command's path, and the recipes that come with megarl."""
     folder = tmp_path / "path" / "to" / "model"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS["Qwen3-32B"]))
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    [command] = PLANNING
-    done = run_megarl(*shlex.split(command)[1:], cache=tmp_path / "cache", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("cluster   64 x H100-80GB on 8 nodes") and "async" in done.stdout
+    models = {"64xH100": "Qwen3-32B", "8xH100": "Qwen2.5-7B"}
+    for command in PLANNING:
+        [gpus] = [gpus for gpus in models if f" {gpus}" in command]
+        (folder / "config.json").write_text(json.dumps(CONFIGS[models[gpus]]))
+        done = run_megarl(*shlex.split(command)[1:], cache=tmp_path / "cache", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"cluster   {gpus.replace('x', ' x ')}-80GB on " in done.stdout and "async" in done.stdout
 
 
 def test_commands_that_convert(tmp_path, monkeypatch):

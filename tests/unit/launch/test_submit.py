@@ -169,12 +169,14 @@ def test_options_that_cannot_be(changed: dict, message: str, tmp_path: Path) -> 
 
 def test_files_that_only_this_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    keys = [f"run.folder={tmp_path}/runs", "model.path=/dev/shm"]
+    keys = [f"run.folder={tmp_path}/runs", "model.path=/dev/shm", f"data.source={tmp_path}/no.jsonl"]
     with pytest.raises(UserError) as refused:
         launch(ROOT / "configs/quickstart.yaml", ON_CPU, *keys)
     assert [line.split(";")[0] for line in str(refused.value).splitlines()] == [
         f"run.folder={tmp_path}/runs: it lies on {tmp_path}, which only this machine has",
         "model.path=/dev/shm: it lies on /dev/shm, which only this machine has",
+        f"data.source={tmp_path}/no.jsonl: it lies on {tmp_path}, which only this machine has",
+        f"data.source={tmp_path}/no.jsonl: there is no such file here",
     ]
 
 

@@ -8,8 +8,8 @@ import torch
 from megarl.algorithms.baselines import Member
 from megarl.algorithms.registry import ESTIMATORS
 from megarl.algorithms.specs import SampleEstimator, TokenEstimator
+from megarl.config.algorithm_schema import Algorithm
 from megarl.config.load import load
-from megarl.config.schema import Algorithm
 from megarl.core.types import NO_BASELINE, Baseline, Prompt, Sample, TokenTotals, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron.advantages import mean_advantages, with_advantages

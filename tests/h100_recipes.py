@@ -1,0 +1,61 @@
+"""The recipes for H100s, with the shapes of their models in place of weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.paths import CONFIGS as FOLDER
+from tests.published_models import CONFIGS
+
+SHARED = "reasoning"
+"""The overlay that all of them take, which trains nothing by itself."""
+
+
+@dataclass(frozen=True)
+class H100Recipe:
+    """A recipe by its file's name, MODEL-NxH100-ALGORITHM."""
+
+    file: Path
+
+    @property
+    def name(self) -> str:
+        return self.file.stem
+
+    @property
+    def gpus(self) -> int:
+        return int(re.search(r"-(\d+)xh100-", self.name)[1])
+
+    @property
+    def nodes(self) -> int:
+        return self.gpus // 8
+
+    @property
+    def model(self) -> str:
+        """The model's name among the published ones."""
+        wanted = self.name.split(f"-{self.gpus}xh100-")[0]
+        [name] = [each for each in CONFIGS if each.lower().replace("llama-", "llama") == wanted]
+        return name
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        return CONFIGS[self.model]
+
+    def overrides(self, folder: Path) -> list[str]:
+        """Returns the keys by which it finds its models and data in a folder, where this puts what a plan reads of
+        them."""
+        actor, classifier = folder / "model", folder / "classifier"
+        labels = {"architectures": ["ForSequenceClassification"], "id2label": {"0": "reward"}}
+        for path, content in ((actor, self.hf_config), (classifier, self.hf_config | labels)):
+            path.mkdir(exist_ok=True)
+            (path / "config.json").write_text(json.dumps(content))
+        data = folder / "data.jsonl"
+        data.touch()
+        classifiers = ("critic", "reward_model") if "rlhf" in self.name else ()
+        return [f"model.path={actor}", f"data.source={data}", *(f"{role}.path={classifier}" for role in classifiers)]
+
+
+RECIPES = [H100Recipe(file) for file in sorted((FOLDER / "h100").glob("*.yaml")) if file.stem != SHARED]

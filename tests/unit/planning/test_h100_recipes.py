@@ -1,0 +1,81 @@
+"""The recipes for H100s are held to what can be known without one."""
+
+from __future__ import annotations
+
+import tempfile
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.refit_preview import preview_refit
+from megarl.config.load import load
+from megarl.launch import submit
+from megarl.launch.folder import JobFolder
+from megarl.launch.request import Request
+from megarl.planning.hardware import read_cluster
+from megarl.planning.parameters import ModelParameters
+from megarl.planning.plan import plan_recipe
+from megarl.planning.shared_gpu_rules import missing_parts
+from tests.h100_recipes import RECIPES, H100Recipe
+from tests.paths import ROOT
+from tests.unit.resharding.megatron_world import real_rank
+
+LEAST_FREE = 0.05
+"""The share of a GPU's memory that a recipe leaves free, by the arithmetic."""
+
+each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+
+
+@each
+def test_its_step_fits_with_room_to_spare(recipe: H100Recipe, tmp_path: Path) -> None:
+    config = load(recipe.file, recipe.overrides(tmp_path))
+    plan = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100"), as_it_is=True).best
+    assert plan.problem is None and missing_parts(config, 8) == []
+    assert plan.fullest.total <= (1 - LEAST_FREE) * plan.cluster.memory_bytes, plan.fullest.arithmetic
+
+
+@each
+def test_its_job_is_written(recipe: H100Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
+    request = Request(nodes=recipe.nodes, time="4:00:00", gpus=8)
+    keys = [*recipe.overrides(tmp_path), f"run.folder={tmp_path}/runs"]
+    lines = list(submit.launch(recipe.file, keys, request, (), dry_run=True))
+    assert any("a step takes about" in line for line in lines)
+    run = tmp_path / "runs" / load(recipe.file, keys).run.name
+    written = load(JobFolder.of(run).recipe)
+    assert (written.cluster.nodes, written.resume) == (recipe.nodes, "auto")
+
+
+@each
+def test_its_layout_builds_megatrons_model(recipe: H100Recipe) -> None:
+    """The first and the last stage, on the meta device."""
+    layout, model = load(recipe.file).actor.layout, ModelParameters(recipe.hf_config)
+    for stage in {0, layout.pp - 1}:
+        rank = stage * layout.world_size // layout.pp
+        shapes = real_rank(recipe.hf_config, layout, rank).shapes
+        assert model.of_stage(layout, stage).count == sum(map(prod, shapes.values()))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=recipe.name, marks=[pytest.mark.exhaustive] if "235b" in recipe.name else [])
+        for recipe in RECIPES
+        if not load(recipe.file).is_offline
+    ],
+)
+def test_its_refit_is_planned_and_proven(recipe: H100Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Colocated, nothing crosses nodes; else every element comes into a node of engines once."""
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
+    config = load(recipe.file, recipe.overrides(tmp_path))
+    found = preview_refit(config, 8, "inter=50GB/s,intra=400GB/s")
+    assert found.written_once and found.bytes_wasted == 0
+    weights = 2 * ModelParameters(recipe.hf_config).count
+    nodes = 0 if config.is_colocated else config.rollout.replicas * config.rollout.tp // 8
+    assert found.bytes_by_link["inter"] == pytest.approx(nodes * weights, rel=0.01)
+
+
+def test_the_page_names_each() -> None:
+    page = (ROOT / "configs/h100/README.md").read_text(encoding="utf-8")
+    assert all(f"`{recipe.name}`" in page for recipe in RECIPES)
