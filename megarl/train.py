@@ -49,8 +49,8 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
     """Runs all steps, from the first refit of the engines, which may hold any weights, to the trained model."""
     print(f"kernels: {workers.actor.kernels}", flush=True)
     elapsed = ElapsedTime()
-    with workers.room_for_weights():
-        workers.refit.run(version=loop.state.step)
+    workers.give_up_gradients()
+    workers.refit.run(version=loop.state.step)
     elapsed.print(f"refit: by {workers.refit.transport}, the first")
     loop.run(workers.trained, lambda: step(config, workers, loop))
     loop.export(workers.export)
@@ -67,7 +67,8 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
         metrics = train(config, workers, rollouts, number, loop.state.average)
     warn_of_disagreement(config.model.dtype, metrics, loop.folder.logs)
     recorded = record_advantages(workers, file)
-    with watch.phase("refit"), workers.room_for_weights():
+    with watch.phase("refit"):
+        workers.give_up_gradients()
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
     recorded.result()
     return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,9 @@ from megarl.core.timing import ElapsedTime
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
+
+PARTS = ("parameters", "gradients", "optimizer")
+"""The parts of a trainer's state that the keys `offload` may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +67,22 @@ class Workers:
         under_way = {name: task() for name, task in tasks.items()}
         return {name: pending.result() for name, pending in under_way.items()}
 
+    def give_up_gradients(self) -> None:
+        """Frees the place of the trainers' gradients, where their keys `offload` name them, until the end of the next
+        rollout: engines that share their GPUs wake to take weights."""
+        groups = [group for group in self.trained if "gradients" in group.offloads]
+        for pending in [group.offload(("gradients",)) for group in groups]:
+            pending.result()
+
     @contextmanager
     def offloaded(self) -> Iterator[dict[str, Metric]]:
         """Offloads what the trainers' keys `offload` name while it is inside, and makes the engines sleep at the end.
-        Yields the bytes that the trainers free, as metrics."""
-        with self._away(("parameters", "gradients", "optimizer")) as freed:
-            yield freed
-            self.engines.sleep().result()
-
-    @contextmanager
-    def room_for_weights(self) -> Iterator[None]:
-        """Gives up the trainers' gradients while it is inside, where their keys `offload` name them: engines that share
-        their GPUs wake then."""
-        with self._away(("gradients",)):
-            yield
-
-    @contextmanager
-    def _away(self, parts: Collection[str]) -> Iterator[dict[str, Metric]]:
-        groups = [group for group in self.trained if group.offloads.intersection(parts)]
-        moving = [group.offload(parts) for group in groups]
+        Yields the bytes that are free for it, as metrics."""
+        groups = [group for group in self.trained if group.offloads]
+        moving = [group.offload(PARTS) for group in groups]
         yield {name: metric for pending in moving for name, metric in pending.result().items()}
-        for pending in [group.onload(parts) for group in groups]:
+        self.engines.sleep().result()
+        for pending in [group.onload(PARTS) for group in groups]:
             pending.result()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.data.model_folder import model_paths
-from megarl.launch.request import CONTAINERS, Request
+from megarl.launch.request import CONTAINERS, HANDLING_S, Request
 from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import read_cluster
 from megarl.planning.plan import plan_recipe
@@ -25,7 +25,6 @@ SLACK_S = 60
 START_S = 120
 """The seconds that a run on GPUs takes until its first step, at the least: engines load and capture graphs."""
 
-SLURM_TIMEOUT_S = 30
 DATA_FILES = (".jsonl", ".parquet")
 NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")
 """Kinds of file systems that are in a machine's memory."""
@@ -43,7 +42,11 @@ def check(request: Request, config: Config) -> list[str]:
 
 def _broken_options(request: Request) -> Iterator[str]:
     counts = {"spares": (request.spares, 0), "gpus-per-node": (request.gpus, 0)}
-    counts |= {"grace": (request.grace, 1), "restarts": (request.restarts, 0), "stalled": (request.stalled, 1)}
+    counts |= {
+        "grace": (request.grace, HANDLING_S + 1),
+        "restarts": (request.restarts, 0),
+        "stalled": (request.stalled, 1),
+    }
     for name, (value, least) in counts.items():
         if value < least:
             yield f"--{name}={value}: expected at least {least}"
@@ -122,12 +125,18 @@ def _check_plan(request: Request, config: Config) -> str:
             f"{START_S} s to start, and --grace={request.grace} and {SLACK_S} s are kept for saving; ask for "
             f"{-(-int(start + step) // 60)} minutes or more"
         )
-    return f"a step takes about {step:.0f} s; the fullest GPU, {planned.fullest.phase}: {planned.fullest.arithmetic}"
+    said = f"a step takes about {step:.0f} s; the fullest GPU, {planned.fullest.phase}: {planned.fullest.arithmetic}"
+    if step > request.saving_seconds:
+        said += (
+            f"\n--grace={request.grace} leaves {request.saving_seconds} s to end a step: at the end of an allocation "
+            f"the run loses its steps since the last checkpoint; --grace={int(step) + 2 * HANDLING_S} saves them"
+        )
+    return said
 
 
 def ask_slurm(*command: str) -> str:
     """Returns what a command of Slurm prints. Raises UserError with its words where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{command[0]}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")
     return done.stdout

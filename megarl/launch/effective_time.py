@@ -34,8 +34,9 @@ class EffectiveTime:
 def effective_time(run: Path) -> EffectiveTime:
     """Returns it for a run in a job, by its folder, until now."""
     metrics = run / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    return EffectiveTime(sum(json.loads(line)["time/step"] for line in lines), allocated_s(run, time.time()))
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]  # the last one is torn where the driver was killed
+    return EffectiveTime(sum(json.loads(line)["time/step"] for line in whole), allocated_s(run, time.time()))
 
 
 class EffectiveShare:
@@ -57,10 +58,11 @@ class EffectiveShare:
 def allocated_s(run: Path, now: float) -> float:
     """Returns the seconds of all allocations of a run's jobs: each ends when its last attempt was last seen to be under
     way, the newest one now."""
-    spans: dict[str, tuple[float, float]] = {}
+    spans: dict[tuple[str, int], tuple[float, float]] = {}
     for attempt, seen in JobFolder.of(run).attempts():
-        begin, end = spans.get(attempt.allocation, (attempt.allocated, attempt.began))
-        spans[attempt.allocation] = (begin, max(end, seen))
+        allocation = attempt.job, attempt.restart
+        begin, end = spans.get(allocation, (attempt.allocated, attempt.began))
+        spans[allocation] = (begin, max(end, seen))
     newest = list(spans)[-1]
     spans[newest] = (spans[newest][0], now)
     return sum(end - begin for begin, end in spans.values())

@@ -49,12 +49,14 @@ class Job:
 class Attempt:
     """An attempt at the run, as it began. Times are in seconds since 1970.
 
-    allocation   the number of the job, and how often it has been in the queue again
-    allocated    when the allocation began
-    saved        the step of the newest checkpoint then, 0 without one
+    job         the job's number
+    restart     how often it has been in the queue again
+    allocated   when the allocation began
+    saved       the step of the newest checkpoint then, 0 without one
     """
 
-    allocation: str
+    job: str
+    restart: int
     allocated: float
     began: float
     saved: int
@@ -112,9 +114,10 @@ class JobFolder:
         files = numbered(self.path / "attempts", "{}").values()
         return [(Attempt(**json.loads(file.read_text(encoding="utf-8"))), file.stat().st_mtime) for file in files]
 
-    def saved_nothing(self, step: int) -> list[Attempt]:
-        """Returns the latest attempts that began with the checkpoint of this step, and so made no newer one."""
-        attempts = [attempt for attempt, _ in self.attempts()]
+    def saved_nothing(self, step: int, job: str) -> list[Attempt]:
+        """Returns the latest attempts of a job that began with the checkpoint of this step, and so made no newer
+        one."""
+        attempts = [attempt for attempt, _ in self.attempts() if attempt.job == job]
         return list(takewhile(lambda attempt: attempt.saved == step, reversed(attempts)))
 
     def judge(self, verdict: Verdict, cause: str, bad: Sequence[str] = ()) -> None:

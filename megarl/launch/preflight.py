@@ -25,12 +25,14 @@ POLL_S = 0.2
 class NodeReport:
     """The things that a node says of itself.
 
-    problems   lines without its name, so that those of several nodes can be compared
+    problems   of the node, lines without its name
+    missing    what the recipe names and is not there, also such lines
     versions   of its packages
     """
 
     node: str
     problems: Sequence[str]
+    missing: Sequence[str]
     versions: Mapping[str, str | None]
 
 
@@ -47,14 +49,14 @@ def look_at_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
     """Examines this node, by its name. run: the run's folder."""
     problems = [f"{each.name}: {each.found}; {each.fix}" for each in examine(run) if each.state == "problem"]
     paths = {key: path for key, path in model_paths(config).items() if path.startswith(("/", "~", "."))}
-    problems += [
+    missing = [
         f"{key}={path}: there is no such folder; put it on the shared file system, or mount it into the container"
         for key, path in paths.items()
         if not Path(path).expanduser().is_dir()
     ]
     if (gpus := num_gpus()) < job.gpus:
         problems.append(f"{gpus} GPUs, and the run takes {job.gpus} of each node")
-    return NodeReport(node, problems, installed_versions(PACKAGES))
+    return NodeReport(node, problems, missing, installed_versions(PACKAGES))
 
 
 def num_gpus() -> int:
@@ -82,21 +84,21 @@ def await_reports(folder: Path, nodes: Sequence[str], timeout_s: float) -> list[
 def object_to(reports: Sequence[NodeReport], nodes: Sequence[str], run: Path, timeout_s: float) -> Objection | None:
     """Returns the objection to an attempt on these nodes, None where there is none.
 
-    What is wrong on all of them is an error of the user; what is wrong on some makes these bad. Of two versions of a
-    package the one on more nodes counts, or the first node's.
+    What is missing on all of them is an error of the user, and so is what is wrong on more than two; what is wrong on
+    some makes these bad. Of two versions of a package the one on more nodes counts, or the first node's.
     """
-    there = {report.node for report in reports}
+    there, many = {report.node for report in reports}, len(nodes) > 2
     if silent := [node for node in nodes if node not in there]:
         cause = f"node {', '.join(silent)}: nothing heard in {timeout_s:g} s: down, or without the files in {run}"
-        # Where only the first node has them, they are not on a shared file system, which other nodes would not mend.
-        return Objection("user_error" if len(nodes) > 1 == len(there) else "failed", cause, silent)
-    common = set.intersection(*(set(report.problems) for report in reports))
+        # Where only the first of many has them, they are not on a shared file system, which other nodes would not mend.
+        return Objection("user_error" if many and len(there) == 1 else "failed", cause, silent)
+    common = set.intersection(*({*report.missing, *(report.problems if many else ())} for report in reports))
     if common:
         return Objection("user_error", "on all nodes: " + "; ".join(sorted(common)))
     versions = [report.versions for report in reports]
     usual = max(versions, key=versions.count)
-    wrong = {report.node: [*report.problems, *_differing(report.versions, usual)] for report in reports}
-    wrong = {node: lines for node, lines in wrong.items() if lines}
+    found = {each.node: [*each.problems, *each.missing, *_differing(each.versions, usual)] for each in reports}
+    wrong = {node: lines for node, lines in found.items() if lines}
     if not wrong:
         return None
     return Objection("failed", "; ".join(f"node {node}: {', '.join(lines)}" for node, lines in wrong.items()), [*wrong])

@@ -14,6 +14,11 @@ Container = Literal["none", "pyxis", "enroot", "apptainer"]
 CONTAINERS = get_args(Container)
 
 
+HANDLING_S = 45
+"""The seconds of the grace time that are not the run's: the script hands the signal on, and puts the job back into the
+queue before the time is over, since Slurm does not do so after that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """The options of `megarl launch`.
@@ -54,6 +59,11 @@ class Request:
     @property
     def seconds(self) -> int:
         return seconds(self.time)
+
+    @property
+    def saving_seconds(self) -> int:
+        """The time that the run has to end the step under way and to save, once it is told."""
+        return self.grace - HANDLING_S
 
 
 def seconds(time: str) -> int:

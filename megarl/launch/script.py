@@ -16,15 +16,25 @@ from megarl.launch.request import Request
 TEMPLATE = Path(megarl.__file__).resolve().parents[1] / "launch" / "slurm.sbatch"
 """The template that comes with megarl."""
 
-HANDLING_S = 15
-"""The seconds of the grace time that the script needs to hand a signal on to the run."""
+VARIABLES = (
+    *(
+        "SLURM_PROCID",
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "SLURM_RESTART_COUNT",
+        "SLURMD_NODENAME",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    *("MEGARL_NODES", "MEGARL_ALLOCATED"),
+)
+"""The variables of a task, which enroot alone does not hand on by itself."""
 
 _PLACE = re.compile(r"@([a-z_]+)@")
 
 
-def render(request: Request, run: Path, sweep: int = 0) -> str:
-    """Returns the script for the run in this folder, or for a sweep of so many runs beside it. Raises UserError for a
-    template with an unknown place."""
+def render(request: Request, run: Path, sweep: Sequence[int] = ()) -> str:
+    """Returns the script for the run in this folder, or for the runs of a sweep beside it, by their numbers. Raises
+    UserError for a template with an unknown place."""
     template = request.template or TEMPLATE
     values = _values(request, run, sweep)
 
@@ -38,11 +48,11 @@ def render(request: Request, run: Path, sweep: int = 0) -> str:
     return _PLACE.sub(fill, template.read_text(encoding="utf-8"))
 
 
-def _values(request: Request, run: Path, sweep: int) -> Mapping[str, str]:
+def _values(request: Request, run: Path, sweep: Sequence[int]) -> Mapping[str, str]:
     options = [f"--gpus-per-node={request.gpus}"] if request.gpus else []
     options += [f"--partition={request.partition}"] if request.partition else []
     options += [f"--account={request.account}"] if request.account else []
-    options += [f"--array=0-{sweep - 1}"] if sweep else []
+    options += [f"--array={','.join(map(str, sweep))}"] if sweep else []
     around, inside = _container(request, run)
     return {
         "name": run.name,
@@ -74,7 +84,8 @@ def _container(request: Request, run: Path) -> tuple[Sequence[str], Sequence[str
     if request.container == "pyxis":
         return (f"--container-image={request.image}", f"--container-mounts={','.join(mounts)}"), ()
     if request.container == "enroot":
-        return (), ("enroot", "start", *(f"--mount={mount}" for mount in mounts), str(request.image))
+        variables = [f"--env={name}" for name in VARIABLES]
+        return (), ("enroot", "start", *variables, *(f"--mount={mount}" for mount in mounts), str(request.image))
     if request.container == "apptainer":
         binds = [word for mount in mounts for word in ("--bind", mount)]
         return (), ("apptainer", "exec", *(["--nv"] if request.gpus else []), *binds, str(request.image))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -13,7 +15,7 @@ from megarl.core.files import replace_text
 from megarl.launch.checks import ask_slurm, check, check_slurm
 from megarl.launch.folder import Job, JobFolder
 from megarl.launch.request import Request
-from megarl.launch.script import HANDLING_S, render
+from megarl.launch.script import render
 from megarl.run.beginning import check_beginning
 from megarl.run.folder import RunFolder
 
@@ -29,28 +31,42 @@ def launch(
     """
     points = _points(sweeps)
     configs = [_config(file, [*overrides, *point], request, i if sweeps else None) for i, point in enumerate(points)]
-    base = RunFolder.of(_config(file, overrides, request, None)).path
-    for config, point in zip(configs, points, strict=True):
+    folder = JobFolder.of(RunFolder.of(_config(file, overrides, request, None)).path)
+    unfinished = []
+    for number, (config, point) in enumerate(zip(configs, points, strict=True)):
         lines = check(request, config)
         yield from (f"{config.run.name}: {line}" for line in (" ".join(point), *lines) if line)
-        if line := check_beginning(config):
-            raise UserError(line)
+        if finished := check_beginning(config):
+            yield finished
+        else:
+            unfinished.append(number)
+    if not unfinished:
+        return
     if not dry_run:
         check_slurm(request)
-        _refuse_second(JobFolder.of(base))
-    for config in configs:
+    _refuse_second(folder)
+    script = render(request, folder.path.parent, unfinished if sweeps else ())
+    if not dry_run:
+        _try(script)
+    for config in (configs[number] for number in unfinished):
         yield f"wrote {_write(config, request)}"
-    script = JobFolder.of(base).script
-    script.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(script, render(request, base, len(configs) if sweeps else 0))
-    yield f"wrote {script}"
+    folder.path.mkdir(parents=True, exist_ok=True)
+    replace_text(folder.script, script)
+    yield f"wrote {folder.script}"
     if dry_run:
         yield "dry run: nothing was submitted"
         return
-    ask_slurm("sbatch", "--test-only", str(script))
-    number = ask_slurm("sbatch", "--parsable", str(script)).strip().split(";")[0]
-    replace_text(JobFolder.of(base).submitted, f"{number}\n")
-    yield f"submitted job {number}; its output: {JobFolder.of(base).path}/job-{number}*.log"
+    number = ask_slurm("sbatch", "--parsable", str(folder.script)).strip().split(";")[0]
+    replace_text(folder.submitted, f"{number}\n")
+    yield f"submitted job {number}; its output: {folder.path}/job-{number}*.log"
+
+
+def _try(script: str) -> None:
+    """Asks Slurm whether it would take the script. Raises UserError where it would not."""
+    with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
+        file.write(script)
+        file.flush()
+        ask_slurm("sbatch", "--test-only", file.name)
 
 
 def _points(sweeps: Sequence[str]) -> list[list[str]]:
@@ -74,7 +90,7 @@ def _config(file: Path, overrides: Sequence[str], request: Request, number: int 
         "run.folder": str(RunFolder.of(config).path.parent),
         "cluster.nodes": request.nodes,
         "checkpoint.on_signal": "true",
-        "checkpoint.grace_s": float(max(1, request.grace - HANDLING_S)),
+        "checkpoint.grace_s": float(max(0, request.saving_seconds)),
     }
     return load(file, [*overrides, *(f"{key}={value}" for key, value in keys.items())])
 
@@ -89,10 +105,10 @@ def _write(config: Config, request: Request) -> Path:
 
 def _refuse_second(folder: JobFolder) -> None:
     """Raises UserError where a job of this run is queued or under way."""
-    if not folder.submitted.exists():
+    if not folder.submitted.exists() or shutil.which("squeue") is None:
         return
     number = folder.submitted.read_text(encoding="utf-8").strip()
-    queued = [line.split("|") for line in ask_slurm("squeue", "--noheader", "--format=%A|%T").splitlines()]
+    queued = [line.split("|") for line in ask_slurm("squeue", "--noheader", "--format=%F|%T").splitlines()]
     states = [state for job, state in queued if job == number]
     if states:
         raise UserError(

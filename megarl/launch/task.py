@@ -24,8 +24,12 @@ from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
 
 MEGARL = (sys.executable, "-m", "megarl.cli")
-HEAR_S = 60.0
-"""The time in which all nodes of an attempt report to the first."""
+HEAR_S = 300.0
+"""The time in which all nodes of an attempt report to the first: images are fetched, and file systems remember for a
+while that a file is not there."""
+
+JUDGE_S = 60.0
+"""The time that a task whose part has failed leaves the first one to find out why; srun ends it with the others."""
 
 JOIN_S = 120.0
 """The time in which the driver invites the others, after its own checks."""
@@ -43,16 +47,18 @@ class Task:
     number      of the task in its step; 0 drives
     node        the name of its node
     nodes       those of the step, the first task's first
-    step        the names of allocation and step
-    allocation  the job, and how often it has been in the queue again
+    job         the job's number
+    restart     how often it has been in the queue again
+    step        the number of the step in this allocation
     allocated   when the allocation began, in seconds since 1970
     """
 
     number: int
     node: str
     nodes: tuple[str, ...]
+    job: str
+    restart: int
     step: str
-    allocation: str
     allocated: float
 
     @classmethod
@@ -61,27 +67,40 @@ class Task:
         environ = os.environ
         if not {"SLURM_PROCID", "MEGARL_NODES"} <= environ.keys():
             raise UserError("megarl node: this is for the script of a job, which runs it by srun; see megarl launch")
-        allocation = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
         return cls(
             number=int(environ["SLURM_PROCID"]),
             node=environ["SLURMD_NODENAME"],
             nodes=tuple(environ["MEGARL_NODES"].split()),
-            step=f"{allocation}.{environ['SLURM_STEP_ID']}",
-            allocation=allocation,
+            job=environ["SLURM_JOB_ID"],
+            restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
+            step=environ["SLURM_STEP_ID"],
             allocated=float(environ[ALLOCATED]),
         )
+
+    @property
+    def name(self) -> str:
+        """The name of the attempt, by the numbers that tell it from others."""
+        return f"{self.job}.{self.restart}.{self.step}"
 
 
 def main(run: Path) -> int:
     """Takes part in an attempt at the run of this folder. Returns the exit status."""
     task, folder = Task.of_environment(), JobFolder.of(run)
     if task.number == 0:
-        return drive(task, folder)
-    _await_folder(folder.preflight(task.step))
+        try:
+            return drive(task, folder)
+        except UserError as error:
+            return _judge(folder, "user_error", "; ".join(str(error).splitlines()))
+    _await_folder(folder.preflight(task.name))
     job = folder.job()
     os.chdir(job.folder)
-    tell(folder.preflight(task.step), look_at_node(task.node, run, job, load(folder.recipe)))
-    os.execv(sys.executable, [*MEGARL, "join", str(run), f"--wait={JOIN_S + HEAR_S:g}"])
+    tell(folder.preflight(task.name), look_at_node(task.node, run, job, load(folder.recipe)))
+    joining = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + HEAR_S:g}"])
+    signal.signal(signal.SIGTERM, lambda *_: joining.terminate())
+    status = joining.wait()
+    if status:
+        time.sleep(JUDGE_S)
+    return status
 
 
 def _await_folder(folder: Path) -> None:
@@ -103,20 +122,22 @@ def drive(task: Task, folder: JobFolder) -> int:
     config = load(folder.recipe)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     saved = max(checkpoints.steps(), default=0)
-    if len(folder.saved_nothing(saved)) >= job.stalled:
+    if len(folder.saved_nothing(saved, task.job)) >= job.stalled:
         cause = f"{job.stalled} attempts have saved nothing after step {saved}; see {run / 'logs'}"
         return _judge(folder, "stalled", cause)
-    attempt = folder.begin(Attempt(task.allocation, task.allocated, time.time(), saved))
-    preflight = folder.preflight(task.step)
+    preflight = folder.preflight(task.name)
     preflight.mkdir(parents=True)
     tell(preflight, look_at_node(task.node, run, job, config))
     if objection := object_to(await_reports(preflight, task.nodes, HEAR_S), task.nodes, run, HEAR_S):
         return _judge(folder, objection.verdict, objection.cause, objection.bad)
+    attempt = folder.begin(Attempt(task.job, task.restart, task.allocated, time.time(), saved))
     status, cause = _train(task, folder, attempt)
     verdict = VERDICTS.get(status, "failed")
     lost = Meeting(run / NODES).lost() if verdict == "failed" and job.nodes > 1 else ()
+    cause = cause or f"megarl train ended with status {status}; see {run / 'logs'}"
+    status = _judge(folder, verdict, cause, lost)
     print(f"job: {effective_time(run)}", flush=True)
-    return _judge(folder, verdict, cause or f"megarl train ended with status {status}; see {run / 'logs'}", lost)
+    return status
 
 
 def _judge(folder: JobFolder, verdict: Verdict, cause: str, bad: Sequence[str] = ()) -> int:

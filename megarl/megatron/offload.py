@@ -36,9 +36,10 @@ class Offload:
         """Host memory of the bytes of each storage while it is away."""
 
     def move_out(self, part: Part) -> int:
-        """Moves a part away, and returns the bytes that this frees on the device. Raises UserError where the part is
-        published."""
-        assert part not in self._away, f"{part} are away already"
+        """Moves a part away, if it is not yet, and returns the bytes that are free on the device for it. Raises
+        UserError where the part is published."""
+        if part in self._away:
+            return sum(kept if isinstance(kept, int) else kept.numel() for _, kept in self._away[part])
         storages = list(self._storages(part))
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in storages):
             raise UserError(f"offload: the {part} are published in shared memory, where engines read them; keep them")

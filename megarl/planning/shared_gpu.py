@@ -69,7 +69,7 @@ def engine_loads(
     """
     refit = {}
     for role, states in models.items():
-        # See Workers.room_for_weights.
+        # See Workers.give_up_gradients.
         there = [part for part in states if part != "gradients" or part not in config.placed(role).offload]
         if there:
             names = ", ".join(there).replace("parameters", "weights")

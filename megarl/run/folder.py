@@ -59,12 +59,14 @@ class RunFolder:
     def create(cls, config: Config, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
         """Makes run.folder/run.name with its config and manifest, and points the link run.folder/latest to it.
 
-        An earlier folder of that name in which no step was done is used again, as this run's next attempt. Another one
-        is kept under the first free of NAME.1, NAME.2 … Raises UserError as require_free does.
+        An earlier folder of that name in which no step was done is used again, as this run's next attempt, and so is
+        that of a job, whose steps before its first checkpoint are lost. Another one is kept under the first free of
+        NAME.1, NAME.2 … Raises UserError as require_free does.
         """
         cls.require_free(config)
         earlier = cls.of(config)
-        if earlier.manifest.exists() and not earlier.is_taken:
+        in_a_job = config.resume == "auto" and (earlier.path / LAUNCH).exists()  # which works in this folder
+        if earlier.manifest.exists() and (in_a_job or not earlier.is_taken):
             return cls.reopen(config, 0, data_hash, models)
         folder = cls(earlier.path, moved=_move_aside(earlier.path, config) if earlier.is_taken else None)
         (folder.path / "rollouts").mkdir(parents=True)

@@ -6,21 +6,27 @@ import errno
 import fcntl
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from megarl.core.errors import UserError
 
+POLL_S = 1.0
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Errors of a disk that is mounted without locks, as Lustre often is."""
 
 
 @contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Gives this process alone the run's folder while it is inside. The folder may be moved away or made anew there,
-    because the lock's file lies beside it. The kernel releases the lock however the process ends. Raises UserError
-    that names who has it, and for a place where no file can be made."""
+    because the lock's file lies beside it. The kernel releases the lock however the process ends; that of a node that
+    is lost is known to be free on others after a while only, which patience_s may bridge.
+
+    Raises UserError that names who has it, and for a place where no file can be made.
+    """
     file = folder.with_name(f".{folder.name}.lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +37,10 @@ def run_lock(folder: Path) -> Iterator[None]:
             "a folder of yours"
         ) from None
     with opened as stream:
+        deadline = time.monotonic() + patience_s
         try:
+            while not _locked(stream) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             stream.seek(0)
@@ -47,3 +56,11 @@ def run_lock(folder: Path) -> Iterator[None]:
         stream.write(f"process {os.getpid()} on {platform.node()}")
         stream.flush()
         yield
+
+
+def _locked(stream: IO[str]) -> bool:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

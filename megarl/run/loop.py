@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from megarl.cluster.supervision.memory import MemorySampler
 from megarl.config.schema import Config
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
-from megarl.launch.effective_time import EffectiveShare
+from megarl.launch.effective_time import ALLOCATED, EffectiveShare
 from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.run.early_end import early_end
 from megarl.run.folder import RunFolder
@@ -31,6 +32,9 @@ from megarl.run.model_paths import note_given_paths
 from megarl.run.resume import ResumePoint, RunState, start
 from megarl.run.saver import Saver
 from megarl.run.summary import print_run_summary
+
+LOCK_S = 180.0
+"""The time that an attempt of a job waits for the lock of the one before, whose node may be lost."""
 
 NONE_GIVEN: Mapping[str, str] = {}
 
@@ -71,7 +75,7 @@ class Loop:
         given: the paths of models as the user gave them, by key, where they may not be the config's."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
-        with run_lock(RunFolder.of(config).path):
+        with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):
             identities = note_given_paths(models.identify(), config, given)
             resume_point = start(config, data, num_bytes, identities)
             saver = Saver(resume_point.folder.checkpoints, config, num_bytes, data.data_hash, identities)

@@ -54,7 +54,7 @@ def cluster(shared: Path) -> Iterator[Slurm]:
 def launch(cluster: Slurm, shared: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON]
     command = [sys.executable, "-m", "megarl.cli", "launch", str(shared / "tiny.yaml"), *keys, *arguments]
-    return cluster.run("env", f"TMPDIR={ELSEWHERE}", *command, "--gpus-per-node=0", "--grace=20", cwd=ROOT)
+    return cluster.run("env", f"TMPDIR={ELSEWHERE}", *command, "--gpus-per-node=0", "--grace=60", cwd=ROOT)
 
 
 class Launched:
@@ -138,6 +138,26 @@ def test_an_error_of_the_user_is_the_last_line_and_is_not_tried_again(cluster: S
     run.check_nothing_is_left()
 
 
+def test_a_sweep_is_an_array_whose_runs_go_back_into_the_queue_one_by_one(cluster: Slurm, shared: Path) -> None:
+    keys = ("actor.layout.pp=1", "--sweep=run.seed=0,1", "--nodes=1", "--time=30", "run.steps=1000000")
+    done = launch(cluster, shared, "sweep", *keys)
+    assert done.returncode == 0, done.stderr
+    base = (shared / "runs/sweep/launch/submitted").read_text().strip()
+    metrics = [shared / f"runs/sweep-{point}/metrics.jsonl" for point in (0, 1)]
+    deadline = time.monotonic() + STARTED_S
+    while not all(file.exists() for file in metrics):
+        assert time.monotonic() < deadline, cluster.ask("squeue")
+        time.sleep(0.2)
+    tasks = [f"{base}_{point}" for point in (0, 1)]
+    cluster.ask("scancel", "--batch", "--signal=USR1", tasks[1])
+    cluster.wait_for_state(tasks[1], "PENDING", seconds=ENDED_S)
+    assert [cluster.job(task)["Restarts"] for task in tasks] == ["0", "1"]
+    assert cluster.job(tasks[0])["JobState"] == "RUNNING"
+    cluster.ask("scancel", base)
+    for task in tasks:
+        cluster.wait_for_state(task, "CANCELLED", seconds=ENDED_S)
+
+
 def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path) -> None:
     """A node without shared memory, the time limit, a node that crashes, a job that goes before, a first node whose
     cable is cut. It is cancelled then, and launched again for its last steps, and ends bit for bit as a run that nobody
@@ -150,7 +170,9 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     assert run.wait_for_attempt(2) == ["n0", "n2"]  # the preflight has looked at n1
     assert "job: node n1: shared memory: 0.06 GiB free; enlarge it" in run.log
 
-    cluster.ask("scontrol", "update", f"JobId={run.number}", "TimeLimit=1")  # Slurm's signal is due at once, or soon
+    hours, minutes, seconds = map(int, run.job["RunTime"].split(":"))
+    limit = (3600 * hours + 60 * minutes + seconds + 45) // 60 + 1
+    cluster.ask("scontrol", "update", f"JobId={run.number}", f"TimeLimit={limit}")  # the signal is due within a minute
     cluster.wait_for_state(run.number, "PENDING", seconds=ENDED_S)
     cluster.ask("scontrol", "update", f"JobId={run.number}", "TimeLimit=30")
     assert "job: goes back into the queue, without n1: told to end" in run.log

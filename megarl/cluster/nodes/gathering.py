@@ -24,8 +24,9 @@ def gather(meeting: Meeting, count: int, timeout_s: float, run_folder: str) -> l
     deadline, told = time.monotonic() + timeout_s, set[str]()
     while True:
         reports = meeting.reports()
-        if problems := [report.problem for report in reports if report.problem is not None]:
-            raise UserError("\n".join(problems))
+        if problems := [report for report in reports if report.problem is not None]:
+            kind = RunFailure if any(report.is_failure for report in problems) else UserError
+            raise kind("\n".join(report.problem for report in problems))
         addresses = alive_nodes()
         joined = [report for report in reports if report.address in addresses]
         for report in joined:

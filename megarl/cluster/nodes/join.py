@@ -93,7 +93,7 @@ def _take_part(meeting: Meeting, invitation: Invitation, scratch: Path) -> None:
     if not first_node.answers():
         raise RunFailure(f"the first node, {invitation.host}, is lost")
     problem = f"node {report.name}: Ray ended here with status {ray.poll()}; see {log}"
-    meeting.report(replace(report, problem=problem))
+    meeting.report(replace(report, problem=problem, is_failure=True))
     raise RunFailure(problem)
 
 

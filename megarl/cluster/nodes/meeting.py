@@ -63,6 +63,7 @@ class Report:
     invitation   the id of the one that it answers
     peak_gb      the highest memory of its processes so far, 10⁹ bytes: (RSS, PSS), see MemorySampler
     problem      why it does not join, None where it does
+    is_failure   whether that is no error of the user
     """
 
     name: str
@@ -72,6 +73,7 @@ class Report:
     gpus: int
     peak_gb: tuple[float, float] = (0.0, 0.0)
     problem: str | None = None
+    is_failure: bool = False
 
 
 class Meeting:

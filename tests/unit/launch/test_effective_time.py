@@ -16,11 +16,12 @@ def run(tmp_path: Path) -> Path:
     lasted, and 10 s of the second."""
     folder = JobFolder.of(tmp_path)
     folder.path.mkdir()
-    attempts = [("7.0", 0.0, 10.0, 55.0), ("7.0", 0.0, 60.0, 100.0), ("7.1", 1100.0, 1110.0, 1120.0)]
-    for allocation, allocated, began, seen in attempts:
-        os.utime(folder.begin(Attempt(allocation, allocated, began, saved=0)), (seen, seen))
+    attempts = [(0, 0.0, 10.0, 55.0), (0, 0.0, 60.0, 100.0), (1, 1100.0, 1110.0, 1120.0)]
+    for restart, allocated, began, seen in attempts:
+        os.utime(folder.begin(Attempt("7", restart, allocated, began, saved=0)), (seen, seen))
     lines = [{"step": 1, "time/step": 40.0}, {"step": 2, "time/step": 10.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    torn = '{"step": 3, "time/st'
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
     return tmp_path
 
 
@@ -43,9 +44,10 @@ def test_a_run_outside_of_a_job_has_no_such_metric(run: Path, monkeypatch: pytes
     assert EffectiveShare(run).metrics({"time/step": 1.0}) == {}
 
 
-def test_attempts_that_saved_nothing_new_are_counted_from_the_latest_on(tmp_path: Path) -> None:
+def test_attempts_of_a_job_that_saved_nothing_new_are_counted_from_the_latest_on(tmp_path: Path) -> None:
     folder = JobFolder.of(tmp_path)
     folder.path.mkdir()
-    for saved in (0, 5, 8, 8):
-        folder.begin(Attempt("7.0", 0.0, 1.0, saved))
-    assert [len(folder.saved_nothing(step)) for step in (8, 9, 5)] == [2, 0, 0]
+    for job, saved in (("6", 8), ("7", 0), ("7", 5), ("7", 8), ("7", 8)):
+        folder.begin(Attempt(job, 0, 0.0, 1.0, saved))
+    assert [len(folder.saved_nothing(step, "7")) for step in (8, 9, 5)] == [2, 0, 0]
+    assert [len(folder.saved_nothing(8, job)) for job in ("6", "5")] == [1, 0]

@@ -13,7 +13,7 @@ SAME = {"torch": "2.13.0", "ray": "2.52.1"}
 
 
 def reports(**problems: list[str]) -> list[NodeReport]:
-    return [NodeReport(node, problems.get(node, []), SAME) for node in NODES]
+    return [NodeReport(node, problems.get(node, []), [], SAME) for node in NODES]
 
 
 def test_nodes_without_problems() -> None:
@@ -29,10 +29,19 @@ def test_what_is_wrong_on_all_is_an_error_of_the_user() -> None:
     everywhere = "model.path=/m: there is no such folder"
     found = object_to(reports(n0=[everywhere], n1=[everywhere, "disk"], n2=[everywhere]), NODES, RUN, 60)
     assert found == Objection("user_error", f"on all nodes: {everywhere}")
+    one = [NodeReport("n0", [], [everywhere], SAME)]
+    assert object_to(one, ["n0"], RUN, 60) == Objection("user_error", f"on all nodes: {everywhere}")
+
+
+def test_faults_of_one_or_two_nodes_are_not_the_users() -> None:
+    one = [NodeReport("n0", ["7 GPUs"], [], SAME)]
+    assert object_to(one, ["n0"], RUN, 60) == Objection("failed", "node n0: 7 GPUs", ["n0"])
+    silent = object_to(one, ["n0", "n1"], RUN, 60)
+    assert (silent.verdict, silent.bad) == ("failed", ["n1"])
 
 
 def test_the_node_with_other_versions_is_the_bad_one() -> None:
-    older = NodeReport("n0", [], SAME | {"torch": "2.12.0"})
+    older = NodeReport("n0", [], [], SAME | {"torch": "2.12.0"})
     found = object_to([older, *reports()[1:]], NODES, RUN, 60)
     assert found == Objection("failed", "node n0: torch is 2.12.0, elsewhere 2.13.0", ["n0"])
 

@@ -19,7 +19,7 @@ from megarl.core.errors import UserError
 from megarl.launch import submit
 from megarl.launch.folder import Job, JobFolder
 from megarl.launch.request import CONTAINERS, Request
-from megarl.launch.script import TEMPLATE
+from megarl.launch.script import TEMPLATE, VARIABLES
 from tests.paths import ROOT
 from tests.published_models import CONFIGS
 
@@ -75,7 +75,7 @@ def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
     assert lines[-1] == "dry run: nothing was submitted"
     run = tmp_path / load(recipe).run.name
     config = load(JobFolder.of(run).recipe)
-    assert (config.resume, config.checkpoint.on_signal, config.checkpoint.grace_s) == ("auto", True, 105.0)
+    assert (config.resume, config.checkpoint.on_signal, config.checkpoint.grace_s) == ("auto", True, 75.0)
     assert subprocess.run(["bash", "-n"], input=script_of(run), text=True).returncode == 0
     assert array(script_of(run), "megarl") == [sys.executable, "-m", "megarl.cli"]
 
@@ -111,7 +111,17 @@ def test_scripts_pass_shellcheck_in_every_container(container: str, tmp_path: Pa
     expected = {
         "none": ([], [sys.executable, "-m", "megarl.cli"]),
         "pyxis": ([f"--container-image={image}", f"--container-mounts={','.join(mounts)}"], ["megarl"]),
-        "enroot": ([], ["enroot", "start", *(f"--mount={mount}" for mount in mounts), str(image), "megarl"]),
+        "enroot": (
+            [],
+            [
+                "enroot",
+                "start",
+                *(f"--env={name}" for name in VARIABLES),
+                *(f"--mount={mount}" for mount in mounts),
+                str(image),
+                "megarl",
+            ],
+        ),
         "apptainer": (
             [],
             ["apptainer", "exec", *(w for m in mounts for w in ("--bind", m)), str(image), "megarl"],
@@ -124,7 +134,7 @@ def test_a_sweep_is_an_array_of_runs(tmp_path: Path) -> None:
     sweeps = ["actor.optimizer.lr=1.0e-6,3.0e-6", "run.seed=0,1"]
     launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "run.name=s", sweeps=sweeps)
     script = script_of(tmp_path / "s")
-    assert "#SBATCH --array=0-3\n" in script
+    assert "#SBATCH --array=0,1,2,3\n" in script
     points = []
     for number in range(4):
         environment = {"SLURM_ARRAY_TASK_ID": str(number)}
@@ -202,7 +212,19 @@ def test_a_recipe_that_cannot_fit_and_a_time_that_is_shorter_than_a_step(on_h100
         launch(on_h100s, on_gpus, "rollout.kv_cache_gib=90")
 
 
-def test_a_finished_run_is_not_launched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit, "check_beginning", lambda config: f"{config.run.name}: already at step 3 of 3")
-    with pytest.raises(UserError, match="quickstart: already at step 3 of 3"):
-        launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}")
+def test_what_is_finished_is_not_launched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quickstart, keys = ROOT / "configs/quickstart.yaml", (f"run.folder={tmp_path}", "run.name=s")
+    finished = {"s", "s-1"}
+    monkeypatch.setattr(submit, "check_beginning", lambda c: "already at step 3" if c.run.name in finished else None)
+    assert launch(quickstart, ON_CPU, *keys)[-1] == "already at step 3"
+    assert not (tmp_path / "s").exists()
+    launch(quickstart, ON_CPU, *keys, sweeps=["run.seed=0,1,2"])
+    assert "#SBATCH --array=0,2\n" in script_of(tmp_path / "s")
+
+
+def test_a_grace_time_that_is_shorter_than_a_step_is_told(on_h100s: Path) -> None:
+    request = replace(ON_CPU, gpus=8, nodes=2, time="4:00:00")
+    [seconds] = [int(found[1]) for line in launch(on_h100s, request) if (found := re.search(r"about (\d+) s", line))]
+    told = "at the end of an allocation the run loses its steps since the last checkpoint"
+    assert any(told in line for line in launch(on_h100s, replace(request, grace=seconds + 40)))
+    assert not any(told in line for line in launch(on_h100s, replace(request, grace=seconds + 50)))

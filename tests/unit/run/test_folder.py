@@ -12,7 +12,7 @@ import yaml
 
 import megarl
 from megarl.config.schema import Config
-from megarl.run.folder import RunFolder, _git_state
+from megarl.run.folder import LAUNCH, RunFolder, _git_state
 from tests.paths import CONFIGS
 
 
@@ -45,6 +45,20 @@ def test_a_new_run(config):
     assert Config.model_validate(yaml.safe_load(folder.config.read_text())) == config
     assert os.readlink(root / "latest") == "first"
     assert sorted(entry.name for entry in root.iterdir()) == ["first", "latest"]
+
+
+def test_the_folder_of_a_job_stays_where_the_job_works(config):
+    """A folder that has only the job's is free; steps before the first checkpoint are lost with their attempt."""
+    automatic = config.model_copy(update={"resume": "auto"})
+    job = RunFolder.of(config).path / LAUNCH
+    job.mkdir(parents=True)
+    first = RunFolder.create(automatic)
+    first.metrics.write_text('{"step": 1}\n')
+    first.rollouts(1).touch()
+    second = RunFolder.create(automatic)
+    assert (second.path, second.attempt, second.moved) == (first.path, 2, None)
+    assert job.is_dir() and second.num_steps == 0 and not second.rollout_files()
+    assert first.logs.is_dir()
 
 
 def test_earlier_runs_of_the_name_are_kept(config):
