@@ -27,6 +27,12 @@ from megarl.cluster.supervision import interrupts, supervisor
 supervisor.DEADLINE_S = {deadline_s}
 supervisor.REPEAT_S = interrupts.REPEAT_S = {repeat_s}
 parent = os.getpid()
+
+def wait():
+    # Not in one call: a signal that comes just before it sleeps would be handled when it has slept.
+    while True:
+        time.sleep(0.1)
+
 with supervisor.supervised({grace_s}) as scratch:
     (scratch / "file").touch()
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
@@ -105,7 +111,7 @@ def test_the_childs_status_is_the_parents(body: str, code: int, last_line: str) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_parent_interrupts(number: int) -> None:
-    with program("time.sleep(60)") as run:
+    with program("wait()") as run:
         os.kill(run.process.pid, number)
         assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
 
@@ -113,7 +119,7 @@ def test_a_signal_to_the_parent_interrupts(number: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_all_processes_interrupts_once(number: int) -> None:
     """Slurm sends signals so."""
-    waiting = "try: print('waiting', flush=True); time.sleep(60)"
+    waiting = "try: print('waiting', flush=True); wait()"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
     with program(clean_up) as run:
         assert run.process.stdout.readline() == "waiting\n"
@@ -125,14 +131,14 @@ def test_a_signal_to_all_processes_interrupts_once(number: int) -> None:
 
 
 def test_a_signal_before_the_child_can_handle_it_interrupts() -> None:
-    with program("signal.signal(signal.SIGTERM, signal.SIG_DFL); print(flush=True); time.sleep(60)") as run:
+    with program("signal.signal(signal.SIGTERM, signal.SIG_DFL); print(flush=True); wait()") as run:
         run.process.stdout.readline()
         os.killpg(run.process.pid, signal.SIGTERM)
         assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
 
 
 def test_an_impatient_ctrl_c_interrupts_once() -> None:
-    waiting = "try: print('waiting', flush=True); time.sleep(60)"
+    waiting = "try: print('waiting', flush=True); wait()"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
     with program(clean_up) as run:
         assert run.process.stdout.readline() == "waiting\n"
@@ -144,7 +150,7 @@ def test_an_impatient_ctrl_c_interrupts_once() -> None:
 
 
 def test_a_child_that_does_not_end_is_killed() -> None:
-    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); wait()"
     with program(deaf, deadline_s=1) as run:
         run.process.stdout.readline()
         os.kill(run.process.pid, signal.SIGTERM)
@@ -154,7 +160,7 @@ def test_a_child_that_does_not_end_is_killed() -> None:
 
 
 def test_the_child_has_the_grace_time_beside_the_deadline() -> None:
-    late = "\n    ".join(("try: print(flush=True); time.sleep(60)", "except KeyboardInterrupt: time.sleep(2)"))
+    late = "\n    ".join(("try: print(flush=True); wait()", "except KeyboardInterrupt: time.sleep(2)"))
     with program(late, deadline_s=1, grace_s=5) as run:
         run.process.stdout.readline()
         os.kill(run.process.pid, signal.SIGTERM)
@@ -163,7 +169,7 @@ def test_the_child_has_the_grace_time_beside_the_deadline() -> None:
 
 
 def test_a_child_that_does_not_end_after_a_second_signal_is_killed_without_the_grace_time() -> None:
-    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); wait()"
     with program(deaf, deadline_s=1, grace_s=60) as run:
         run.process.stdout.readline()
         os.kill(run.process.pid, signal.SIGTERM)
@@ -176,7 +182,7 @@ def test_a_child_that_does_not_end_after_a_second_signal_is_killed_without_the_g
 def test_a_signal_to_the_group_does_not_reach_what_the_child_started() -> None:
     """Ray's processes end by it, and with them what is to be saved."""
     starting = "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    waiting = "try: print(flush=True); time.sleep(60)"
+    waiting = "try: print(flush=True); wait()"
     looking = "except KeyboardInterrupt: time.sleep(0.5); print(worker.poll(), os.getsid(0) == parent, flush=True)"
     with program("\n    ".join((starting, waiting, looking))) as run:
         run.process.stdout.readline()
@@ -186,7 +192,7 @@ def test_a_signal_to_the_group_does_not_reach_what_the_child_started() -> None:
 
 
 def test_it_stops_and_goes_on_as_one_under_job_control() -> None:
-    with program("time.sleep(60)") as run:
+    with program("wait()") as run:
         os.kill(run.process.pid, signal.SIGTSTP)
         _wait_for(run, psutil.STATUS_STOPPED)
         os.kill(run.process.pid, signal.SIGCONT)
@@ -205,7 +211,7 @@ def _wait_for(run: Program, status: str) -> None:
 def test_ctrl_c_in_a_terminal_that_stops_writers_in_the_background() -> None:
     """The child is one: it writes all the same, and gets no more than an error where it reads."""
     reading = "\n    ".join(("try: os.read(0, 1)", "except OSError as error: print('cannot read', flush=True)"))
-    body = "\n    ".join((reading, "time.sleep(60)"))
+    body = "\n    ".join((reading, "wait()"))
     pid, terminal = pty.fork()
     if pid == 0:
         settings = termios.tcgetattr(0)
@@ -226,7 +232,7 @@ def test_ctrl_c_in_a_terminal_that_stops_writers_in_the_background() -> None:
 
 
 def test_loss_of_the_child() -> None:
-    with program("time.sleep(60)") as run:
+    with program("wait()") as run:
         os.kill(run.child, signal.SIGSEGV)
         code, errors = run.end()
     assert code == 1
@@ -238,7 +244,7 @@ def test_shared_memory_of_others_stays(last: str) -> None:
     foreign, made = (Path("/dev/shm", f"megarl-test-{uuid4().hex}") for _ in range(2))
     foreign.write_bytes(bytes(16))
     opening = f"maps = [mmap.mmap(os.open(p, os.O_RDWR | os.O_CREAT), 16) for p in {[str(foreign), str(made)]}]"
-    body = ("import mmap", f"open('{made}', 'wb').truncate(16)", opening, "if os.fork() == 0: time.sleep(60)", last)
+    body = ("import mmap", f"open('{made}', 'wb').truncate(16)", opening, "if os.fork() == 0: wait()", last)
     try:
         with program("\n    ".join(body)) as run:
             run.end()
@@ -250,7 +256,7 @@ def test_shared_memory_of_others_stays(last: str) -> None:
 
 
 def test_loss_of_the_parent() -> None:
-    with program("time.sleep(60)") as run:
+    with program("wait()") as run:
         run.process.kill()
         assert run.end() == (-signal.SIGKILL, "megarl: error: interrupted; the run ends\n")
 
