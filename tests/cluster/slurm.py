@@ -15,8 +15,8 @@ from pathlib import Path
 from tests.cluster.machines import Machine, Machines
 
 START_S, POLL_S = 30, 0.2
-NODE_DOWN_S = 20
-"""The time after which Slurm gives a silent node up; with its default, 300 s, tests would wait for nothing else."""
+NODE_DOWN_S = 120
+"""The time after which Slurm gives a silent node up; its default is 300."""
 
 CONF = """
 ClusterName=test
