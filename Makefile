@@ -25,7 +25,7 @@ help:
 	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective (15)"
 	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs (15)"
 	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
-	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (10)"
+	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (15)"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)

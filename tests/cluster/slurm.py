@@ -108,7 +108,7 @@ def slurm(count: int, shared: Path) -> Iterator[Slurm]:
     for folder in (root, root / "state", *(root / f"spool.n{i}" for i in range(count))):
         folder.mkdir(mode=0o755)
     with Machines(count, shared) as machines:
-        address, host = machines[0].address.rsplit(".", 1)[0] + ".254", socket.gethostname()
+        address, host = machines[0].address.rsplit(".", 1)[0] + ".254", socket.gethostname().partition(".")[0]
         subprocess.run(["ip", "address", "add", f"{address}/24", "dev", machines[0].network], check=True)
         with (shared / ".hosts").open("a") as hosts:
             hosts.write(f"{address} {host}\n")
