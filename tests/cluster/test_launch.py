@@ -160,9 +160,8 @@ def test_a_sweep_is_an_array_whose_runs_go_back_into_the_queue_one_by_one(cluste
 
 @pytest.mark.timeout(1500)
 def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path) -> None:
-    """A node without shared memory, the time limit, a node that crashes, a job that goes before, a first node whose
-    cable is cut. It is cancelled then, and launched again for its last steps, and ends bit for bit as a run that nobody
-    interrupts."""
+    """A node without shared memory, the time limit, a node that crashes, a job that goes before. It is cancelled then,
+    and launched again for its last steps, and ends bit for bit as a run that nobody interrupts."""
     machines = {machine.name: machine for machine in cluster.machines}
     machines["n1"].run("mount", "-o", "remount,size=64m", "/dev/shm")
     options = ["--nodes=2", "--spares=1", "--time=30"]
@@ -181,23 +180,17 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
 
     machines[second].crash()
     again = run.wait_for_attempt(4)
-    assert f"job: megarl: error: actor update: node {second} is lost" in run.log
+    assert re.search(rf"^job: megarl: error: .*: node {second} is lost", run.log, re.MULTILINE)
     assert (run.job["Restarts"], again[0]) == ("1", first)  # in the same allocation
     assert second not in again
 
     urgent = cluster.ask(
         "sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--output=/dev/null", "--wrap=sleep 1"
     ).strip()
-    first, _ = run.wait_for_attempt(5)
+    run.wait_for_attempt(5)
     assert (cluster.job(urgent)["JobState"], run.job["Restarts"]) == ("COMPLETED", "2")
 
-    machines[first].cut()
-    cluster.wait_for_state(run.number, "PENDING", seconds=ENDED_S)
-    machines[first].mend()
     machines["n1"].run("mount", "-o", "remount,size=4g", "/dev/shm")
-    cluster.ask("scontrol", "update", f"JobId={run.number}", "ExcNodeList=")
-    run.wait_for_attempt(6)
-
     cluster.ask("scancel", run.number)
     cluster.wait_for_state(run.number, "CANCELLED", seconds=ENDED_S)
     saved = int((run.folder / "checkpoints/latest").read_text().strip().removeprefix("step_"))
