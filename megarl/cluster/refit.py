@@ -88,7 +88,10 @@ class Refit:
     def transport(self) -> Literal["shared_memory", "cuda_ipc", "p2p"]:
         """The transport of the weights, by the plan: they are read where they lie if each node has all that its engines
         take."""
-        return "p2p" if self._config.sends_weights or self._plan.crosses_nodes else device.memory_transport()
+        return "p2p" if self._sends(self._plan) else device.memory_transport()
+
+    def _sends(self, plan: Plan) -> bool:
+        return self._config.sends_weights or plan.crosses_nodes
 
     def _checksums(self, wanted: Sequence[Region]) -> Mapping[Region, Checksum]:
         return self._trainers.checksums(wanted, self._compact_export_plan).result()
@@ -115,7 +118,7 @@ class Refit:
         bucket_mib = self._config.rollout.refit_bucket_mib
         bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         plan = make_plan(self._trainers.holders, self._engines.holders, bucket_bytes)
-        return ordered(plan) if self._config.sends_weights or plan.crosses_nodes else plan
+        return ordered(plan) if self._sends(plan) else plan
 
     def _rendezvous(self) -> Rendezvous:
         """Makes a new rendezvous each time, because one that somebody left cannot go on."""

@@ -31,9 +31,9 @@ NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")
 
 
 def check(request: Request, config: Config) -> list[str]:
-    """Raises UserError with a line for each thing that is wrong, as far as this machine can know it: layout and nodes,
-    time, files, container, partition. Returns lines of what was found."""
-    raise_all([*_broken_options(request), *_broken_paths(request, config)])
+    """Raises UserError with a line for each thing that is wrong, as far as it can be known without Slurm: layout and
+    nodes, time, files, container. Returns lines of what was found."""
+    raise_all([*_broken_options(request), *_broken_paths(config)])
     found = [_check_layout(request, config)]
     if request.gpus:
         found.append(_check_plan(request, config))
@@ -60,7 +60,7 @@ def _broken_options(request: Request) -> Iterator[str]:
     elif (request.container == "none") != (request.image is None):
         yield f"--container={request.container}: --image={request.image or ''} does not go with it; give both or none"
     if request.image is not None and _is_file(request.image) and not Path(request.image).exists():
-        yield f"--image={request.image}: there is no such file; build it by launch/README.md, or give a registry's name"
+        yield f"--image={request.image}: there is no such file; give the path of one, or a registry's name"
     for mount in request.mounts:
         if not Path(mount.split(":")[0]).exists():
             yield f"--mount={mount}: {mount.split(':')[0]} is not there"
@@ -72,7 +72,7 @@ def _is_file(image: str) -> bool:
     return image.startswith(("/", ".", "~")) or image.endswith((".sqsh", ".sif"))
 
 
-def _broken_paths(request: Request, config: Config) -> Iterator[str]:
+def _broken_paths(config: Config) -> Iterator[str]:
     """Yields a line for each path that other machines cannot see."""
     paths = {"run.folder": config.run.folder, **model_paths(config), "data.source": config.data.source}
     for key, path in paths.items():
@@ -146,11 +146,10 @@ def check_slurm(request: Request) -> None:
     """Raises UserError where there is no Slurm here, or it does not know the partition, or has fewer nodes in it."""
     if shutil.which("sbatch") is None:
         raise UserError("sbatch: there is none here; run this on a login node of the cluster, or with --dry-run")
-    rows = [line.split("|") for line in ask_slurm("sinfo", "--noheader", "--format=%R|%D|%l").splitlines()]
     if request.partition is None:
         return
     sizes: dict[str, int] = {}
-    for name, count, _ in rows:
+    for name, count in (line.split("|") for line in ask_slurm("sinfo", "--noheader", "--format=%R|%D").splitlines()):
         sizes[name] = sizes.get(name, 0) + int(count)
     if request.partition not in sizes:
         raise UserError(f"--partition={request.partition}: Slurm has none of this name, but {', '.join(sorted(sizes))}")

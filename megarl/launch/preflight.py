@@ -67,7 +67,7 @@ def num_gpus() -> int:
     return sum(line.startswith("GPU ") for line in (ask(("nvidia-smi", "-L")) or "").splitlines())
 
 
-def tell(folder: Path, report: NodeReport) -> None:
+def send_report(folder: Path, report: NodeReport) -> None:
     """Writes a node's report for the first node. folder: the attempt's, which that node has made."""
     replace_text(folder / report.node, json.dumps(asdict(report)))
 
@@ -81,7 +81,9 @@ def await_reports(folder: Path, nodes: Sequence[str], timeout_s: float) -> list[
     return [NodeReport(**json.loads(file.read_text(encoding="utf-8"))) for file in files if file.exists()]
 
 
-def object_to(reports: Sequence[NodeReport], nodes: Sequence[str], run: Path, timeout_s: float) -> Objection | None:
+def find_objection(
+    reports: Sequence[NodeReport], nodes: Sequence[str], run: Path, timeout_s: float
+) -> Objection | None:
     """Returns the objection to an attempt on these nodes, None where there is none.
 
     What is missing on all of them is an error of the user, and so is what is wrong on more than two; what is wrong on

@@ -13,7 +13,6 @@ from megarl.core.errors import UserError
 Container = Literal["none", "pyxis", "enroot", "apptainer"]
 CONTAINERS = get_args(Container)
 
-
 HANDLING_S = 45
 """The seconds of the grace time that are not the run's: the script hands the signal on, and puts the job back into the
 queue before the time is over, since Slurm does not do so after that."""
@@ -58,7 +57,7 @@ class Request:
 
     @property
     def seconds(self) -> int:
-        return seconds(self.time)
+        return time_limit_s(self.time)
 
     @property
     def saving_seconds(self) -> int:
@@ -66,7 +65,7 @@ class Request:
         return self.grace - HANDLING_S
 
 
-def seconds(time: str) -> int:
+def time_limit_s(time: str) -> int:
     """Returns the seconds of a time limit as Slurm writes it: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS,
     DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS. Raises UserError for another."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
@@ -75,7 +74,7 @@ def seconds(time: str) -> int:
     days, *parts = found.groups()
     numbers = [int(part) for part in parts if part is not None]
     if days is None:  # the first number is minutes, unless there are three
-        hours, minutes, secs = numbers if len(numbers) == 3 else (0, *numbers, 0)[:3]
+        hours, minutes, seconds = numbers if len(numbers) == 3 else (0, *numbers, 0)[:3]
     else:
-        hours, minutes, secs = (*numbers, 0, 0)[:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + secs
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

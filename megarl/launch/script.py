@@ -17,15 +17,8 @@ TEMPLATE = Path(megarl.__file__).resolve().parents[1] / "launch" / "slurm.sbatch
 """The template that comes with megarl."""
 
 VARIABLES = (
-    *(
-        "SLURM_PROCID",
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-        "SLURM_RESTART_COUNT",
-        "SLURMD_NODENAME",
-        "CUDA_VISIBLE_DEVICES",
-    ),
-    *("MEGARL_NODES", "MEGARL_ALLOCATED"),
+    *("SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME"),
+    *("CUDA_VISIBLE_DEVICES", "MEGARL_NODES", "MEGARL_ALLOCATED"),
 )
 """The variables of a task, which enroot alone does not hand on by itself."""
 

@@ -17,10 +17,11 @@ from megarl.cluster.nodes.meeting import NODES, Meeting
 from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
-from megarl.launch.effective_time import ALLOCATED, effective_time
-from megarl.launch.folder import Attempt, JobFolder, Verdict
-from megarl.launch.preflight import await_reports, look_at_node, object_to, tell
+from megarl.launch.folder import JobFolder, Verdict
+from megarl.launch.preflight import await_reports, find_objection, look_at_node, send_report
+from megarl.run.attempts import Attempt, Attempts
 from megarl.run.checkpoints import Checkpoints
+from megarl.run.effective_time import ALLOCATED, effective_time
 from megarl.run.folder import RunFolder
 
 MEGARL = (sys.executable, "-m", "megarl.cli")
@@ -78,7 +79,7 @@ class Task:
         )
 
     @property
-    def name(self) -> str:
+    def attempt(self) -> str:
         """The name of the attempt, by the numbers that tell it from others."""
         return f"{self.job}.{self.restart}.{self.step}"
 
@@ -91,10 +92,10 @@ def main(run: Path) -> int:
             return drive(task, folder)
         except UserError as error:
             return _judge(folder, "user_error", "; ".join(str(error).splitlines()))
-    _await_folder(folder.preflight(task.name))
+    _await_folder(folder.preflight(task.attempt))
     job = folder.job()
     os.chdir(job.folder)
-    tell(folder.preflight(task.name), look_at_node(task.node, run, job, load(folder.recipe)))
+    send_report(folder.preflight(task.attempt), look_at_node(task.node, run, job, load(folder.recipe)))
     joining = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + HEAR_S:g}"])
     signal.signal(signal.SIGTERM, lambda *_: joining.terminate())
     status = joining.wait()
@@ -122,15 +123,16 @@ def drive(task: Task, folder: JobFolder) -> int:
     config = load(folder.recipe)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     saved = max(checkpoints.steps(), default=0)
-    if len(folder.saved_nothing(saved, task.job)) >= job.stalled:
+    attempts = Attempts(run)
+    if len(attempts.without_progress(saved, task.job)) >= job.stalled:
         cause = f"{job.stalled} attempts have saved nothing after step {saved}; see {run / 'logs'}"
         return _judge(folder, "stalled", cause)
-    preflight = folder.preflight(task.name)
+    preflight = folder.preflight(task.attempt)
     preflight.mkdir(parents=True)
-    tell(preflight, look_at_node(task.node, run, job, config))
-    if objection := object_to(await_reports(preflight, task.nodes, HEAR_S), task.nodes, run, HEAR_S):
+    send_report(preflight, look_at_node(task.node, run, job, config))
+    if objection := find_objection(await_reports(preflight, task.nodes, HEAR_S), task.nodes, run, HEAR_S):
         return _judge(folder, objection.verdict, objection.cause, objection.bad)
-    attempt = folder.begin(Attempt(task.job, task.restart, task.allocated, time.time(), saved))
+    attempt = attempts.begin(Attempt(task.job, task.restart, task.allocated, time.time(), saved))
     status, cause = _train(task, folder, attempt)
     verdict = VERDICTS.get(status, "failed")
     lost = Meeting(run / NODES).lost() if verdict == "failed" and job.nodes > 1 else ()

@@ -139,7 +139,8 @@ def _shortlist(trained: list[StepPlan]) -> list[StepPlan]:
             fastest = sorted(plans, key=lambda plan: plan.times.seconds)[:FASTEST]
             smallest = sorted(plans, key=lambda plan: (plan.fullest.total, plan.times.seconds))[:SMALLEST]
             for plan in (*fastest, *smallest):
-                found += [] if plan in found else [plan]
+                if plan not in found:
+                    found.append(plan)
     return found
 
 

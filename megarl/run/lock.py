@@ -38,29 +38,28 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         ) from None
     with opened as stream:
         deadline = time.monotonic() + patience_s
-        try:
-            while not _locked(stream) and time.monotonic() < deadline:
-                time.sleep(POLL_S)
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            stream.seek(0)
-            raise UserError(
-                f"run.name={folder.name}: {folder} is in use by {stream.read() or 'another process'}; stop that run or "
-                "let it end, or choose another name"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            print(f"{file}: this disk has no locks ({error.strerror}): start no second run of this name", flush=True)
+        while not _lock(stream):
+            if time.monotonic() >= deadline:
+                stream.seek(0)
+                raise UserError(
+                    f"run.name={folder.name}: {folder} is in use by {stream.read() or 'another process'}; stop that "
+                    "run or let it end, or choose another name"
+                )
+            time.sleep(POLL_S)
         stream.truncate(0)
         stream.write(f"process {os.getpid()} on {platform.node()}")
         stream.flush()
         yield
 
 
-def _locked(stream: IO[str]) -> bool:
+def _lock(stream: IO[str]) -> bool:
+    """Returns whether the file is this process's now; so it is taken to be on a disk without locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        print(f"{stream.name}: this disk has no locks ({error.strerror}): start no second run of this name", flush=True)
     return True

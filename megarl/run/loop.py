@@ -22,9 +22,9 @@ from megarl.cluster.supervision.memory import MemorySampler
 from megarl.config.schema import Config
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
-from megarl.launch.effective_time import ALLOCATED, EffectiveShare
 from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.run.early_end import early_end
+from megarl.run.effective_time import ALLOCATED, EffectiveShare
 from megarl.run.folder import RunFolder
 from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.launch.preflight import NodeReport, Objection, await_reports, num_gpus, object_to, tell
+from megarl.launch.preflight import NodeReport, Objection, await_reports, find_objection, num_gpus, send_report
 
 NODES, RUN = ("n0", "n1", "n2"), Path("/shared/runs/a")
 SAME = {"torch": "2.13.0", "ray": "2.52.1"}
@@ -17,48 +17,48 @@ def reports(**problems: list[str]) -> list[NodeReport]:
 
 
 def test_nodes_without_problems() -> None:
-    assert object_to(reports(), NODES, RUN, 60) is None
+    assert find_objection(reports(), NODES, RUN, 60) is None
 
 
 def test_what_is_wrong_on_some_nodes_makes_them_bad() -> None:
-    found = object_to(reports(n1=["7 GPUs, and the run takes 8 of each node"]), NODES, RUN, 60)
+    found = find_objection(reports(n1=["7 GPUs, and the run takes 8 of each node"]), NODES, RUN, 60)
     assert found == Objection("failed", "node n1: 7 GPUs, and the run takes 8 of each node", ["n1"])
 
 
 def test_what_is_wrong_on_all_is_an_error_of_the_user() -> None:
     everywhere = "model.path=/m: there is no such folder"
-    found = object_to(reports(n0=[everywhere], n1=[everywhere, "disk"], n2=[everywhere]), NODES, RUN, 60)
+    found = find_objection(reports(n0=[everywhere], n1=[everywhere, "disk"], n2=[everywhere]), NODES, RUN, 60)
     assert found == Objection("user_error", f"on all nodes: {everywhere}")
     one = [NodeReport("n0", [], [everywhere], SAME)]
-    assert object_to(one, ["n0"], RUN, 60) == Objection("user_error", f"on all nodes: {everywhere}")
+    assert find_objection(one, ["n0"], RUN, 60) == Objection("user_error", f"on all nodes: {everywhere}")
 
 
 def test_faults_of_one_or_two_nodes_are_not_the_users() -> None:
     one = [NodeReport("n0", ["7 GPUs"], [], SAME)]
-    assert object_to(one, ["n0"], RUN, 60) == Objection("failed", "node n0: 7 GPUs", ["n0"])
-    silent = object_to(one, ["n0", "n1"], RUN, 60)
+    assert find_objection(one, ["n0"], RUN, 60) == Objection("failed", "node n0: 7 GPUs", ["n0"])
+    silent = find_objection(one, ["n0", "n1"], RUN, 60)
     assert (silent.verdict, silent.bad) == ("failed", ["n1"])
 
 
 def test_the_node_with_other_versions_is_the_bad_one() -> None:
     older = NodeReport("n0", [], [], SAME | {"torch": "2.12.0"})
-    found = object_to([older, *reports()[1:]], NODES, RUN, 60)
+    found = find_objection([older, *reports()[1:]], NODES, RUN, 60)
     assert found == Objection("failed", "node n0: torch is 2.12.0, elsewhere 2.13.0", ["n0"])
 
 
 def test_a_silent_node_is_bad_and_files_that_only_the_first_has_are_an_error_of_the_user() -> None:
-    one_silent = object_to(reports()[:2], NODES, RUN, 60)
+    one_silent = find_objection(reports()[:2], NODES, RUN, 60)
     assert one_silent == Objection(
         "failed", f"node n2: nothing heard in 60 s: down, or without the files in {RUN}", ["n2"]
     )
-    all_silent = object_to(reports()[:1], NODES, RUN, 60)
+    all_silent = find_objection(reports()[:1], NODES, RUN, 60)
     assert (all_silent.verdict, all_silent.bad) == ("user_error", ["n1", "n2"])
 
 
 def test_reports_travel_by_files_and_are_waited_for(tmp_path: Path) -> None:
     first, *others = reports(n1=["one"])
-    tell(tmp_path, first)
-    later = threading.Timer(0.3, lambda: [tell(tmp_path, each) for each in others])
+    send_report(tmp_path, first)
+    later = threading.Timer(0.3, lambda: [send_report(tmp_path, each) for each in others])
     later.start()
     assert await_reports(tmp_path, NODES, timeout_s=10) == [first, *others]
     assert json.loads((tmp_path / "n1").read_text())["problems"] == ["one"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.launch.request import seconds
+from megarl.launch.request import time_limit_s
 
 
 @pytest.mark.parametrize(
@@ -18,10 +18,10 @@ from megarl.launch.request import seconds
     ],
 )
 def test_time_limits_as_slurm_writes_them(time: str, expected: int) -> None:
-    assert seconds(time) == expected
+    assert time_limit_s(time) == expected
 
 
 @pytest.mark.parametrize("time", ["", "soon", "4h", "1:2:3:4", "-5"])
 def test_another_time_is_refused(time: str) -> None:
     with pytest.raises(UserError, match=f"--time={time}: expected minutes"):
-        seconds(time)
+        time_limit_s(time)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.launch.folder import JobFolder
+from megarl.run.attempts import Attempts
 
 ALLOCATED = "MEGARL_ALLOCATED"
 """The variable of a job's tasks with the begin of the allocation, in seconds since 1970."""
@@ -33,10 +33,7 @@ class EffectiveTime:
 
 def effective_time(run: Path) -> EffectiveTime:
     """Returns it for a run in a job, by its folder, until now."""
-    metrics = run / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]  # the last one is torn where the driver was killed
-    return EffectiveTime(sum(json.loads(line)["time/step"] for line in whole), allocated_s(run, time.time()))
+    return EffectiveTime(_lasted_s(run), allocated_s(run, time.time()))
 
 
 class EffectiveShare:
@@ -45,7 +42,7 @@ class EffectiveShare:
     def __init__(self, run: Path):
         """run: its folder, when it goes on."""
         self._run = run
-        self._lasted = effective_time(run).lasted if ALLOCATED in os.environ else 0.0
+        self._lasted = _lasted_s(run)
 
     def metrics(self, of_step: Mapping[str, float]) -> dict[str, float]:
         """Returns the metric at the end of a step. of_step: its other metrics."""
@@ -55,11 +52,19 @@ class EffectiveShare:
         return {"cluster/effective_share": EffectiveTime(self._lasted, allocated_s(self._run, time.time())).share}
 
 
+def _lasted_s(run: Path) -> float:
+    """Returns the seconds of the steps in a run's metrics."""
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]  # the last one is torn where the driver was killed
+    return sum(json.loads(line)["time/step"] for line in whole)
+
+
 def allocated_s(run: Path, now: float) -> float:
     """Returns the seconds of all allocations of a run's jobs: each ends when its last attempt was last seen to be under
     way, the newest one now."""
     spans: dict[tuple[str, int], tuple[float, float]] = {}
-    for attempt, seen in JobFolder.of(run).attempts():
+    for attempt, seen in Attempts(run).all():
         allocation = attempt.job, attempt.restart
         begin, end = spans.get(allocation, (attempt.allocated, attempt.began))
         spans[allocation] = (begin, max(end, seen))
