@@ -158,10 +158,26 @@ def test_a_sweep_is_an_array_whose_runs_go_back_into_the_queue_one_by_one(cluste
         cluster.wait_for_state(task, "CANCELLED", seconds=ENDED_S)
 
 
+def test_a_job_whose_first_node_loses_its_cable_goes_back_into_the_queue(cluster: Slurm, shared: Path) -> None:
+    """Slurm itself would leave it its other nodes, for nothing, as the node with its script is gone."""
+    run = Launched(cluster, shared, "cut", "--nodes=2", "--spares=1", "--time=30", "run.steps=1000000")
+    first, _ = run.wait_for_attempt(1)
+    [machine] = [machine for machine in cluster.machines if machine.name == first]
+    machine.cut()
+    deadline = time.monotonic() + ENDED_S
+    while run.job["Restarts"] == "0":
+        assert time.monotonic() < deadline, (run.job, run.log)
+        time.sleep(0.2)
+    machine.mend()
+    cluster.ask("scancel", run.number)
+    cluster.wait_for_state(run.number, "CANCELLED", seconds=ENDED_S)
+
+
 @pytest.mark.timeout(1500)
 def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path) -> None:
     """A node without shared memory, the time limit, a node that crashes, a job that goes before. It is cancelled then,
     and launched again for its last steps, and ends bit for bit as a run that nobody interrupts."""
+    cluster.wait_for_nodes(ENDED_S)  # of the jobs before
     machines = {machine.name: machine for machine in cluster.machines}
     machines["n1"].run("mount", "-o", "remount,size=64m", "/dev/shm")
     options = ["--nodes=2", "--spares=1", "--time=30"]

@@ -90,7 +90,8 @@ def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecor
     files = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
         save_config(CheckpointingConfig(*BACKEND), str(folder))
-        files += sorted(set(folder.iterdir()) - set(folder.glob("__*")))
+        # In one listing: between two, the name under which another rank writes its note becomes another.
+        files += sorted(file for file in folder.iterdir() if not file.name.startswith("__"))
     records = [seal(file, folder) for file in files]
     write_note(folder, rank, records)
     return records
