@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import megarl
+from megarl.core.collector import imports
 from megarl.core.errors import UserError
 
 app = typer.Typer(
@@ -119,11 +120,11 @@ def train(
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised(config.checkpoint.grace_s) as scratch:
-        if config.is_offline:
-            from megarl.finetune import main
-        else:
-            from megarl.train import main
-
+        with imports():
+            if config.is_offline:
+                from megarl.finetune import main
+            else:
+                from megarl.train import main
         raise typer.Exit(main(config, scratch))
 
 

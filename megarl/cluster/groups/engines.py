@@ -23,6 +23,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config, Limit
+from megarl.core.collector import imports
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.model_folder import read_config
 from megarl.resharding.families import huggingface_holder, vllm_holders
@@ -60,8 +61,8 @@ class EngineActor(VllmActor):
     for its samples."""
 
     def _load(self) -> VllmEngine:
-        from megarl.rollout.vllm.engine import VllmEngine
-
+        with imports():
+            from megarl.rollout.vllm.engine import VllmEngine
         config = self._config
         return VllmEngine(config.rollout, self._model_folder, config.model.dtype, config.run.seed)
 

@@ -16,6 +16,7 @@ from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch
 from megarl.cluster.session import Session
 from megarl.config.schema import Config, Limit, MegatronRole
+from megarl.core.collector import imports
 from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
 
@@ -54,9 +55,9 @@ class RankActor(ProcessActor):
 
     def open_store(self) -> Answer:
         """Opens, on rank 0, the rendezvous of the process group. Answers with its host and port."""
-        from megarl.megatron import parallel
-
         begin = time.time()
+        with imports():
+            from megarl.megatron import parallel
         host = ray.util.get_node_ip_address()
         world_size = self._config.placed(self._role).layout.world_size
         self._store = parallel.open_store(host, world_size, self._config.cluster.timeouts.start)
@@ -64,13 +65,14 @@ class RankActor(ProcessActor):
 
     def start(self, host: str, port: int) -> Answer:
         """Builds the model and loads its weights. Answers with a Started."""
-        from megarl.megatron import parallel
-
         begin = time.time()
+        with imports():
+            from megarl.megatron import parallel
+
+            role_worker = worker_class(self._config, self._role)
         rank, world_size = self._process.index, self._config.placed(self._role).layout.world_size
         timeout_s = self._config.cluster.timeouts.start
         store = self._store if rank == 0 else parallel.join_store(host, port, world_size, timeout_s)
-        role_worker = worker_class(self._config, self._role)
         worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
         self._worker = worker
         started = Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)

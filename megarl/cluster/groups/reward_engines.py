@@ -17,6 +17,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
+from megarl.core.collector import imports
 
 if TYPE_CHECKING:
     from megarl.rollout.vllm.classifier import VllmClassifier
@@ -27,8 +28,8 @@ class RewardEngineActor(VllmActor):
     """One classifier on vLLM."""
 
     def _load(self) -> VllmClassifier:
-        from megarl.rollout.vllm.classifier import VllmClassifier
-
+        with imports():
+            from megarl.rollout.vllm.classifier import VllmClassifier
         return VllmClassifier(self._config, self._model_folder)
 
 

@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from megarl.core.collector import without_collector
 from megarl.resharding.piece import Place, Rectangle
-from megarl.resharding.planning.collector import without_collector
 from megarl.resharding.planning.plan import Bucket, Hop, Link, Move, Padding, Plan
 
 

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
+from megarl.core.collector import without_collector
 from megarl.core.errors import UserError
 from megarl.resharding.piece import ITEM_BYTES, Holder, Place, Rectangle, cut, num_elements
 from megarl.resharding.planning.balance import Balance, Way
-from megarl.resharding.planning.collector import without_collector
 from megarl.resharding.planning.holdings import Kept, divide, holdings, shards_of
 from megarl.resharding.planning.plan import Bucket, Link, Move, Padding, Plan
 

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megarl.core.collector import without_collector
 from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here, default_cache
 from megarl.resharding.piece import Holder
-from megarl.resharding.planning.collector import without_collector
 from megarl.resharding.planning.figures import Figures, figures
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.results import kept

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from megarl.resharding.planning.collector import without_collector
+from megarl.core.collector import without_collector
 from megarl.resharding.planning.plan import Hop, Link, Plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,3 +19,13 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def imports() -> Iterator[None]:
+    """Pauses the search while it imports large libraries, of which it would be a quarter of the time, and leaves their
+    objects out of all searches to come."""
+    with without_collector():
+        yield
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # for libraries that count at the end what is left of theirs
