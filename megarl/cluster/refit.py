@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from megarl.cluster.arrival import Arrival
-from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.engines import EngineGroup, Started
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
@@ -30,8 +30,8 @@ from megarl.resharding.verification import Checksum, Region, regions
 
 
 class Refit:
-    """The refit of the engines. It plans once, and anew when an engine is lost: those that are left then take all
-    weights again. It connects once for a plan, or for each refit where the weights lie elsewhere each time."""
+    """The refit of the engines. It plans once, and anew when an engine is lost or is back: all then take all weights
+    again. It connects once for a plan, or for each refit where the weights lie elsewhere each time."""
 
     def __init__(
         self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
@@ -42,7 +42,7 @@ class Refit:
         self._export_plan = export_plan
         verify = config.rollout.verify_refit
         self._arrival = None if verify == "off" else Arrival(self._checksums, verify, config.actor.frozen)
-        self._connected: Collection[str] = ()
+        self._connected: Collection[Started] = ()
         self._plan: Plan | None = None
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
@@ -55,9 +55,10 @@ class Refit:
         Raises RunFailure where that fails, where the weights do not arrive (see Arrival), or where the last engine is
         lost.
         """
+        self._engines.admit()
         expected = None if self._arrival is None else self._arrival.expect(regions(self._engines.holders), rate)
         while True:
-            if self._connected != self._engines.names:
+            if self._connected != self._engines.started:
                 self._plan = None
             if self._plan is None or (self.transport == "cuda_ipc" and self._parameters_move):
                 self._connect()
@@ -112,7 +113,7 @@ class Refit:
             channel = CudaMemory(self._trainers.publish_on_gpu(self._plan).result(), self._parameters_move)
         else:
             channel = SharedMemory(self._trainers.publish().result())
-        self._connected = self._engines.names if self._engines.connect(sent, channel).result() else ()
+        self._connected = self._engines.started if self._engines.connect(sent, channel).result() else ()
 
     def _make_plan(self) -> Plan:
         bucket_mib = self._config.rollout.refit_bucket_mib

@@ -148,6 +148,11 @@ class Session:
         """Makes the loss of these processes (by name) end every wait from now on, also one for others."""
         self._watched |= actors
 
+    def unwatch(self, names: Collection[str]) -> None:
+        """Lets the loss of these processes be noticed by their calls alone."""
+        for name in names:
+            self._watched.pop(name, None)
+
     def submit(
         self,
         calls: Mapping[str, ray.ObjectRef],

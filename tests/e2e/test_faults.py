@@ -130,7 +130,8 @@ def test_loss_of_the_engine_while_another_is_waited_for(recipe: Path, tmp_path: 
 
 
 def lines_of_loss(run: Run) -> list[str]:
-    return [line for line in run.output.splitlines() if " died; the run goes on with 1 of 2 engines; see " in line]
+    loss = " died, and is started again; the run goes on with 1 of 2 engines; see "
+    return [line for line in run.output.splitlines() if loss in line]
 
 
 def check_samples(run: Run, steps: int) -> None:
@@ -153,7 +154,7 @@ def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) ->
         hold.unlink()
         run.wait_for_step(3)
         [line] = lines_of_loss(run)
-        assert re.match(r"refit: engine-[01] died", line)
+        assert re.match(r"refit: engine-[01] died, ", line)
         check_samples(run, 3)
         assert [step["engines/alive"] for step in run.metrics[:3]] == [1, 1, 1]
         check_end(run, left.kill, 1, r"\S.*: engine-[01] died; see .*/logs/attempt_1/engine-[01].log")
@@ -161,7 +162,7 @@ def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) ->
 
 @pytest.mark.exhaustive
 def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: Path, hold: Path) -> None:
-    """The other one gets all, and from then on what has changed."""
+    """The other one gets all, and from then on what has changed. It is started again, gets all, and samples too."""
     overrides = ("cluster.placement=disaggregated", "rollout.refit_delta=true", "model.dtype=bfloat16")
     with Run(recipe, tmp_path, "rollout.replicas=2", *overrides, "rollout.verify_refit=always") as run:
         run.wait_until_held(recipe.parent)
@@ -175,6 +176,11 @@ def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: 
         assert line.startswith("refit: ")
         check_samples(run, 3)
         assert ["refit/changed_share" in step for step in run.metrics[:3]] == [False, True, True]
+        run.wait_until(lambda: [step["engines/alive"] for step in run.metrics[-3:]] == [2, 2, 2])
+        joined = [step["engines/alive"] for step in run.metrics].index(2)
+        assert ["refit/changed_share" in step for step in run.metrics[joined : joined + 3]] == [False, True, True]
+        check_samples(run, joined + 3)
+        assert run.output.count("refit: engine-1 is back; the run goes on with 2 of 2 engines") == 1
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,12 +18,13 @@ from ray.actor import ActorHandle
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.group import Answer
 from megarl.cluster.groups.vllm import VllmActor, VllmGroup
-from megarl.cluster.pending import Answers, Pending
+from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config, Limit
+from megarl.core import device
 from megarl.core.collector import imports
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.model_folder import read_config
@@ -40,6 +42,12 @@ if TYPE_CHECKING:
 
 SHOWN = 3
 """The number of parameters that a message names of those that cannot be written in place."""
+
+RESTARTS = 3
+"""The number of times that an engine is started again: what ended it so often would end it once more."""
+
+Started = tuple[str, int]
+"""The name of an engine's process, and the number of processes of this name that were lost before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,8 @@ class EngineActor(VllmActor):
 class EngineGroup(VllmGroup["VllmEngine"]):
     """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache.
 
-    One of several that is lost is left out from then on, and the others do its work.
+    When one of several is lost, the others do its work, and it is started again: the first refit after that is where it
+    joins them. Not so on GPUs that it shares with trainers: while they train there is no room for it to start.
     """
 
     actor_class, title = EngineActor, "EngineActor"
@@ -109,8 +118,11 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         tp, extra = config.rollout.tp, config.rollout.vllm_overrides
         super().__init__(session, config, model_folder, processes, tp)
-        self._started_with = len(processes)
         self._sleeps = config.rollout.sleep
+        self._starts_again = not (config.is_colocated and device.on_cuda())
+        self._losses: Counter[str] = Counter()
+        self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
+        """The engines that are started again, each with the calls after which it is ready."""
 
         def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
             holders = vllm_holders(
@@ -185,6 +197,11 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return list(self._actors)
 
     @property
+    def started(self) -> list[Started]:
+        """The processes that are not lost: one that has been started again is another than the one before."""
+        return [(name, self._losses[name]) for name in self._actors]
+
+    @property
     def holders(self) -> list[Holder]:
         """The holders of the weights in all workers of these processes."""
         return [holder for name in self._actors for holder in self._holders[name]]
@@ -255,22 +272,53 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return self._calls("refit", lambda engine, expected: engine.refit(version, expected), ray.put(expected))
 
     def drop(self, lost: Collection[str], phase: str) -> None:
-        """Leaves out the lost engines from now on. Raises RunFailure if none is left."""
+        """Leaves out the lost engines, and starts them again. Raises RunFailure if none is left."""
         lost = [name for name in lost if name in self._actors]  # a refit during a rollout may have noticed first
         for name in lost:
             del self._actors[name]
+            self._losses[name] += 1
+            starts_again = self._starts_again and self._losses[name] <= RESTARTS
             print(
-                f"{phase}: {name} died; the run goes on with {len(self._actors)} of {self._started_with} engines; see "
+                f"{phase}: {name} died{', and is started again' if starts_again else ''}; {self._goes_on()}; see "
                 f"{self._session.logs / name}.log",
                 flush=True,
             )
+            if starts_again:
+                self._start_again(name)
         if not self._actors:
             raise RunFailure(f"{phase}: no engine is left; see {self._session.logs}")
         if lost:
             self._watch()
 
+    def _start_again(self, name: str) -> None:
+        actor = self._launch(self._processes[name])
+        calls = [actor.start.remote()]
+        if self._sleeps:
+            calls.append(self._call(actor, "sleep", cloudpickle.dumps(lambda engine: engine.sleep())))
+        self._starting[name] = actor, calls
+
+    def admit(self) -> None:
+        """Takes the engines that have started again among the others, before a refit: they hold no weights yet."""
+        for name, (actor, calls) in list(self._starting.items()):
+            ended, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+            if len(ended) < len(calls):
+                continue
+            del self._starting[name]
+            errors = [error for call in calls if (error := outcome(call)[1]) is not None]
+            if errors:
+                print(f"refit: {name} did not start again; see {self._session.logs / name}.log", flush=True)
+                continue
+            actors = self._actors | {name: actor}
+            self._actors = {process: actors[process] for process in self._processes if process in actors}
+            print(f"refit: {name} is back; {self._goes_on()}", flush=True)
+            self._watch()
+
+    def _goes_on(self) -> str:
+        return f"the run goes on with {len(self._actors)} of {len(self._processes)} engines"
+
     def _watch(self) -> None:
         """Watches the last engine, whose loss ends every wait; the loss of another is noticed at its next call."""
+        self._session.unwatch(self._processes)
         if len(self._actors) == 1:
             self._session.watch(self._actors)
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ray.actor import ActorHandle
+
 from megarl.cluster.groups.group import Answer, Group, ProcessActor, W
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
@@ -55,13 +57,13 @@ class VllmGroup(Group[W]):
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process], tp: int):
         """tp: the number of an engine's ranks."""
-        actors = {
-            process.name: session.on_node(self.actor_class, process).remote(
-                config, model_folder, process, tp, session.logs
-            )
-            for process in processes
-        }
-        super().__init__(session, self.title, actors)
+
+        def launch(process: Process) -> ActorHandle:
+            return session.on_node(self.actor_class, process).remote(config, model_folder, process, tp, session.logs)
+
+        self._launch = launch
+        self._processes = {process.name: process for process in processes}
+        super().__init__(session, self.title, {process.name: launch(process) for process in processes})
         self._watch()
 
     def start(self) -> Pending[Any]:

@@ -60,6 +60,9 @@ class FakeEngines:
 
     def __init__(self, log: list):
         self._log, self.names = log, ["engine-0", "engine-1"]
+        self.losses = 0
+        self.back: list[str] = []
+        """Those that have started again."""
         self.dying: set[str] = set()
         self.dying_when_told: set[str] = set()
         self.told: list[tuple[str, ...]] = []
@@ -72,8 +75,15 @@ class FakeEngines:
         ]
 
     @property
+    def started(self) -> list[tuple[str, int]]:
+        return [(name, self.losses) for name in self.names]
+
+    @property
     def expendable(self) -> list[str]:
         return self.names
+
+    def admit(self) -> None:
+        self.names, self.back = sorted(self.names + self.back), []
 
     def connect(self, plan, channel) -> Pending[bool]:
         self._log.append(f"connect {type(channel).__name__}")
@@ -87,6 +97,7 @@ class FakeEngines:
         return {name: lambda: [Refitted(1, 0)] for name in self.names}
 
     def drop(self, lost, phase) -> None:
+        self.losses += len(lost)
         self.names = [name for name in self.names if name not in lost]
 
     def generate(self) -> None:
@@ -168,6 +179,16 @@ def test_nothing_is_sent_to_an_engine_that_is_lost_when_it_is_told_of_the_plan(p
     connect = f"connect {'Rendezvous' if transport == 'p2p' else 'SharedMemory'}"
     refit = [*(["send"] if transport == "p2p" else []), "wake weights, refit"]
     assert done == [connect, connect, *refit, *refit]
+
+
+def test_an_engine_that_was_lost_and_is_back_is_connected_anew(prepare) -> None:
+    """Between two refits, so that both times the same names are there."""
+    workers, engines, _ = prepare(False)
+    workers.refit.run(1)
+    engines.drop({"engine-0"}, "rollout")
+    engines.back = ["engine-0"]
+    workers.refit.run(2)
+    assert engines.told == 2 * [("vllm:0.0", "vllm:1.0")]
 
 
 def test_engine_and_trainer_take_turns(prepare) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from ray import cloudpickle
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups import engines
-from megarl.cluster.groups.engines import EngineActor, EngineGroup, RemoteSample
+from megarl.cluster.groups.engines import RESTARTS, EngineActor, EngineGroup, RemoteSample
 from megarl.cluster.pending import Answers, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load
@@ -39,6 +39,9 @@ class FakeActor:
     put: list
     """The objects that were put into Ray's object store."""
     asleep: list[str]
+    is_up: bool
+    """Whether those that were started again have started."""
+    start_fails: bool
 
     def __init__(self, name: str):
         self.generate, self.run, self.start = self, SimpleNamespace(options=self._named), self
@@ -101,6 +104,9 @@ class FakeSession:
     def watch(self, actors: dict) -> None:
         self.watched += actors
 
+    def unwatch(self, names: Collection[str]) -> None:
+        self.watched = [name for name in self.watched if name not in names]
+
     trace = SimpleNamespace(add=lambda task, answers: answers.values)
 
     def submit(self, calls: dict, phase: str, limit: str, expendable: Sequence[str] = ()):
@@ -114,11 +120,18 @@ class FakeSession:
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """start(replicas, *overrides): an EngineGroup of such engines."""
     FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.asleep = {}, set(), [], []
+    FakeActor.is_up, FakeActor.start_fails = False, False
     FakeActor.misfit, FakeActor.padded, FakeActor.put, FakeActor.model = False, None, [], config_of()
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     made = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
     monkeypatch.setattr(EngineGroup, "actor_class", made)
-    monkeypatch.setattr(engines, "ray", SimpleNamespace(put=lambda it: FakeActor.put.append(it) or it))
+
+    def wait(calls: list, num_returns: int, timeout: float) -> tuple[list, list]:
+        assert (num_returns, timeout) == (len(calls), 0)
+        return (calls, []) if FakeActor.is_up else ([], calls)
+
+    monkeypatch.setattr(engines, "ray", SimpleNamespace(put=lambda it: FakeActor.put.append(it) or it, wait=wait))
+    monkeypatch.setattr(engines, "outcome", lambda call: (call(), OSError("full") if FakeActor.start_fails else None))
     return lambda replicas, *overrides: EngineGroup(
         FakeSession(),
         load(QUICKSTART, ["model.dtype=float32", *overrides]),
@@ -159,7 +172,7 @@ def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys)
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:2.0"]
     delivered = [request for name in engines.names for request in FakeActor.seen[name]]
     assert sorted(delivered) == sorted(request for group in groups for request in group)
-    line = "rollout: engine-1 died; the run goes on with 2 of 3 engines; see logs/engine-1.log"
+    line = "rollout: engine-1 died, and is started again; the run goes on with 2 of 3 engines; see logs/engine-1.log"
     assert capsys.readouterr().out.strip() == line
 
 
@@ -171,6 +184,63 @@ def test_the_last_engine_is_watched(start) -> None:
     assert engines.expendable == []
     assert engines._session.watched == ["engine-1"]
     assert start(1)._session.watched == ["engine-0"]
+
+
+def test_a_lost_engine_joins_the_others_in_its_old_place_when_it_has_started(start, capsys) -> None:
+    engines = start(3, "rollout.sleep=true")
+    before = engines.started
+    engines.drop({"engine-1"}, "rollout")
+    engines.admit()
+    assert engines.names == ["engine-0", "engine-2"]
+    capsys.readouterr()
+    FakeActor.is_up = True
+    engines.admit()
+    assert engines.names == [name for name, _ in before] == ["engine-0", "engine-1", "engine-2"]
+    assert engines.started != before, "who has weights must be seen"
+    assert FakeActor.asleep == ["engine-1"]
+    assert capsys.readouterr().out.strip() == "refit: engine-1 is back; the run goes on with 3 of 3 engines"
+    engines.admit()
+    assert not capsys.readouterr().out, "it joins once"
+
+
+def test_the_loss_of_one_of_two_is_no_end_again_when_the_other_is_back(start) -> None:
+    engines = start(2)
+    engines.drop({"engine-0"}, "rollout")
+    FakeActor.is_up = True
+    engines.admit()
+    assert engines._session.watched == []
+    assert engines.expendable == ["engine-0", "engine-1"]
+
+
+def test_an_engine_that_does_not_start_again_is_left_out(start, capsys) -> None:
+    engines = start(2)
+    engines.drop({"engine-0"}, "rollout")
+    FakeActor.is_up, FakeActor.start_fails = True, True
+    capsys.readouterr()
+    engines.admit()
+    assert engines.names == ["engine-1"]
+    assert capsys.readouterr().out.strip() == "refit: engine-0 did not start again; see logs/engine-0.log"
+    engines.admit()
+    assert not capsys.readouterr().out
+
+
+def test_an_engine_that_dies_again_and_again_is_left_out(start, capsys) -> None:
+    engines = start(2)
+    FakeActor.is_up = True
+    losses = 0
+    while "engine-0" in engines.names:
+        engines.drop({"engine-0"}, "rollout")
+        engines.admit()
+        losses += 1
+    assert losses == RESTARTS + 1
+    assert "is started again" not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_an_engine_on_gpus_that_trainers_have_too_is_not_started_again(start, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(engines.device, "on_cuda", lambda: True)
+    for placement, starts_again in (("colocated", False), ("disaggregated", True)):
+        start(2, f"cluster.placement={placement}").drop({"engine-0"}, "rollout")
+        assert ("is started again" in capsys.readouterr().out) == starts_again
 
 
 def test_a_run_without_engines_ends(start) -> None:

@@ -65,6 +65,9 @@ class Hang:
     def watch(self, actors: dict) -> None:
         pass
 
+    def unwatch(self, names: Any) -> None:
+        pass
+
     def submit(self, calls: dict, phase: str, limit: Limit, expendable: Any = ()) -> Pending:
         self.waits.append((phase, limit))
         return Pending(self, {"call": Handle()}, phase, limit, 1.0)
