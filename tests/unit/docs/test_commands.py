@@ -84,6 +84,7 @@ def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
     assert commands == [
         "make test",
         "make --jobs=2 test-learn test-newest",
+        "make resolve-gpu",
         "make test-exhaustive",
         "make test-cluster",
     ]

@@ -1,0 +1,57 @@
+"""The container for H100s has what megarl asks for. That its packages go together is resolved by `make resolve-gpu`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from megarl.doctor.ranges import PACKAGES
+from tests.paths import ROOT
+
+CONTAINER = ROOT / "launch" / "container"
+DOCKERFILE = (CONTAINER / "Dockerfile").read_text()
+LOCK = dict(re.findall(r"^([^#\s]+)==(\S+)$", (CONTAINER / "gpu-py312.lock").read_text(), re.M))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+ASKED = [Requirement(line) for line in [*PROJECT["dependencies"], *EXTRAS["run"], *EXTRAS["gpu"], *EXTRAS["gguf"]]]
+
+
+@pytest.mark.parametrize("requirement", [one for one in ASKED if one.name != "megarl"], ids=str)
+def test_the_lock_file_has_what_megarl_asks_for(requirement: Requirement) -> None:
+    assert requirement.specifier.contains(LOCK[canonicalize_name(requirement.name)])
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_the_lock_file_has_versions_that_doctor_calls_tested(package) -> None:
+    names = [canonicalize_name(name) for name in package.distributions]
+    [version] = {LOCK[name] for name in names if name in LOCK}
+    assert Requirement(f"p{package.versions}").specifier.contains(version)
+
+
+def test_the_parts_of_transformer_engine_are_of_one_version_and_one_cuda() -> None:
+    assert LOCK["transformer-engine"] == LOCK["transformer-engine-cu13"]
+    assert "sed -n 's/^transformer-engine==//p'" in DOCKERFILE
+    assert re.search(r"^FROM nvidia/cuda:13\.", DOCKERFILE, re.M)
+    assert LOCK["cuda-toolkit"].startswith("13.0.")
+    assert "nvidia-nccl-cu12" not in LOCK
+
+
+def test_what_the_dockerfile_copies_is_there() -> None:
+    copied = [source for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.M) for source in line.split()[:-1]]
+    assert {"megarl", "pyproject.toml", "launch/container/gpu-py312.lock"} <= set(copied)
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_nothing_is_installed_that_is_not_locked() -> None:
+    """pip looks for nothing by itself, and builds with what is there."""
+    commands = DOCKERFILE.replace("\\\n", " ")
+    installs = re.findall(r"pip install (.+)", commands)
+    assert len(installs) == 4
+    assert all("--no-deps" in install for install in installs)
+    assert all("--no-build-isolation" in install for install in installs[1:])
+    assert {"wheel", "setuptools", "ninja"} <= LOCK.keys()
+    assert re.search(r"^ARG APEX=[0-9a-f]{40}$", DOCKERFILE, re.M)
