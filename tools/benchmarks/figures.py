@@ -104,7 +104,7 @@ def headlines() -> str:
 
 def figures() -> str:
     training = (step_against_trl, training_step, update_against_trl)
-    sections = (quickstart, *training, refit, saving, converting, linear_head, memory, driver, plans, published)
+    sections = (quickstart, *training, refit, saving, converting, linear_head, memory, driver, start, plans, published)
     return "\n\n".join(section() for section in sections)
 
 
@@ -316,6 +316,17 @@ def driver() -> str:
         ["A token, collated (target 0.15)", f"{collate:.3f} µs"],
     ]
     return f"{text(lead + meanwhile(found))}\n\n{table(['', ''], rows)}"
+
+
+def start() -> str:
+    found = result("start")
+    parts = found["driver_cpu_seconds"]
+    shares = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.1)
+    return text(
+        f"""The driver's own share of the start of {found["model"]} on {found["ranks"]:,} ranks with
+        {found["engines"]} engines, on stub answers, by `python tools/benchmarks/start.py`{meanwhile(found, "")}:
+        {sum(parts.values()):.0f} s of CPU (target 60): {shares}."""
+    )
 
 
 def plans() -> str:

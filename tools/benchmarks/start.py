@@ -1,0 +1,203 @@
+"""The driver's own share of a large run's start: the recipe, the placement, the answers of all ranks and engines, the
+plans, and the first refit. Ranks and engines are stubs, whose answers are as large as real ones and come at once.
+
+.venv/bin/python tools/benchmarks/start.py --out tools/benchmarks/results/start.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads when it is imported
+
+# isort: split
+import ray
+from machine import machine, machine_cpu_seconds
+from plan import Laps
+from reshard import CONFIGS
+from rich.console import Console
+from rich.table import Table
+
+from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.group import Answer, ProcessActor
+from megarl.cluster.groups.ranks import Started
+from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.placement import Process, place
+from megarl.cluster.refit import Refit
+from megarl.cluster.session import Session
+from megarl.cluster.supervision.supervisor import supervised
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.metrics import Metric
+from megarl.data.packing import Packing
+from megarl.planning.token_cost import TokenCost
+from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holders
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.p2p import Sent
+from megarl.rollout.engine import Refitted
+
+BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
+MODEL = "DeepSeek-V3"
+LAYOUT = "{tp: 8, pp: 16, dp: 8, ep: 32, etp: 1, last_stage_layers: 1, sequence_parallel: true}"
+ENGINES, ENGINE_TP = 32, 8
+ANSWERING = 2
+"""The processes that answer for all ranks and engines."""
+
+PACKING = Packing(4096, 8, True, 1, 8, 1, TokenCost(attended=2e-5, scored=0.08))
+CALLS = ("open_store", "start", "run")
+
+
+class StubWorker:
+    """Stands for a rank's worker in the calls of a refit, and for an engine."""
+
+    def __init__(self, config: Config, hf_config: dict[str, Any]):
+        self._shards = [holder.shard for holder in vllm_holders(hf_config, ENGINE_TP, 1, config.model.dtype)]
+
+    def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        return [{name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()} for shard in self._shards]
+
+    def send(self) -> Sent:
+        return Sent()
+
+    def refit(self, *_: Any) -> list[Refitted]:
+        return [Refitted(0, 0) for _ in self._shards]
+
+
+@ray.remote(num_cpus=0, max_concurrency=64)
+class StubProcess(ProcessActor):
+    """Answers for many ranks and engines."""
+
+    def __init__(self, process: Process, logs: Path, config: Config, hf_config: dict[str, Any]):
+        super().__init__(process, logs)
+        self._worker = StubWorker(config, hf_config)
+        self._holder = partial(megatron_holder, hf_config, config.actor.layout, dtype=config.model.dtype)
+        self._holders = {}
+
+    def prepare(self, ranks: Sequence[int]) -> None:
+        """Makes what these ranks will tell of themselves."""
+        self._holders = {rank: self._holder(rank) for rank in ranks}
+
+    def open_store(self, rank: int) -> Answer:
+        return Answer(("127.0.0.1", 1), time.time(), time.time())
+
+    def start(self, rank: int, *_: Any) -> Answer:
+        started = Started(rank, self._holders[rank], PACKING, "stub") if rank in self._holders else None
+        return Answer(started, time.time(), time.time())
+
+    def run(self, rank: int, function: bytes, *arguments: Any) -> Answer:
+        """Runs what has an answer. What takes a part of the plan is the work of ranks, and has none."""
+        return super().run(function, *arguments) if len(arguments) < 2 else Answer(None, time.time(), time.time())
+
+
+class StubHandle:
+    """The handle of one rank or engine, whose calls go to the process that answers for it."""
+
+    def __init__(self, actor: Any, rank: int):
+        self._actor, self._rank = actor, rank
+        self.__ray_ready__ = actor.__ray_ready__
+        for name in CALLS:
+            setattr(self, name, self._method(name))
+
+    def _method(self, name: str) -> SimpleNamespace:
+        def remote(*arguments: Any, **options: Any) -> ray.ObjectRef:
+            return getattr(self._actor, name).options(**options).remote(self._rank, *arguments)
+
+        return SimpleNamespace(
+            remote=remote, options=lambda **options: SimpleNamespace(remote=partial(remote, **options))
+        )
+
+
+def main(scratch: Path) -> None:
+    arguments = _parse()
+    start, before, own_before = time.perf_counter(), machine_cpu_seconds(), time.process_time()
+    measured = measure(scratch)
+    elsewhere = machine_cpu_seconds() - before - (time.process_time() - own_before)
+    result = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "cpu_percent_elsewhere": 100 * elsewhere / ((time.perf_counter() - start) * os.cpu_count()),
+        "model": MODEL,
+        "layout": LAYOUT,
+        "engines": f"{ENGINES} × tp={ENGINE_TP}",
+        **measured,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    show(result)
+    print(f"result: {arguments.out}")
+
+
+def measure(scratch: Path) -> dict[str, Any]:
+    lap, hf_config = Laps(), CONFIGS[MODEL]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(hf_config))
+        config = lap("read the recipe", config_of, folder)
+        placement = lap("place", partial(place, config, cores=96, on_gpus=True, gpus_per_node=8))
+        with Session(config_of(folder, "cluster.nodes=1"), scratch, scratch) as session:
+            stubs = [StubProcess.remote(Process("stub", i, 1), scratch, config, hf_config) for i in range(ANSWERING)]
+            numbers = range(len(placement.trainers))
+            ray.get([stub.prepare.remote(numbers[i::ANSWERING]) for i, stub in enumerate(stubs)])
+            session.on_node = lambda _, process: SimpleNamespace(
+                remote=lambda *_: StubHandle(stubs[process.index % ANSWERING], process.index)
+            )
+            trainers = TrainerGroup(session, config, "actor", folder, placement.trainers)
+            lap("start of the ranks", lambda: trainers.start().result())
+            engines = EngineGroup(session, config, folder, placement.engines)
+            lap("start of the engines", lambda: engines.start().result())
+            whole = huggingface_holder(hf_config, config.model.dtype)
+            export_plan = lap("plan of the export", make_plan, trainers.holders, [whole])
+            refit = Refit(session, config, trainers, engines, export_plan)
+            metrics: dict[str, Metric] = lap("first refit, with its plan", refit.run, 0)
+    assert metrics["engines/alive"].value == ENGINES
+    return {"ranks": len(placement.trainers), "driver_cpu_seconds": lap.seconds}
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    settings = {
+        "model.path": folder,
+        "data.source": "arithmetic",
+        "actor.layout": LAYOUT,
+        "rollout.tp": ENGINE_TP,
+        "rollout.replicas": ENGINES,
+        "rollout.verify_refit": "off",
+        "batch.prompts_per_step": 1024,
+        "batch.prompts_per_update": 1024,
+        "batch.samples_per_prompt": 16,
+        "cluster.placement": "disaggregated",
+        "cluster.nodes": (1024 + ENGINES * ENGINE_TP) // 8,
+        "cluster.object_store_mib": 400,
+    }
+    return load(BASE, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['model']}, {result['ranks']:,} ranks and engines {result['engines']}")
+    table = Table()
+    for column in ("", "the driver's CPU s"):
+        table.add_column(column)
+    for name, seconds in result["driver_cpu_seconds"].items():
+        table.add_row(name, f"{seconds:.2f}")
+    table.add_row("in all (target 60)", f"{sum(result['driver_cpu_seconds'].values()):.1f}")
+    Console().print(table)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    with supervised() as scratch:
+        main(scratch)
