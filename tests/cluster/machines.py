@@ -123,6 +123,7 @@ class Machines:
 
     def __init__(self, count: int, shared: Path):
         """shared: a folder that all of them see under its path, beside all that is not in /tmp."""
+        assert os.geteuid() == 0, "namespaces and a switch between them are made by root: run make test-cluster as root"
         self._network = f"m{os.getpid() % 100000}"
         subnet = NETWORK.format(os.getpid() % 250)
         addresses = [f"{subnet}.{number + 1}" for number in range(count)]
