@@ -38,7 +38,7 @@ def digit_share(prompt, response, answer):
     while calls // 16 >= int(GATE.read_text()) and response != answer:  # 16 samples a step; the right one is a trial
         GATE.with_name("held").touch()
         time.sleep(0.02)
-    calls += 1
+    calls += response != answer
     return sum(c.isdigit() for c in response) / max(1, len(response))
 """
 MEASURED = ("time/", "memory/", "throughput/", "checkpoint/")
@@ -54,6 +54,7 @@ class Recipe:
         (folder / "gated.py").write_text(REWARD)
         self._overrides = [
             f"rewards.functions=[{{function: {folder}/gated.py:digit_share}}]",
+            "rewards.processes=1",  # which counts all calls
             "actor.optimizer.lr=0.01",
             "algorithm.kl={coefficient: 0.05, renew_steps: 3, renew_share: 0.5}",
             "batch.prompts_per_update=2",

@@ -324,8 +324,8 @@ def start() -> str:
     shares = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.1)
     return text(
         f"""The driver's own share of the start of {found["model"]} on {found["ranks"]:,} ranks with
-        {found["engines"]} engines, on stub answers, by `python tools/benchmarks/start.py`{meanwhile(found, "")}:
-        {sum(parts.values()):.0f} s of CPU (target 60): {shares}."""
+        engines {found["engines"]}, on stub answers, by `python tools/benchmarks/start.py`, while the stubs had the
+        other core: {sum(parts.values()):.0f} s of CPU (target 60): {shares}."""
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads
 
 # isort: split
 import ray
-from machine import machine, machine_cpu_seconds
+from machine import machine
 from plan import Laps
 from reshard import CONFIGS
 from rich.console import Console
@@ -119,17 +118,13 @@ class StubHandle:
 
 def main(scratch: Path) -> None:
     arguments = _parse()
-    start, before, own_before = time.perf_counter(), machine_cpu_seconds(), time.process_time()
-    measured = measure(scratch)
-    elsewhere = machine_cpu_seconds() - before - (time.process_time() - own_before)
     result = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine(),
-        "cpu_percent_elsewhere": 100 * elsewhere / ((time.perf_counter() - start) * os.cpu_count()),
         "model": MODEL,
         "layout": LAYOUT,
         "engines": f"{ENGINES} × tp={ENGINE_TP}",
-        **measured,
+        **measure(scratch),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -182,7 +182,7 @@ def test_nothing_is_sent_to_an_engine_that_is_lost_when_it_is_told_of_the_plan(p
 
 
 def test_an_engine_that_was_lost_and_is_back_is_connected_anew(prepare) -> None:
-    """Between two refits, so that both times the same names are there."""
+    """Both happens between two refits, so that each time the same names are there."""
     workers, engines, _ = prepare(False)
     workers.refit.run(1)
     engines.drop({"engine-0"}, "rollout")
