@@ -18,7 +18,7 @@ BEHIND := nice -n 10
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        everything but the ones below and what needs a GPU (about 16 minutes on 2 cores)"
+	@echo "make test        everything but the ones below and what needs a GPU (about 15 minutes on 2 cores)"
 	@echo "make test-runs   its whole runs: the half of it that starts Ray and engines"
 	@echo "make test-ranks  its other half: ranks in one process tree, and the unit tests"
 	@echo "make test-fast   the unit tests, for the inner loop (3 minutes)"
@@ -45,8 +45,10 @@ test: lint
 test-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
+# The unit tests come last and on two cores: the whole runs beside them end first.
 test-ranks: $(DONE)
-	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster -m "not learn and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
 test-fast: $(DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
