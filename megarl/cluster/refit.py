@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from megarl.cluster.arrival import Arrival
-from megarl.cluster.groups.engines import EngineGroup, Started
+from megarl.cluster.groups.engines import EngineGroup, Incarnation
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
@@ -42,7 +42,7 @@ class Refit:
         self._export_plan = export_plan
         verify = config.rollout.verify_refit
         self._arrival = None if verify == "off" else Arrival(self._checksums, verify, config.actor.frozen)
-        self._connected: Collection[Started] = ()
+        self._connected: Collection[Incarnation] = ()
         self._plan: Plan | None = None
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
@@ -58,7 +58,7 @@ class Refit:
         self._engines.admit()
         expected = None if self._arrival is None else self._arrival.expect(regions(self._engines.holders), rate)
         while True:
-            if self._connected != self._engines.started:
+            if self._connected != self._engines.incarnations:
                 self._plan = None
             if self._plan is None or (self.transport == "cuda_ipc" and self._parameters_move):
                 self._connect()
@@ -113,7 +113,7 @@ class Refit:
             channel = CudaMemory(self._trainers.publish_on_gpu(self._plan).result(), self._parameters_move)
         else:
             channel = SharedMemory(self._trainers.publish().result())
-        self._connected = self._engines.started if self._engines.connect(sent, channel).result() else ()
+        self._connected = self._engines.incarnations if self._engines.connect(sent, channel).result() else ()
 
     def _make_plan(self) -> Plan:
         bucket_mib = self._config.rollout.refit_bucket_mib

@@ -46,7 +46,7 @@ SHOWN = 3
 RESTARTS = 3
 """The number of times that an engine is started again: what ended it so often would end it once more."""
 
-Started = tuple[str, int]
+Incarnation = tuple[str, int]
 """The name of an engine's process, and the number of processes of this name that were lost before it."""
 
 
@@ -197,7 +197,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return list(self._actors)
 
     @property
-    def started(self) -> list[Started]:
+    def incarnations(self) -> list[Incarnation]:
         """The processes that are not lost: one that has been started again is another than the one before."""
         return [(name, self._losses[name]) for name in self._actors]
 

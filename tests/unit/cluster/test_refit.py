@@ -75,7 +75,7 @@ class FakeEngines:
         ]
 
     @property
-    def started(self) -> list[tuple[str, int]]:
+    def incarnations(self) -> list[tuple[str, int]]:
         return [(name, self.losses) for name in self.names]
 
     @property

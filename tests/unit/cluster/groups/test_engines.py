@@ -188,7 +188,7 @@ def test_the_last_engine_is_watched(start) -> None:
 
 def test_a_lost_engine_joins_the_others_in_its_old_place_when_it_has_started(start, capsys) -> None:
     engines = start(3, "rollout.sleep=true")
-    before = engines.started
+    before = engines.incarnations
     engines.drop({"engine-1"}, "rollout")
     engines.admit()
     assert engines.names == ["engine-0", "engine-2"]
@@ -196,7 +196,7 @@ def test_a_lost_engine_joins_the_others_in_its_old_place_when_it_has_started(sta
     FakeActor.is_up = True
     engines.admit()
     assert engines.names == [name for name, _ in before] == ["engine-0", "engine-1", "engine-2"]
-    assert engines.started != before, "who has weights must be seen"
+    assert engines.incarnations != before, "who has weights must be seen"
     assert FakeActor.asleep == ["engine-1"]
     assert capsys.readouterr().out.strip() == "refit: engine-1 is back; the run goes on with 3 of 3 engines"
     engines.admit()
