@@ -15,7 +15,7 @@ import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
 
-from megarl.cluster.failure import RunFailure
+from megarl.cluster.failure import RunFailure, cause, write_stacks
 from megarl.cluster.groups.group import Answer
 from megarl.cluster.groups.vllm import VllmActor, VllmGroup
 from megarl.cluster.pending import Answers, Pending, outcome
@@ -306,7 +306,9 @@ class EngineGroup(VllmGroup["VllmEngine"]):
             del self._starting[name]
             errors = [error for call in calls if (error := outcome(call)[1]) is not None]
             if errors:
-                print(f"refit: {name} did not start again; see {self._session.logs / name}.log", flush=True)
+                first, logs = {name: errors[0]}, self._session.logs
+                write_stacks(first, logs)
+                print(f"{cause(first, 'start of a lost engine', logs)}; {self._goes_on()}", flush=True)
                 continue
             actors = self._actors | {name: actor}
             self._actors = {process: actors[process] for process in self._processes if process in actors}

@@ -219,7 +219,8 @@ def test_an_engine_that_does_not_start_again_is_left_out(start, capsys) -> None:
     capsys.readouterr()
     engines.admit()
     assert engines.names == ["engine-1"]
-    assert capsys.readouterr().out.strip() == "refit: engine-0 did not start again; see logs/engine-0.log"
+    line = "start of a lost engine: engine-0: OSError: full; see logs/engine-0.log; the run goes on with 1 of 2 engines"
+    assert capsys.readouterr().out.strip() == line
     engines.admit()
     assert not capsys.readouterr().out
 
