@@ -146,6 +146,25 @@ class Run:
     def find_all(self, title: str) -> list[psutil.Process]:
         return [process for process in self.processes() if _title(process).startswith(title)]
 
+    def named(self, name: str) -> psutil.Process:
+        """The process of the run with this name, such as engine-1, by the log that it writes: which of two engines has
+        the lower process ID is chance."""
+        log = str(self.folder / f"logs/attempt_1/{name}.log")
+        found: list[psutil.Process] = []
+        self.wait_until(lambda: found.extend(p for p in self.find_all("ray::") if log in _open_files(p.pid)) or found)
+        return found[0]
+
+    def workers(self, engine: psutil.Process, count: int) -> list[psutil.Process]:
+        """vLLM's processes below an engine, once there are so many."""
+        found: list[psutil.Process] = []
+
+        def all_there() -> bool:
+            found[:] = [p for p in self.find_all("VLLM::Worker") if engine in p.parents()]
+            return len(found) == count
+
+        self.wait_until(all_there)
+        return found
+
     @property
     def driver(self) -> psutil.Process:
         [driver] = psutil.Process(self.pid).children()

@@ -149,15 +149,15 @@ def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) ->
     """Lost after it has sampled, and its samples are there; found out when all engines take new weights."""
     with Run(recipe, tmp_path, "rollout.replicas=2") as run:
         run.wait_until_held(recipe.parent)
-        lost, left = run.find_all("ray::EngineActor")
+        lost, left = run.named("engine-0"), run.named("engine-1")
         lost.kill()
         hold.unlink()
         run.wait_for_step(3)
         [line] = lines_of_loss(run)
-        assert re.match(r"refit: engine-[01] died, ", line)
+        assert line.startswith("refit: engine-0 died, ")
         check_samples(run, 3)
         assert [step["engines/alive"] for step in run.metrics[:3]] == [1, 1, 1]
-        check_end(run, left.kill, 1, r"\S.*: engine-[01] died; see .*/logs/attempt_1/engine-[01].log")
+        check_end(run, left.kill, 1, r"\S.*: engine-1 died; see .*/logs/attempt_1/engine-1.log")
 
 
 @pytest.mark.exhaustive
@@ -166,14 +166,14 @@ def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: 
     overrides = ("cluster.placement=disaggregated", "rollout.refit_delta=true", "model.dtype=bfloat16")
     with Run(recipe, tmp_path, "rollout.replicas=2", *overrides, "rollout.verify_refit=always") as run:
         run.wait_until_held(recipe.parent)
-        stopped = run.find_all("ray::EngineActor")[1]
+        stopped = run.named("engine-1")
         stopped.suspend()
         hold.unlink()
         run.find("ray::TrainerActor.send")
         stopped.kill()
         run.wait_for_step(3)
         [line] = lines_of_loss(run)
-        assert line.startswith("refit: ")
+        assert line.startswith("refit: engine-1 died, ")
         check_samples(run, 3)
         assert ["refit/changed_share" in step for step in run.metrics[:3]] == [False, True, True]
         run.wait_until(lambda: [step["engines/alive"] for step in run.metrics[-3:]] == [2, 2, 2])
@@ -202,8 +202,8 @@ def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold
     """Its other rank and its own process are lost with it."""
     with Run(recipe, tmp_path, "rollout.replicas=2", "rollout.tp=2") as run:
         run.wait_until_held(recipe.parent)
-        engine = run.find_all("ray::EngineActor")[1]
-        first, second = (p for p in run.find_all("VLLM::Worker") if engine in p.parents())
+        engine = run.named("engine-1")
+        first, second = run.workers(engine, 2)
         second.kill()
         hold.unlink()
         run.wait_for_step(3)
