@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megarl.core.types import Prompt, Sample
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
-from megarl.resharding.transports.transport import Channel
-from megarl.resharding.verification import Checksum, Region
+
+if TYPE_CHECKING:
+    from megarl.resharding.transports.transport import Channel
+    from megarl.resharding.verification import Checksum, Region
 
 
 @dataclass(frozen=True, slots=True)

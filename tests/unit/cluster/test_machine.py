@@ -29,13 +29,13 @@ def config(*overrides: str) -> Config:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the machine eight GPUs."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "on_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
 
 
 @pytest.fixture
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "on_cuda", lambda: False)
 
 
 @pytest.mark.usefixtures("no_cuda")

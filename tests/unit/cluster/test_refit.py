@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megarl.cluster import workers as module
 from megarl.cluster.model_folders import ModelFolders
@@ -16,6 +15,7 @@ from megarl.cluster.placement import place
 from megarl.cluster.refit import Refit
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.load import load
+from megarl.core import device
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.rollout.engine import Refitted
 from tests.paths import BASE
@@ -124,7 +124,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch):
     """prepare(on_gpus, *overrides): a Workers of fakes with a real Refit, its engines, and what they will have done."""
 
     def prepare(on_gpus: bool, *overrides: str) -> tuple[Workers, FakeEngines, list[str]]:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpus)
+        monkeypatch.setattr(device, "on_cuda", lambda: on_gpus)
         config = load(BASE, ["model.path=m", "data.source=arithmetic", "rollout.verify_refit=off", *overrides])
         log: list[str] = []
         trainers, engines = FakeTrainers(log, config.actor.offload), FakeEngines(log)
@@ -228,7 +228,7 @@ def test_roles_start_side_by_side_unless_engines_must_leave_their_memory(
     """The engines are asleep on shared GPUs when the models take their memory."""
     folder, log = write_tiny_llama(tmp_path), []
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "rollout.sleep=true"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpus)
+    monkeypatch.setattr(device, "on_cuda", lambda: on_gpus)
     for name in ("TrainerGroup", "EngineGroup", "RewardGroup"):
         monkeypatch.setattr(module, name, lambda *_, name=name: Starting(name, log))
     Starting.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")

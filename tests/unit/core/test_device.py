@@ -42,7 +42,7 @@ class Cudart:
 @pytest.fixture
 def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     fake = Cudart()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "on_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     return fake
 
@@ -66,7 +66,7 @@ def test_it_is_locked_as_long_as_it_lives(cudart: Cudart) -> None:
 
 def test_nothing_is_locked_of_nothing_or_without_a_gpu(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.host_empty_like(torch.zeros(0, 3)).shape == (0, 3)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "on_cuda", lambda: False)
     assert device.host_empty_like(torch.zeros(2, 3)).shape == (2, 3)
     assert not cudart.locked
 
