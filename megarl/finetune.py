@@ -10,6 +10,7 @@ from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.session import Session
+from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
 from megarl.config.trained_model import trained_hf_config
 from megarl.core.metrics import values
@@ -51,7 +52,7 @@ def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) ->
     if loop.resume_point.checkpoint is not None:
         actor.load_checkpoint(loop.resume_point.checkpoint).result()
     print(f"kernels: {actor.kernels}", flush=True)
-    loop.run([actor], lambda: step(config, actor, loop))
+    loop.run(TrainedModels({"actor": actor}, share_devices=False), lambda: step(config, actor, loop))
     loop.export(lambda out: export(config, actor, models, out))
     actor.close().result()
 

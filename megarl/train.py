@@ -49,7 +49,7 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
     """Runs all steps, from the first refit of the engines, which may hold any weights, to the trained model."""
     print(f"kernels: {workers.actor.kernels}", flush=True)
     elapsed = ElapsedTime()
-    workers.give_up_gradients()
+    workers.trained.present_actor()
     workers.refit.run(version=loop.state.step)
     elapsed.print(f"refit: by {workers.refit.transport}, the first")
     loop.run(workers.trained, lambda: step(config, workers, loop))
@@ -68,7 +68,7 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
     warn_of_disagreement(config.model.dtype, metrics, loop.folder.logs)
     recorded = record_advantages(workers, file)
     with watch.phase("refit"):
-        workers.give_up_gradients()
+        workers.trained.present_actor()
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
     recorded.result()
     return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)
@@ -127,11 +127,11 @@ def update_models(
         training["actor"] = lambda: actor.train(batches["actor"])
     elif config.kl_in_reward:
         training["actor"] = lambda: actor.end_step().then(lambda _: {})
-    made = workers.side_by_side(passes)
+    made = workers.trained.run(passes, parts=("parameters",))
     if critic is not None:
         critic_values, _ = made["critic"]
         batches["actor"] = [[batch.with_scores("values", critic_values) for batch in b] for b in batches["actor"]]
-    trained = workers.side_by_side(training)
+    trained = workers.trained.run(training)
     return {name: metric for metrics in trained.values() for name, metric in metrics.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
+from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config, Role
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
@@ -27,69 +28,46 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
 
-PARTS = ("parameters", "gradients", "optimizer")
-"""The parts of a trainer's state that the keys `offload` may name."""
-
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The groups of a run, by role, and the refit between them.
+    """The groups of a run, by role, and the refit between them."""
 
-    share_devices   whether a role's devices are also those of others, which then take turns
-    """
-
-    actor: TrainerGroup
-    critic: TrainerGroup | None
-    implicit_reward: TrainerGroup | None
+    trained: TrainedModels
     reward_model: RewardModelGroup | RewardEngineGroup | None
     engines: EngineGroup
     rewards: RewardGroup
     refit: Refit
     export_plan: Plan
-    share_devices: bool
-
-    def export(self, out: Path) -> None:
-        self.actor.export(self.export_plan, out)
 
     @property
-    def trained(self) -> list[TrainerGroup]:
-        """The groups whose weights the run changes."""
-        return [group for group in (self.actor, self.critic, self.implicit_reward) if group is not None]
+    def actor(self) -> TrainerGroup:
+        return self.trained.groups["actor"]
 
-    def side_by_side(self, tasks: Mapping[str, Callable[[], Pending[Any]]]) -> dict[str, Any]:
-        """Submits tasks of roles that do not need each other, and returns their results by the names of the tasks.
+    @property
+    def critic(self) -> TrainerGroup | None:
+        return self.trained.groups.get("critic")
 
-        Where roles share devices, a task begins when the one before it has ended: at once they would need the memory
-        of both, and take as long.
-        """
-        if self.share_devices:
-            return {name: task().result() for name, task in tasks.items()}
-        under_way = {name: task() for name, task in tasks.items()}
-        return {name: pending.result() for name, pending in under_way.items()}
+    @property
+    def implicit_reward(self) -> TrainerGroup | None:
+        return self.trained.groups.get("implicit_reward")
 
-    def give_up_gradients(self) -> None:
-        """Frees the place of the trainers' gradients, where their keys `offload` name them, until the end of the next
-        rollout: engines that share their GPUs wake to take weights."""
-        groups = [group for group in self.trained if "gradients" in group.offloads]
-        for pending in [group.offload(("gradients",)) for group in groups]:
-            pending.result()
+    def export(self, out: Path) -> None:
+        self.trained.present_actor()
+        self.actor.export(self.export_plan, out)
 
     @contextmanager
-    def offloaded(self) -> Iterator[dict[str, Metric]]:
-        """Offloads what the trainers' keys `offload` name while it is inside, and makes the engines sleep at the end.
-        Yields the bytes that are free for it, as metrics."""
-        groups = [group for group in self.trained if group.offloads]
-        moving = [group.offload(PARTS) for group in groups]
-        yield {name: metric for pending in moving for name, metric in pending.result().items()}
+    def sampling(self) -> Iterator[dict[str, Metric]]:
+        """Leaves the devices to the engines while it is inside, as far as the trained models' keys `offload` say, and
+        makes the engines sleep at the end. Yields the bytes that are free for them, as metrics."""
+        yield self.trained.leave_all().result()
         self.engines.sleep().result()
-        for pending in [group.onload(PARTS) for group in groups]:
-            pending.result()
 
     def close(self) -> None:
         """Ends the process groups of all ranks. Engines are in none, and end with their processes."""
-        groups = [*self.trained, *([self.reward_model] if isinstance(self.reward_model, RewardModelGroup) else [])]
-        for pending in [group.close() for group in groups]:
-            pending.result()
+        self.trained.close()
+        if isinstance(self.reward_model, RewardModelGroup):
+            self.reward_model.close().result()
 
 
 def launch_workers(
@@ -104,12 +82,16 @@ def launch_workers(
     and then loads its part of the checkpoint, if there is one. engines: running engines of the same config (None: they
     are started)."""
 
-    def if_placed(role: Role, folder: Path | None, processes: Sequence[Process]) -> TrainerGroup | None:
-        return TrainerGroup(session, config, role, folder, processes) if processes else None
-
-    actor = TrainerGroup(session, config, "actor", models.actor, placement.trainers)
-    critic = if_placed("critic", models.critic, placement.critics)
-    implicit_reward = if_placed("implicit_reward", models.implicit_reward, placement.implicit_rewards)
+    placed: dict[Role, tuple[Path | None, Sequence[Process]]] = {
+        "actor": (models.actor, placement.trainers),
+        "critic": (models.critic, placement.critics),
+        "implicit_reward": (models.implicit_reward, placement.implicit_rewards),
+    }
+    trained = {
+        role: TrainerGroup(session, config, role, folder, processes)
+        for role, (folder, processes) in placed.items()
+        if processes
+    }
     elapsed = ElapsedTime()
     starting: dict[str, Pending[Any]] = {}
     if engines is None:
@@ -122,21 +104,18 @@ def launch_workers(
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
         if group is not None:
             starting[name] = group.start()
-    for name, group in (("actor", actor), ("critic", critic), ("implicit reward model", implicit_reward)):
-        if group is not None:
-            starting[name] = _start_trained(group, checkpoint)
+    for role, group in trained.items():
+        starting[role.replace("_", " ")] = _start_trained(group, checkpoint)
     _await_starts(session, starting, elapsed)
+    actor = trained["actor"]
     export_plan = make_plan(actor.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Workers(
-        actor=actor,
-        critic=critic,
-        implicit_reward=implicit_reward,
+        trained=TrainedModels(trained, config.is_colocated),
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,
         refit=Refit(session, config, actor, engines, export_plan),
         export_plan=export_plan,
-        share_devices=config.is_colocated,
     )
 
 

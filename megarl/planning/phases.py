@@ -14,7 +14,7 @@ from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.memory import RankMemory, forward_bytes, item_bytes, stage_memory
 from megarl.planning.object_store import object_store_mib
 from megarl.planning.parameters import ModelParameters, Models
-from megarl.planning.shared_gpu import Load, engine_loads, reward_model_parts
+from megarl.planning.shared_gpu import Load, engine_loads, reward_model_parts, staying
 from megarl.planning.workload import Workload
 
 TRAINER_RESERVE = 3 * GIB
@@ -40,10 +40,17 @@ def phase_loads(config: Config, models: Models, workload: Workload) -> list[Load
         beside = _beside(config, role, states) | _reward(config, models)
         for stage, (memory, passing) in enumerate(of_role):
             where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
-            resident = {f"{role}: {part}": size for part, size in states[role][stage].items() if size}
-            training += _training(config.placed(role), where, resident | beside, memory, passing)
+            held = states[role][stage]
+            stays = held if workload.is_offline else staying(config, role, held)
+            in_passes = {"parameters": held["parameters"], **stays}
+            there = [_named(role, parts) | beside | {"reserve": TRAINER_RESERVE} for parts in (held, in_passes)]
+            training += _training(config.placed(role), where, *there, memory, passing)
     loads = training if workload.is_offline else [*training, *_engine(config, models, states)]
     return _fullest(loads)
+
+
+def _named(role: Role, parts: Mapping[str, float]) -> dict[str, float]:
+    return {f"{role}: {part}": size for part, size in parts.items() if size}
 
 
 def _stages(
@@ -79,15 +86,16 @@ def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
     return moments * given.get("optimizer_offload_fraction", 0.0)
 
 
-def _beside(config: Config, role: Role, states: Mapping[Role, list[dict[str, float]]]) -> dict[str, float]:
-    """Returns what the other models hold on the same GPU, and a sleeping engine."""
+def _beside(config: Config, role: Role, states: Mapping[Role, Sequence[Mapping[str, float]]]) -> dict[str, float]:
+    """Returns what stays of the other models on the same GPU, and a sleeping engine."""
     if not config.is_colocated:
         return {}
     others = {
-        f"{other}: weights, gradients, optimizer": max(sum(one.values()) for one in of_role)
+        f"{other}: what stays": max(sum(staying(config, other, one).values()) for one in of_role)
         for other, of_role in states.items()
         if other != role
     }
+    others = {name: size for name, size in others.items() if size}
     return others | ({} if config.is_offline else {"sleeping engine": ASLEEP_RESERVE})
 
 
@@ -97,20 +105,28 @@ def _reward(config: Config, models: Models) -> dict[str, float]:
 
 
 def _training(
-    settings: Trained, where: str, resident: Mapping[str, float], memory: RankMemory, passing: int
+    settings: Trained,
+    where: str,
+    resident: Mapping[str, float],
+    in_passes: Mapping[str, float],
+    memory: RankMemory,
+    passing: int,
 ) -> list[Load]:
-    """Returns the loads of the phases in which the model computes, with its states and what lies beside them."""
+    """Returns the loads of the phases in which the model computes.
+
+    resident    what is there in updates, beside activations
+    in_passes   what is there in forward-only passes, beside what these need
+    """
     role = settings.section
-    always = {**resident, "reserve": TRAINER_RESERVE}
     kept = {"activations": memory.activations, "head": memory.head}
-    update = always | {part: size for part, size in kept.items() if size}
+    update = {**resident, **{part: size for part, size in kept.items() if size}}
     remedy = (
         f"give {role}.layout more tp, pp or ep, or dp to share the optimizer over"
-        if sum(always.values()) > memory.activations + memory.head
+        if sum(resident.values()) > memory.activations + memory.head
         else f"set {role}.recompute=full, or lower {role}.tokens_per_microbatch"
     )
     return [
-        Load(f"while the {role} computes log-probs{where}", always | {"forward pass": passing}, remedy),
+        Load(f"while the {role} computes log-probs{where}", {**in_passes, "forward pass": passing}, remedy),
         Load(f"while the {role} trains{where}", update, remedy),
     ]
 
@@ -125,15 +141,15 @@ def _engine(config: Config, models: Models, states: Mapping[Role, list[dict[str,
     if config.sends_weights:
         awake["refit: buckets"] = staging_bytes(config, weights)
     awake |= _reward(config, models)
-    others = {
+    fullest = {
         role: max(of_role, key=lambda one: sum(one.values())) for role, of_role in states.items() if role != "actor"
     }
-    beside = [{"actor": stage} | others for stage in states["actor"]] if config.is_colocated else [{}]
+    beside = [{"actor": stage} | fullest for stage in states["actor"]] if config.is_colocated else [{}]
     logits = {"engine: logits": LOGIT_ROWS * actor.shape.vocab * 4}
     loads = []
     for on_gpu in beside:
-        refit, sampling = engine_loads(config, on_gpu, weights, awake)
-        loads += [refit, replace(sampling, parts={**sampling.parts, **logits})]
+        *others, sampling = engine_loads(config, on_gpu, weights, awake)
+        loads += [*others, replace(sampling, parts={**sampling.parts, **logits})]
     return loads
 
 

@@ -46,7 +46,7 @@ def fullest_phase(
     reward: Mapping[str, Any] | None,
     gpu: int,
 ) -> Load:
-    """Returns the fuller of the two phases in which the engine is awake. For training, when it sleeps, see rank_memory.
+    """Returns the fullest of the phases in which the engine is awake. For training, when it sleeps, see rank_memory.
 
     hf_config   config.json of the actor, as its engines have it
     trained     config.json of each model that the run trains, with its head
@@ -58,38 +58,48 @@ def fullest_phase(
     return max(loads, key=lambda load: load.total)
 
 
+def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
+    """Returns what of a model's states is on the GPU while another model or an engine computes there. states: bytes by
+    the names that the key `offload` has for them."""
+    return {part: size for part, size in states.items() if part not in config.placed(role).offload}
+
+
 def engine_loads(
     config: Config, models: Mapping[Role, Mapping[str, float]], engine: float, always: Mapping[str, float]
-) -> tuple[Load, Load]:
-    """Returns the load of the phases in which the engine is awake.
+) -> list[Load]:
+    """Returns the load of the phases in which the engine is awake; sampling is the last. Between the others, models
+    are saved while the engine has its weights.
 
     models   the states of each trained model with a rank on the GPU, by the names that the key `offload` has for them
     engine   bytes of the engine's weights
     always   parts -> bytes of what is there in both
     """
-    refit = {}
-    for role, states in models.items():
-        # See Workers.give_up_gradients.
-        there = [part for part in states if part != "gradients" or part not in config.placed(role).offload]
-        if there:
-            names = ", ".join(there).replace("parameters", "weights")
-            refit[f"{role}: {names}"] = sum(states[part] for part in there)
-    refit["engine: weights"] = engine
-    staying = {
+
+    def beside(present: Role) -> dict[str, float]:
+        """What is there while this model's states are, but for gradients that are given up: see TrainedModels."""
+        there = {}
+        for role, states in models.items():
+            given_up = {"gradients"}.intersection(config.placed(role).offload)
+            kept = states if role == present else staying(config, role, states)
+            parts = [part for part in kept if part not in given_up]
+            if parts:
+                names = ", ".join(parts).replace("parameters", "weights")
+                there[f"{role}: {names}"] = sum(states[part] for part in parts)
+        return {**there, "engine: weights": engine, **always}
+
+    remedy = "give the layouts more tp, pp or ep, or offload gradients"
+    phases: dict[Role, str] = {"actor": "while the engine takes weights"}
+    phases |= {role: f"while the {role} is saved" for role in models if role != "actor"}
+    stay = {
         f"{role}: {part}": size
         for role, states in models.items()
-        for part, size in states.items()
-        if part not in config.placed(role).offload
+        for part, size in staying(config, role, states).items()
     }
-    rollout = {**staying, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
-    return (
-        Load(
-            "while the engine takes weights",
-            refit | always,
-            "give the layouts more tp, pp or ep, or offload gradients",
-        ),
+    rollout = {**stay, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
+    return [
+        *(Load(phase, beside(role), remedy) for role, phase in phases.items()),
         Load("while the engine samples", rollout | always, "lower rollout.kv_cache_gib, or move more by actor.offload"),
-    )
+    ]
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:

@@ -173,7 +173,9 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         share = optimizer_share_in_host(settings, empty)
         passes = workload.passes if role == "actor" else 1
         training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, share)
-        sizes = {"parameters": empty.weights, "optimizer": empty.optimizer * (1 - share)}  # gradients are given up
+        # Gradients are given up. An actor beside other models computes twice, with its weights only at first.
+        times = 2 if role == "actor" and len(models.trained) > 1 and config.is_colocated else 1
+        sizes = {"parameters": times * empty.weights, "optimizer": empty.optimizer * (1 - share)}
         moved = sum(size for part, size in sizes.items() if part in settings.offload)
         moving += 2 * moved / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
     if workload.is_offline:

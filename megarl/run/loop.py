@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.machine import place_here
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.nodes.meeting import Meeting
 from megarl.cluster.placement import Placement
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
+from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
@@ -95,8 +95,8 @@ class Loop:
         """Returns the next n rows of the data."""
         return [self.data[i] for i in self.state.cursor.take(n)]
 
-    def run(self, trained: Sequence[TrainerGroup], step: Step) -> None:
-        """Does all steps up to run.steps. trained: the groups that checkpoints hold, with their weights loaded.
+    def run(self, trained: TrainedModels, step: Step) -> None:
+        """Does all steps up to run.steps. trained: the models that checkpoints hold, with their weights loaded.
 
         Told to end by a signal, it finishes the checkpoint whose state is in host memory; with checkpoint.on_signal it
         saves one at the end of the step under way. Both are tried for checkpoint.grace_s seconds."""
@@ -120,7 +120,7 @@ class Loop:
                 saver.finish_after_interrupt(done, left_s=lambda: interrupts.left_s)
                 raise
 
-    def _steps(self, trained: Sequence[TrainerGroup], step: Step, memory: MemorySampler) -> Iterator[int]:
+    def _steps(self, trained: TrainedModels, step: Step, memory: MemorySampler) -> Iterator[int]:
         """Yields the number of each step when its metrics are written."""
         state, effective_share = self.state, EffectiveShare(self.folder.path)
         sinks = (JsonlSink(self.folder.metrics), ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline))
@@ -136,7 +136,7 @@ class Loop:
                 sink.write(state.step, metrics)
             yield state.step
 
-    def _end_if_told(self, trained: Sequence[TrainerGroup]) -> None:
+    def _end_if_told(self, trained: TrainedModels) -> None:
         """Ends the run between two steps, saved, if a signal has told it to."""
         if interrupts.is_told:
             self.saver.save(trained, self.state.step, self.state.dump(), at_once=True)

@@ -6,15 +6,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import join
+from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, FileRecord
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import Models
+
+SAVED = ("parameters", "optimizer")
+"""The parts of a model's state that a checkpoint holds."""
 
 POLL_S = 0.05
 """The interval at which the files of a checkpoint are looked for after an interrupt."""
@@ -33,7 +38,7 @@ class Saver:
         self._metrics: dict[str, float] = {}
 
     def save(
-        self, groups: Sequence[TrainerGroup], step: int, run: Mapping[str, Any], at_once: bool = False
+        self, trained: TrainedModels, step: int, run: Mapping[str, Any], at_once: bool = False
     ) -> dict[str, float]:
         """Copies everything to host memory if a checkpoint is due after `step`, or at_once if there is none of it yet.
         run: the driver's state, as JSON values.
@@ -46,9 +51,9 @@ class Saver:
             with self._waiting():
                 self._checkpoints.require_space(self._num_bytes, self._config.checkpoint.keep)
                 folder = self._checkpoints.begin(step)
-                self._unfinished = Unfinished(groups, step, run, folder, time.perf_counter())
-                for copying in [group.save_checkpoint(folder) for group in groups]:
-                    copying.result()
+                groups = trained.groups
+                self._unfinished = Unfinished([*groups.values()], step, run, folder, time.perf_counter())
+                trained.run({role: partial(group.save_checkpoint, folder) for role, group in groups.items()}, SAVED)
             print(f"checkpoint: copied after step {step}, and written to {folder.parent}", flush=True)
         metrics, self._metrics = self._metrics, {}
         return metrics

@@ -48,15 +48,15 @@ def reward_tokens(
         tasks["implicit_reward"] = lambda: _score_and_train(implicit_reward, batches)
     if config.kl_in_reward:
         actor_batches = [dispatch(config, update, actor.packing) for update in samples]
-        tasks["kl_reward"] = lambda: _score_kl(config, actor, actor_batches)
-    results = workers.side_by_side(tasks)
+        tasks["actor"] = lambda: _score_kl(config, actor, actor_batches)
+    results = workers.trained.run(tasks)
     scores = {"process_reward": process_rewards} if process_rewards else {}
     token_reward_totals, metrics = {}, {}
     if "implicit_reward" in results:
         (scores["implicit_reward"], token_reward_totals), metrics = results["implicit_reward"]
     kl_reward_totals = {}
-    if "kl_reward" in results:
-        scores["kl_reward"], kl_reward_totals = results["kl_reward"]
+    if "actor" in results:
+        scores["kl_reward"], kl_reward_totals = results["actor"]
     return TokenRewards(scores, token_reward_totals, kl_reward_totals, metrics)
 
 

@@ -16,6 +16,7 @@ from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.rank_batch import RankBatch
+from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -39,6 +40,8 @@ TINY = (
 
 class Actor:
     """A TrainerGroup of one rank, in this process. Samples are handed out as they are."""
+
+    offloads: frozenset[str] = frozenset()
 
     def __init__(self, worker: TrainerWorker):
         self.packing, self._worker = worker.packing, worker
@@ -71,6 +74,8 @@ class Actor:
 class Scorer:
     """Another model, which says something of every token."""
 
+    offloads: frozenset[str] = frozenset()
+
     def __init__(self, packing):
         self.packing = packing
 
@@ -96,7 +101,9 @@ def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[lis
     actor = Actor(worker)
     critic = Scorer(worker.packing) if config.has_critic else None
     implicit_reward = Scorer(worker.packing) if config.has_implicit_reward else None
-    workers = Workers(actor, critic, implicit_reward, None, None, None, None, None, share_devices=True)
+    groups = {"actor": actor, "critic": critic, "implicit_reward": implicit_reward}
+    trained = TrainedModels({role: group for role, group in groups.items() if group is not None}, share_devices=False)
+    workers = Workers(trained, None, None, None, None, None)
     first = config.critic.warmup_steps + 1
     metrics = [
         train_step(config, workers, [scored(group) for group in random_groups(number)], number)

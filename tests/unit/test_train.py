@@ -9,6 +9,7 @@ from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.rank_batch import RankBatch, SampleRef
+from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
 from megarl.config.load import load
 from megarl.core.metrics import Metric, merge_updates, values
@@ -175,6 +176,7 @@ class Group:
     """Stands in for a TrainerGroup: notes the samples of its updates, whose metrics it is given."""
 
     packing = packing()
+    offloads: frozenset[str] = frozenset()
 
     def __init__(self, *metrics: dict[str, Metric]) -> None:
         self.calls: list[str] = []
@@ -207,7 +209,8 @@ def loss(name: str, value: float) -> dict[str, Metric]:
 
 
 def workers_of(actor: Group, critic: Group | None = None) -> Workers:
-    return Workers(actor, critic, None, None, None, None, None, None, share_devices=True)
+    groups = {"actor": actor} | ({} if critic is None else {"critic": critic})
+    return Workers(TrainedModels(groups, share_devices=False), None, None, None, None, None)
 
 
 def rollouts_of(groups) -> Rollouts:

@@ -151,10 +151,11 @@ class TrainerWorker(ModelWorker, ABC):
             )
 
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
-        """Moves these parts away, as far as the section's key `offload` names them, until `onload`. Returns the bytes
-        as metrics."""
+        """Moves these parts away, as far as the section's key `offload` names them, until `onload`, and frees what the
+        device keeps for reuse. Returns the bytes as metrics."""
         section = self._settings.section
         num_bytes = {part: self._offload.move_out(part) for part in self._offloaded(parts)}
+        device.release_cache()
         return {
             f"memory/{section}_{part}_offloaded_gb": Metric(size / 1e9, reduction="sum")
             for part, size in num_bytes.items()

@@ -13,6 +13,7 @@ from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import place
 from megarl.cluster.refit import Refit
+from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.load import load
 from megarl.core import device
@@ -31,10 +32,10 @@ class FakeTrainers:
         self._log, self.offloads = log, frozenset(offloads)
 
     def publish(self) -> Pending[dict]:
-        return self._note("publish")
+        return self.do("publish")
 
     def publish_on_gpu(self, plan) -> Pending[dict]:
-        return self._note(f"publish on gpu for {', '.join(plan.destinations)}")
+        return self.do(f"publish on gpu for {', '.join(plan.destinations)}")
 
     def connect(self, plan, rendezvous) -> Pending[None]:
         assert len(plan.order), "who sends follows it"
@@ -45,12 +46,12 @@ class FakeTrainers:
         return {}
 
     def offload(self, parts) -> Pending[dict]:
-        return self._note(f"offload {', '.join(sorted(self.offloads.intersection(parts)))}")
+        return self.do(f"offload {', '.join(sorted(self.offloads.intersection(parts)))}")
 
     def onload(self, parts) -> Pending[dict]:
-        return self._note("onload")
+        return self.do(f"onload {', '.join(sorted(self.offloads.intersection(parts)))}")
 
-    def _note(self, done: str) -> Pending[dict]:
+    def do(self, done: str) -> Pending[dict]:
         self._log.append(done)
         return ready({})
 
@@ -129,7 +130,8 @@ def prepare(monkeypatch: pytest.MonkeyPatch):
         log: list[str] = []
         trainers, engines = FakeTrainers(log, config.actor.offload), FakeEngines(log)
         refit = Refit(FakeSession(engines), config, trainers, engines, export_plan=None)
-        return Workers(trainers, None, None, None, engines, None, refit, None, config.is_colocated), engines, log
+        trained = TrainedModels({"actor": trainers}, config.is_colocated)
+        return Workers(trained, None, engines, None, refit, None), engines, log
 
     return prepare
 
@@ -194,18 +196,20 @@ def test_an_engine_that_was_lost_and_is_back_is_connected_anew(prepare) -> None:
 def test_engine_and_trainer_take_turns(prepare) -> None:
     """The second of two steps has another round of sampling."""
     workers, engines, log = prepare(True, "actor.offload=[gradients, optimizer]")
-    workers.give_up_gradients()
+    trainers = workers.actor
+    workers.trained.present_actor()
     workers.refit.run(0)
     for version, rounds in ((1, 1), (2, 2)):
         for _ in range(rounds):
-            with workers.offloaded():
+            with workers.sampling():
                 engines.generate()
-        log.append("train")
-        workers.give_up_gradients()
+        workers.trained.run({"actor": lambda: trainers.do("train")})
+        workers.trained.present_actor()
         workers.refit.run(version)
-    turn = ["offload gradients, optimizer", "wake KV cache, generate", "sleep", "onload"]
+    turn = ["offload gradients, optimizer", "wake KV cache, generate", "sleep"]
+    train = ["onload gradients, optimizer", "train"]
     refit = ["offload gradients", "wake weights, refit"]
-    assert log[:1] + log[3:] == [*refit, *turn, "train", *refit, *turn, *turn, "train", *refit]
+    assert log[:1] + log[3:] == [*refit, *turn, *train, *refit, *turn, *turn, *train, *refit]
 
 
 class Starting:
@@ -239,19 +243,3 @@ def test_roles_start_side_by_side_unless_engines_must_leave_their_memory(
     asleep, actor_begins = log.index("EngineGroup is waited for"), log.index("TrainerGroup begins")
     assert (asleep < actor_begins) == on_gpus
     assert log.index("EngineGroup begins") < actor_begins
-
-
-@pytest.mark.parametrize(("share_devices", "begun"), [(True, ["critic"]), (False, ["critic", "actor"])])
-def test_tasks_that_do_not_need_each_other_overlap_on_devices_of_their_own(
-    share_devices: bool, begun: list[str]
-) -> None:
-    workers = Workers(*[None] * 8, share_devices)
-    log: list[str] = []
-
-    def task(name: str) -> Pending[str]:
-        log.append(name)
-        return ready(None).then(lambda _: (tuple(log), name))
-
-    results = workers.side_by_side({"critic": lambda: task("critic"), "actor": lambda: task("actor")})
-    assert results["critic"] == (tuple(begun), "critic"), "what had begun when the first result was waited for"
-    assert results["actor"] == (("critic", "actor"), "actor")

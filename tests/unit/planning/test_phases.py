@@ -53,16 +53,34 @@ def test_devices_of_their_own_hold_their_own():
     assert "sleeping engine" not in loads[TRAINS].parts
 
 
-def test_a_critic_stays_beside_the_actor_while_either_trains(tmp_path):
+def ppo_plan(tmp_path, *overrides):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
     keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
-    plan = plan_recipe(recipe(f"model.path={tmp_path}", *keys), read_cluster("2xH100"), as_it_is=True).best
+    return plan_recipe(recipe(f"model.path={tmp_path}", *keys, *overrides), read_cluster("2xH100"), as_it_is=True).best
+
+
+def test_a_critic_stays_beside_the_actor_while_either_trains(tmp_path):
+    plan = ppo_plan(tmp_path)
     loads = {load.phase: load.parts for load in plan.loads}
-    assert "critic: weights, gradients, optimizer" in loads[TRAINS]
-    assert "actor: weights, gradients, optimizer" in loads["while the critic trains"]
+    assert "critic: what stays" in loads[TRAINS]
+    assert "actor: what stays" in loads["while the critic trains"]
     assert {"actor: weights, gradients, optimizer", "critic: weights, gradients, optimizer"} <= set(loads[REFIT])
     assert set(plan.times.training) == {"actor", "critic"}
     assert plan.times.training["actor"].passes == {} and plan.times.training["critic"].passes
+
+
+def test_what_a_critic_offloads_is_not_beside_the_actor(tmp_path):
+    """Each gains the bytes of the other's optimizer, and the steps take the time to move both."""
+    stay, leave = (
+        ppo_plan(tmp_path, *keys) for keys in ((), [f"{m}.offload=[optimizer]" for m in ("actor", "critic")])
+    )
+    before, after = ({load.phase: load for load in plan.loads} for plan in (stay, leave))
+    optimizer = after["while the critic trains"].parts["critic: optimizer"]
+    gained = before[TRAINS].total - after[TRAINS].total
+    assert gained == pytest.approx(optimizer) and optimizer > GIB
+    assert "critic: optimizer" not in after["while the critic computes log-probs"].parts
+    assert after["while the critic is saved"].parts["critic: weights, gradients, optimizer"] > optimizer
+    assert stay.times.moving == 0 < leave.times.moving
 
 
 @pytest.mark.parametrize(("offload", "stays"), [("[]", 3), ("[gradients, optimizer]", 1)])

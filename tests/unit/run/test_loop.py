@@ -12,6 +12,7 @@ import pytest
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.pending import Pending, ready
+from megarl.cluster.trained_models import TrainedModels
 from megarl.config.load import load
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
@@ -67,7 +68,7 @@ def test_checkpoints_that_a_killed_run_did_not_come_to_are_removed_when_the_mode
             checkpoints.commit(first.state.step, state, [])
     with loop(tmp_path, "checkpoint.keep=1", "resume=auto") as again:
         assert checkpoints.steps() == [1, 2, 3]
-        again.run([], step=dict)
+        again.run(TrainedModels({}, share_devices=False), step=dict)
         assert checkpoints.steps() == [3]
 
 
@@ -87,6 +88,8 @@ class Told:
 
 class Group:
     """Stands in for a TrainerGroup without files, which are written at once."""
+
+    offloads: frozenset[str] = frozenset()
 
     def save_checkpoint(self, checkpoint: Path) -> Pending[None]:
         return ready(None)
@@ -115,7 +118,7 @@ def run_until(ours: Loop, number: int, act: Callable[[], dict]) -> list[int]:
         return act() if ours.state.step == number else {}
 
     with pytest.raises(KeyboardInterrupt):
-        ours.run([Group()], step)
+        ours.run(TrainedModels({"actor": Group()}, share_devices=False), step)
     return [json.loads(line)["step"] for line in ours.folder.metrics.read_text().splitlines()]
 
 
@@ -162,7 +165,7 @@ def test_without_a_signal_a_failure_is_one(tmp_path: Path, told: Told) -> None:
         raise RunFailure("update: trainer-0 died")
 
     with loop(tmp_path) as ours, pytest.raises(RunFailure, match="trainer-0 died"):
-        ours.run([], fail)
+        ours.run(TrainedModels({}, share_devices=False), fail)
 
 
 def test_interrupted_in_a_step_it_finishes_what_is_in_host_memory(tmp_path: Path, told: Told) -> None:

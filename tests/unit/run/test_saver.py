@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.pending import Pending, ready
+from megarl.cluster.trained_models import TrainedModels
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, seal
@@ -18,6 +19,8 @@ from tests.paths import BASE
 
 class Group:
     """Stands in for a TrainerGroup whose files are written when the test says so."""
+
+    offloads: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.written = False
@@ -38,6 +41,10 @@ class Group:
         return ready([seal(checkpoint / "actor" / "file", checkpoint)])
 
 
+def of(group: Group) -> TrainedModels:
+    return TrainedModels({"actor": group}, share_devices=False)
+
+
 def config(*overrides: str) -> Config:
     required = ["model.path=m", "data.source=arithmetic", "run.steps=7", "checkpoint.every_steps=3"]
     return load(BASE, [*required, *overrides])
@@ -56,18 +63,18 @@ def test_a_checkpoint_is_complete_when_its_files_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group, ours = Group(), saver(tmp_path)
-    assert ours.save([group], 1, {}) == ours.save([group], 2, {}) == {}
-    metrics = ours.save([group], 3, {"step": 3})
+    assert ours.save(of(group), 1, {}) == ours.save(of(group), 2, {}) == {}
+    metrics = ours.save(of(group), 3, {"step": 3})
     assert metrics.keys() == {"time/checkpoint"} and metrics["time/checkpoint"] > 0
     ours.commit()
     assert latest(tmp_path) is None
     assert capsys.readouterr().out == f"checkpoint: copied after step 3, and written to {tmp_path}\n"
-    assert ours.save([group], 4, {}) == {}
+    assert ours.save(of(group), 4, {}) == {}
     group.written = True
     ours.commit()
     assert latest(tmp_path) == 3
     assert capsys.readouterr().out.startswith(f"checkpoint: {tmp_path}/step_000003 is complete, 0.00 GB in ")
-    metrics = ours.save([group], 5, {})
+    metrics = ours.save(of(group), 5, {})
     assert metrics.keys() == {"time/checkpoint", "checkpoint/seconds", "checkpoint/bytes"}
     assert metrics["checkpoint/bytes"] == len("content")
     assert metrics["checkpoint/seconds"] > 0 < metrics["time/checkpoint"]
@@ -77,7 +84,7 @@ def test_a_checkpoint_is_complete_when_its_files_are_written(
 
 def test_without_background_it_is_complete_after_its_step(tmp_path: Path) -> None:
     ours = saver(tmp_path, "checkpoint.background=false")
-    ours.save([Group()], 3, {})
+    ours.save(of(Group()), 3, {})
     ours.commit()
     assert latest(tmp_path) == 3
 
@@ -85,7 +92,7 @@ def test_without_background_it_is_complete_after_its_step(tmp_path: Path) -> Non
 def test_the_next_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path) -> None:
     group, ours = Group(), saver(tmp_path, "checkpoint.keep=1")
     for step in range(1, 8):
-        ours.save([group], step, {})
+        ours.save(of(group), step, {})
         ours.commit()
         assert latest(tmp_path) == {6: 3, 7: 6}.get(step)
     ours.finish()
@@ -108,7 +115,7 @@ class Clock:
 
 def test_what_is_in_host_memory_is_finished_after_an_interrupt(tmp_path: Path, capsys) -> None:
     group, ours = Group(), saver(tmp_path, "checkpoint.keep=1")
-    ours.save([group], 3, {"step": 3})
+    ours.save(of(group), 3, {"step": 3})
     ours.finish_after_interrupt(3, Clock(group, questions=3, grace=5).left_s)
     assert latest(tmp_path) == 3
     assert "step_000003 is complete" in capsys.readouterr().out
@@ -117,7 +124,7 @@ def test_what_is_in_host_memory_is_finished_after_an_interrupt(tmp_path: Path, c
 
 def test_it_is_not_when_the_grace_time_ends_before(tmp_path: Path, capsys) -> None:
     group, ours = Group(), saver(tmp_path)
-    ours.save([group], 3, {})
+    ours.save(of(group), 3, {})
     ours.finish_after_interrupt(3, Clock(group, questions=9, grace=5).left_s)
     assert latest(tmp_path) is None
     expected = "checkpoint: that of step 3 was not written within checkpoint.grace_s=20\n"
@@ -126,7 +133,7 @@ def test_it_is_not_when_the_grace_time_ends_before(tmp_path: Path, capsys) -> No
 
 def test_one_that_is_written_is_finished_without_a_grace_time(tmp_path: Path) -> None:
     group, ours = Group(), saver(tmp_path)
-    ours.save([group], 3, {})
+    ours.save(of(group), 3, {})
     group.written = True
     ours.finish_after_interrupt(3, left_s=lambda: 0.0)
     assert latest(tmp_path) == 3
@@ -135,7 +142,7 @@ def test_one_that_is_written_is_finished_without_a_grace_time(tmp_path: Path) ->
 def test_one_without_its_steps_metrics_is_not_finished(tmp_path: Path) -> None:
     """A run could not go on from it."""
     group, ours = Group(), saver(tmp_path)
-    ours.save([group], 3, {})
+    ours.save(of(group), 3, {})
     group.written = True
     ours.finish_after_interrupt(2, left_s=lambda: 1.0)
     assert latest(tmp_path) is None
@@ -143,14 +150,14 @@ def test_one_without_its_steps_metrics_is_not_finished(tmp_path: Path) -> None:
 
 def test_an_interrupt_while_it_was_being_completed_does_no_harm(tmp_path: Path, monkeypatch) -> None:
     group, ours = Group(), saver(tmp_path)
-    ours.save([group], 3, {})
+    ours.save(of(group), 3, {})
     group.written = True
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
         patches.setattr(Checkpoints, "point_to", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         ours.finish()
     ours.finish_after_interrupt(3, left_s=lambda: 1.0)
     group, ours = Group(), saver(tmp_path)
-    ours.save([group], 6, {})
+    ours.save(of(group), 6, {})
     group.written = True
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
         patches.setattr(group, "finish_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -162,24 +169,24 @@ def test_an_interrupt_while_it_was_being_completed_does_no_harm(tmp_path: Path, 
 def test_a_step_is_saved_at_once_unless_it_is(tmp_path: Path) -> None:
     group, ours = Group(), saver(tmp_path, "checkpoint.every_steps=null")
     for _ in range(2):
-        ours.save([group], 2, {"step": 2}, at_once=True)
+        ours.save(of(group), 2, {"step": 2}, at_once=True)
     ours.finish()
-    assert ours.save([group], 2, {}, at_once=True).keys() >= {"checkpoint/bytes"}
+    assert ours.save(of(group), 2, {}, at_once=True).keys() >= {"checkpoint/bytes"}
     assert latest(tmp_path) == 2
 
 
 def test_none_is_saved_where_none_is_asked_for(tmp_path: Path) -> None:
     ours = saver(tmp_path, "checkpoint.every_steps=null")
-    assert ours.save([Group()], 7, {}) == {}
+    assert ours.save(of(Group()), 7, {}) == {}
     ours.finish()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_has_filled_up_is_noticed_before_a_file_is_written(tmp_path: Path, monkeypatch) -> None:
     group, ours = Group(), saver(tmp_path)
-    ours.save([group], 3, {})
+    ours.save(of(group), 3, {})
     ours.finish()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 99, 99))
     with pytest.raises(ValueError, match=r"^checkpoint.keep=2: .* 1 more checkpoint needs"):
-        ours.save([group], 6, {})
+        ours.save(of(group), 6, {})
     assert latest(tmp_path) == 3

@@ -52,7 +52,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         return ready((scores, {sample.info.id: f"of {sample.info.id}" for sample in samples}))
 
     workers = SimpleNamespace(
-        engines=engines, rewards=SimpleNamespace(score=score, listener="the rewards"), offloaded=lambda: nullcontext({})
+        engines=engines, rewards=SimpleNamespace(score=score, listener="the rewards"), sampling=lambda: nullcontext({})
     )
     rollouts = collect_rollouts(
         load(BASE, overrides + batch),

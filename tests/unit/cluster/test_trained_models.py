@@ -1,0 +1,100 @@
+"""The turns of trained models: on the devices is what computes, as far as keys say what may leave them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.cluster.pending import Pending, ready
+from megarl.cluster.trained_models import TrainedModels
+
+
+class Group:
+    """Stands in for a TrainerGroup: knows what of it is on the devices, and notes what every task of a model met
+    there."""
+
+    def __init__(self, role: str, offloads: set[str], on_devices: set[str]):
+        self._role, self.offloads, self._on_devices = role, frozenset(offloads), on_devices
+        self.onload(("parameters", "gradients", "optimizer"))
+
+    def offload(self, parts) -> Pending[dict]:
+        for part in self.offloads.intersection(parts):
+            self._on_devices.discard(f"{self._role} {part}")
+        return ready({})
+
+    def onload(self, parts) -> Pending[None]:
+        self._on_devices |= {f"{self._role} {part}" for part in parts}
+        return ready(None)
+
+
+def models_of(share_devices: bool, **offloads: str) -> tuple[TrainedModels, set[str]]:
+    """The models of these roles, each with the parts that may leave, and what is on the devices."""
+    on_devices: set[str] = set()
+    groups = {role: Group(role, set(parts.split()), on_devices) for role, parts in offloads.items()}
+    return TrainedModels(groups, share_devices), on_devices
+
+
+def names(role: str, parts: str) -> set[str]:
+    return {f"{role} {part}" for part in parts.split()}
+
+
+ALL = "parameters gradients optimizer"
+
+
+def test_a_model_that_does_not_compute_leaves_the_devices_to_the_others() -> None:
+    trained, on_devices = models_of(True, critic=ALL, actor="optimizer gradients", implicit_reward="")
+    seen: dict[str, set[str]] = {}
+
+    def look(name: str) -> Pending[None]:
+        seen[name] = set(on_devices)
+        return ready(None)
+
+    always = names("implicit_reward", ALL) | names("actor", "parameters")
+    trained.present_actor()
+    assert on_devices == always | names("actor", "optimizer"), "an engine takes its weights now"
+    trained.leave_all().result()
+    assert on_devices == always, "engines sample now"
+    trained.run({role: lambda role=role: look(f"{role} passes") for role in ("critic", "actor")}, ("parameters",))
+    trained.run({role: lambda role=role: look(f"{role} update") for role in ("critic", "actor")})
+    trained.run({role: lambda role=role: look(f"{role} saved") for role in trained.groups}, ("parameters", "optimizer"))
+    assert seen == {
+        "critic passes": always | names("critic", "parameters"),
+        "actor passes": always,
+        "critic update": always | names("critic", ALL),
+        "actor update": always | names("actor", ALL),
+        "critic saved": always | names("critic", "parameters optimizer"),
+        "actor saved": always | names("actor", "optimizer"),
+        "implicit_reward saved": always,
+    }
+    trained.present_actor()
+    assert on_devices == always
+
+
+@pytest.mark.parametrize("in_last_turn", ["critic", "actor"])
+def test_engines_find_the_weights_of_the_actor_whoever_had_the_last_turn(in_last_turn: str) -> None:
+    trained, on_devices = models_of(True, actor=ALL, critic=ALL)
+    trained.run({in_last_turn: lambda: ready(None)})
+    trained.present_actor()
+    there = "parameters optimizer" if in_last_turn == "actor" else "parameters"
+    assert on_devices == names("actor", there)
+
+
+def test_nothing_leaves_devices_that_no_other_model_is_on() -> None:
+    trained, on_devices = models_of(False, actor=ALL, critic=ALL)
+    trained.run({role: lambda: ready(None) for role in ("critic", "actor")})
+    assert on_devices == names("actor", ALL) | names("critic", ALL)
+
+
+@pytest.mark.parametrize(("share_devices", "begun"), [(True, ["critic"]), (False, ["critic", "actor"])])
+def test_tasks_that_do_not_need_each_other_overlap_on_devices_of_their_own(
+    share_devices: bool, begun: list[str]
+) -> None:
+    trained, _ = models_of(share_devices, actor="", critic="")
+    log: list[str] = []
+
+    def task(name: str) -> Pending[tuple]:
+        log.append(name)
+        return ready(None).then(lambda _: (tuple(log), name))
+
+    results = trained.run({"critic": lambda: task("critic"), "actor": lambda: task("actor")})
+    assert results["critic"] == (tuple(begun), "critic"), "what had begun when the first result was waited for"
+    assert results["actor"] == (("critic", "actor"), "actor")
