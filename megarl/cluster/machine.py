@@ -101,6 +101,11 @@ def gpus_suffice(config: Config) -> str | None:
     if needed <= there:
         return None
     ranks = [f"{len(span)} {role}" for role, span in spans.items()]
+    if config.cluster.roles.spans:
+        return (
+            f"cluster.roles: the last GPU that it names is {needed - 1}, and this machine has {there}, from 0 on; name "
+            "these, or lower dp of the layouts"
+        )
     if config.is_colocated:
         return (
             f"cluster.placement=colocated: each role has a rank on each GPU, so that max({', '.join(ranks)}) = "

@@ -24,6 +24,7 @@ from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 from megarl.core.timing import ElapsedTime
+from megarl.planning.device_spans import trained_models_share
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
@@ -110,7 +111,7 @@ def launch_workers(
     actor = trained["actor"]
     export_plan = make_plan(actor.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Workers(
-        trained=TrainedModels(trained, config.is_colocated),
+        trained=TrainedModels(trained, trained_models_share(config)),
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,

@@ -263,10 +263,31 @@ class Timeouts(Section):
         return max(map(self.seconds, get_args(Limit)))
 
 
+Devices = Annotated[
+    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), Field(pattern=r"^\d+(-\d+)?$")
+]
+"""The first and the last of a role's devices, by their numbers over all nodes, such as 0-15; or the only one."""
+
+
+class Roles(Section):
+    actor: Devices | None
+    critic: Devices | None
+    implicit_reward: Devices | None
+    reward_model: Devices | None
+    rollout: Devices | None
+
+    @property
+    def spans(self) -> dict[str, range]:
+        """The devices of the roles that are given some."""
+        given = {role: devices.split("-") for role, devices in self if devices is not None}
+        return {role: range(int(numbers[0]), int(numbers[-1]) + 1) for role, numbers in given.items()}
+
+
 class Cluster(Section):
     nodes: PositiveInt
     interface: Annotated[str, Field(min_length=1)] | None
     placement: Literal["colocated", "disaggregated"]
+    roles: Roles
     timeouts: Timeouts
     object_store_mib: PositiveInt | None
 
@@ -367,6 +388,12 @@ class Config(Section):
     @property
     def all_placed(self) -> tuple[Placed, ...]:
         return (*self.all_trained, self.reward_model) if self.has_reward_model else self.all_trained
+
+    @property
+    def num_ranks(self) -> dict[str, int]:
+        """The number of ranks of each role that the run has, and so of the devices that it is on."""
+        ranks = {placed.section: placed.layout.world_size for placed in self.all_placed}
+        return ranks if self.is_offline else ranks | {"rollout": self.rollout.replicas * self.rollout.tp}
 
     def num_updates(self, trained: Trained) -> int:
         """Returns the optimizer steps of the whole run; the first critic.warmup_steps steps train the critic only."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
+from megarl.config.rules.cluster import overlap
 from megarl.config.schema import Config, MegatronRole
 
 NAMES: dict[MegatronRole, str] = {
@@ -16,14 +19,13 @@ ENGINE = "engine"
 
 
 def device_spans(config: Config) -> dict[str, range]:
-    """Returns the devices of each role, one for each of its ranks, by the name of its processes. Colocated, all spans
-    begin with the first device; else each begins where the one before ends."""
-    ranks = {NAMES[placed.section]: placed.layout.world_size for placed in config.all_placed}
-    if not config.is_offline:
-        ranks[ENGINE] = config.rollout.replicas * config.rollout.tp
+    """Returns the devices of each role, one for each of its ranks, by the name of its processes: those that
+    cluster.roles gives it. Without, colocated spans all begin with the first device; else each begins where the one
+    before ends."""
+    given = config.cluster.roles.spans
     spans, first = {}, 0
-    for role, count in ranks.items():
-        spans[role] = range(first, first + count)
+    for role, count in config.num_ranks.items():
+        spans[NAMES.get(role, ENGINE)] = given[role] if given else range(first, first + count)
         first += 0 if config.is_colocated else count
     return spans
 
@@ -31,3 +33,22 @@ def device_spans(config: Config) -> dict[str, range]:
 def num_devices(config: Config) -> int:
     """Returns the devices that a recipe's ranks are on."""
     return max(span.stop for span in device_spans(config).values())
+
+
+def share_devices(config: Config, role: MegatronRole, other: MegatronRole) -> bool:
+    """Returns whether there is a device with ranks of both models."""
+    spans = device_spans(config)
+    return overlap(spans[NAMES[role]], spans[NAMES[other]])
+
+
+def trained_models_share(config: Config) -> bool:
+    """Returns whether a device has ranks of several models that the run trains."""
+    roles = [trained.section for trained in config.all_trained]
+    return any(share_devices(config, one, other) for one, other in combinations(roles, 2))
+
+
+def is_alone(config: Config, role: MegatronRole) -> bool:
+    """Returns whether a model's devices have ranks of no other role, neither a model's nor an engine's."""
+    spans = device_spans(config)
+    own = spans.pop(NAMES[role])
+    return not any(overlap(own, span) for span in spans.values())

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megarl.config.rules.cluster import overlap
 from megarl.config.schema import Config, Role, Trained
+from megarl.planning.device_spans import ENGINE, NAMES, device_spans
 from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.memory import RankMemory, forward_bytes, item_bytes, stage_memory
 from megarl.planning.object_store import object_store_mib
@@ -31,13 +33,13 @@ LOGIT_ROWS = 1024
 
 
 def phase_loads(config: Config, models: Models, workload: Workload) -> list[Load]:
-    """Returns the fullest GPU of each phase, in the order of a step. A GPU has a rank of every model where they are
-    colocated, which of the other models is the one that holds most."""
+    """Returns the fullest GPU of each phase, in the order of a step. Beside the model that computes it has a rank of
+    every model that shares devices with it, of each the rank that holds most."""
     stages = {role: _stages(config, config.placed(role), model, workload) for role, model in models.trained.items()}
     states = {role: [_states(config.placed(role), memory) for memory, _ in of_role] for role, of_role in stages.items()}
     training: list[Load] = []
     for role, of_role in stages.items():
-        beside = _beside(config, role, states) | _reward(config, models)
+        beside = _beside(config, role, states) | _reward(config, models, NAMES[role])
         for stage, (memory, passing) in enumerate(of_role):
             where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
             held = states[role][stage]
@@ -88,20 +90,24 @@ def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
 
 def _beside(config: Config, role: Role, states: Mapping[Role, Sequence[Mapping[str, float]]]) -> dict[str, float]:
     """Returns what stays of the other models on the same GPU, and a sleeping engine."""
-    if not config.is_colocated:
-        return {}
+    spans = device_spans(config)
+    own = spans.pop(NAMES[role])
     others = {
         f"{other}: what stays": max(sum(staying(config, other, one).values()) for one in of_role)
         for other, of_role in states.items()
-        if other != role
+        if other != role and overlap(own, spans[NAMES[other]])
     }
     others = {name: size for name, size in others.items() if size}
-    return others | ({} if config.is_offline else {"sleeping engine": ASLEEP_RESERVE})
+    has_engine = ENGINE in spans and overlap(own, spans[ENGINE])
+    return others | ({"sleeping engine": ASLEEP_RESERVE} if has_engine else {})
 
 
-def _reward(config: Config, models: Models) -> dict[str, float]:
-    """Returns what the reward model holds on a GPU that it shares with the others."""
-    return reward_model_parts(config, models.reward, 0) if models.reward is not None and config.is_colocated else {}
+def _reward(config: Config, models: Models, name: str) -> dict[str, float]:
+    """Returns what the reward model holds on a GPU that it shares with the processes of this name."""
+    spans = device_spans(config)
+    if models.reward is None or not overlap(spans[name], spans[NAMES["reward_model"]]):
+        return {}
+    return reward_model_parts(config, models.reward, spans[NAMES["reward_model"]].start)
 
 
 def _training(
@@ -140,9 +146,12 @@ def _engine(config: Config, models: Models, states: Mapping[Role, list[dict[str,
     awake: dict[str, float] = {"reserve": ENGINE_RESERVE + (TRAINER_RESERVE if config.is_colocated else 0)}
     if config.sends_weights:
         awake["refit: buckets"] = staging_bytes(config, weights)
-    awake |= _reward(config, models)
+    awake |= _reward(config, models, ENGINE)
+    spans = device_spans(config)
     fullest = {
-        role: max(of_role, key=lambda one: sum(one.values())) for role, of_role in states.items() if role != "actor"
+        role: max(of_role, key=lambda one: sum(one.values()))
+        for role, of_role in states.items()
+        if role != "actor" and overlap(spans[ENGINE], spans[NAMES[role]])
     }
     beside = [{"actor": stage} | fullest for stage in states["actor"]] if config.is_colocated else [{}]
     logits = {"engine: logits": LOGIT_ROWS * actor.shape.vocab * 4}

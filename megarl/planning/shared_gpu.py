@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megarl.planning.device_spans import ENGINE, NAMES, device_spans
 from megarl.planning.memory import RankMemory, item_bytes, rank_memory
 from megarl.resharding.families import huggingface_holder, vllm_holder
 
@@ -105,9 +106,10 @@ def engine_loads(
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
     """Returns the bytes of a model's states by the names that the key `offload` has for them, as far as they are
     certain; none where no rank of the model is on the GPU."""
-    if gpu >= settings.layout.world_size:
+    span = device_spans(config)[NAMES[settings.section]]
+    if gpu not in span:
         return {}
-    memory, extra = _memory(config, settings, hf_config, gpu), settings.megatron_overrides
+    memory, extra = _memory(config, settings, hf_config, gpu - span.start), settings.megatron_overrides
     if settings.frozen or extra.optimizer or extra.ddp:  # all of which can make the others smaller
         return {"parameters": memory.weights}
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
@@ -116,11 +118,11 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
 def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
     """Returns the bytes of the reward model, none if its parameters are offloaded: it is away while it does not
     score."""
-    settings = config.reward_model
-    if gpu >= settings.layout.world_size or settings.offload:
+    settings, span = config.reward_model, device_spans(config)[NAMES["reward_model"]]
+    if gpu not in span or settings.offload:
         return {}
     if settings.engine == "megatron":
-        return {"reward model: weights": _memory(config, settings, hf_config, gpu).weights}
+        return {"reward model: weights": _memory(config, settings, hf_config, gpu - span.start).weights}
     weights = huggingface_holder(hf_config, config.model.dtype).shard.num_bytes / settings.layout.tp
     return {"reward model: weights": weights, "reward model: KV cache": settings.kv_cache_gib * GIB}
 
@@ -131,7 +133,8 @@ def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> i
     if rollout.vllm_overrides.get("quantization") is not None:
         return 0
     whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
-    holder = vllm_holder(hf_config, rollout.tp, gpu % rollout.tp, 0, config.model.dtype, whole_experts)
+    rank = (gpu - device_spans(config)[ENGINE].start) % rollout.tp
+    holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, whole_experts)
     return holder.shard.num_bytes
 
 

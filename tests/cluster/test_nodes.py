@@ -40,7 +40,16 @@ RECIPES = {
             *("actor.layout.pp=1", "actor.layout.dp=2", "rollout.replicas=2"),
         ],
     ),
-    "disaggregated GRPO on 3": (3, ["cluster.placement=disaggregated", "cluster.timeouts.start=120"]),
+    # Actor and critic take turns on the first two, and the engine has the third.
+    "disaggregated GAE on 3": (
+        3,
+        [
+            *("algorithm.advantage={estimator: gae, gae_lambda: 1.0}", "critic.layout.dp=2", "critic.threads=1"),
+            *("cluster.placement=disaggregated", "cluster.roles={actor: 0-1, critic: 0-1, rollout: 2}"),
+            *("actor.offload=[gradients, optimizer]", "critic.offload=[parameters, optimizer]"),
+            "cluster.timeouts.start=120",
+        ],
+    ),
 }
 
 

@@ -111,7 +111,8 @@ def test_the_critic_may_be_a_head_on_the_actor(series, model, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_run_with_a_critic_goes_on_bit_by_bit(series, model, tmp_path):
-    """One thread a process, as several add up numbers in an order of their own."""
+    """One thread a process, as several add up numbers in an order of their own. The run in parts has in host memory
+    what does not compute."""
     overrides = [
         *("algorithm.advantage.estimator=gae", "algorithm.kl.coefficient=0.05", "batch.prompts_per_update=4"),
         *("actor.threads=1", "critic.threads=1", "rollout.threads=1", "checkpoint.every_steps=1", "run.export=false"),
@@ -119,8 +120,10 @@ def test_a_run_with_a_critic_goes_on_bit_by_bit(series, model, tmp_path):
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
     whole = metrics_of(train_in(series, tmp_path / "whole", model, "run.steps=2", *overrides))
-    train_in(series, tmp_path / "parts", model, "run.steps=1", *overrides)
-    parts = metrics_of(train_in(series, tmp_path / "parts", model, "run.steps=2", "resume=auto", *overrides))
+    turns = [*overrides, "actor.offload=[gradients, optimizer]", "critic.offload=[parameters, gradients, optimizer]"]
+    train_in(series, tmp_path / "parts", model, "run.steps=1", *turns)
+    parts = metrics_of(train_in(series, tmp_path / "parts", model, "run.steps=2", "resume=auto", *turns))
+    assert parts[-1]["memory/critic_optimizer_offloaded_gb"] > 0
     learned = {name for name in whole[-1] if name.partition("/")[0] in ("reward", "policy", "value", "kl")}
     assert len(learned) > 15
     assert {name: parts[-1][name] for name in learned} == {name: whole[-1][name] for name in learned}

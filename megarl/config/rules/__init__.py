@@ -13,6 +13,7 @@ from typing import Any
 from megarl.config.rules import (
     advantage,
     batch,
+    cluster,
     correction,
     critic,
     data,
@@ -30,7 +31,10 @@ from megarl.config.rules.unused_keys import unused_keys
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 
-SECTIONS = (batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, critic, reward_model, rewards)
+SECTIONS = (
+    *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, critic, reward_model, rewards),
+    cluster,
+)
 
 
 def check(config: Config, defaults: Mapping[str, Any]) -> None:

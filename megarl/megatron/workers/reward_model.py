@@ -17,6 +17,7 @@ from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.model import ModelWorker
+from megarl.planning.device_spans import is_alone
 
 
 class RewardModelWorker(ModelWorker):
@@ -47,8 +48,8 @@ class RewardModelWorker(ModelWorker):
             self._offload.move_in(part)
         yield
         self._move_out()
-        if self._config.is_colocated:
-            device.release_cache()  # an engine may wake up next
+        if not is_alone(self._config, self.role):
+            device.release_cache()  # others of its device may be next
 
     def _move_out(self) -> int:
         """Moves what the key `offload` names to host memory. Returns the bytes that this frees on the device."""

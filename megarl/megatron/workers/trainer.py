@@ -31,6 +31,7 @@ from megarl.megatron.offload import Offload, Part
 from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
+from megarl.planning.device_spans import is_alone
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.folder import write_folder
 from megarl.resharding.planning.plan import Plan
@@ -175,8 +176,8 @@ class TrainerWorker(ModelWorker, ABC):
         step.gather_parameters(self.chunks)
         device.synchronize()
         self._kept.clear()
-        if self._config.is_colocated:
-            device.release_cache()  # an engine wakes up next
+        if not is_alone(self._config, self.role):
+            device.release_cache()  # others of its device are next
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
         """Writes the model, read from all ranks by the transport, as a Hugging Face folder."""

@@ -8,7 +8,7 @@ from megarl.cluster.groups.trainers import readers_of
 from megarl.cluster.placement import Placement, place
 from megarl.config.load import load
 from megarl.core.errors import UserError
-from megarl.planning.device_spans import device_spans
+from megarl.planning.device_spans import device_spans, is_alone, trained_models_share
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.planning.planner import make_plan
 from tests.paths import QUICKSTART
@@ -215,3 +215,28 @@ def test_ranks_that_do_not_fit_the_nodes_are_refused(settings: tuple[str, ...], 
 def test_a_tensor_parallel_group_larger_than_a_node_fills_its_nodes() -> None:
     placement = on_nodes(layout(pp=1, tp=8), "rollout={replicas: 2, tp: 2}", "cluster.nodes=3", gpus=4)
     assert [process.node.number for process in placement.trainers] == [0] * 4 + [1] * 4
+
+
+def test_roles_are_on_the_devices_that_they_are_given() -> None:
+    """Actor and critic share two nodes, and a third has the engines."""
+    roles = "cluster.roles={actor: 0-7, critic: 4-7, rollout: 8-11}"
+    overrides = ("algorithm.advantage.estimator=gae", "critic.layout.dp=4", layout(pp=1, tp=2, dp=4))
+    config = load(
+        QUICKSTART,
+        [*overrides, "rollout={tp: 2, replicas: 2}", "cluster.nodes=3", "cluster.placement=disaggregated", roles],
+    )
+    placement = place(config, 8, on_gpus=True, gpus_per_node=4)
+    where = {p.name: (p.node.number, p.devices) for group in placement.groups for p in group if p.devices}
+    assert [where[f"trainer-{i}"] for i in range(8)] == [(i // 4, (i,)) for i in range(8)]
+    assert [where[f"critic-{i}"] for i in range(4)] == [(1, (4 + i,)) for i in range(4)]
+    assert [where[f"engine-{i}"] for i in range(2)] == [(2, (8, 9)), (2, (10, 11))]
+    assert trained_models_share(config)
+    assert [is_alone(config, role) for role in ("actor", "critic")] == [False, False]
+
+
+def test_models_with_devices_of_their_own_do_not_take_turns() -> None:
+    keys = ("algorithm.advantage.estimator=gae", "cluster.placement=disaggregated", layout(pp=2))
+    roles = "cluster.roles={actor: 1-2, critic: 0, rollout: 3}"
+    apart, together = (load(QUICKSTART, [*keys, *more]) for more in ([roles], ["cluster.placement=colocated"]))
+    assert [trained_models_share(config) for config in (apart, together)] == [False, True]
+    assert is_alone(apart, "actor") and not is_alone(together, "actor")

@@ -83,10 +83,10 @@ def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
     commands = [line.partition("  #")[0] for line in lines]
     assert commands == [
         "make test",
-        "make --jobs=2 test-learn test-newest",
+        "make test-learn",
+        "make exhaustive-runs",
+        "make --jobs=2 test-cluster test-newest exhaustive-ranks",
         "make resolve-gpu",
-        "make test-exhaustive",
-        "make test-cluster",
     ]
 
 

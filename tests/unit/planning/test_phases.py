@@ -53,10 +53,12 @@ def test_devices_of_their_own_hold_their_own():
     assert "sleeping engine" not in loads[TRAINS].parts
 
 
-def ppo_plan(tmp_path, *overrides):
+def ppo_plan(tmp_path, *overrides, gpus=2):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
     keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
-    return plan_recipe(recipe(f"model.path={tmp_path}", *keys, *overrides), read_cluster("2xH100"), as_it_is=True).best
+    return plan_recipe(
+        recipe(f"model.path={tmp_path}", *keys, *overrides), read_cluster(f"{gpus}xH100"), as_it_is=True
+    ).best
 
 
 def test_a_critic_stays_beside_the_actor_while_either_trains(tmp_path):
@@ -81,6 +83,26 @@ def test_what_a_critic_offloads_is_not_beside_the_actor(tmp_path):
     assert "critic: optimizer" not in after["while the critic computes log-probs"].parts
     assert after["while the critic is saved"].parts["critic: weights, gradients, optimizer"] > optimizer
     assert stay.times.moving == 0 < leave.times.moving
+
+
+def test_only_what_is_on_the_same_devices_is_beside_a_model(tmp_path):
+    """The critic has two GPUs, then shares those of the actor; the engines have two others."""
+    apart, shared = (
+        ppo_plan(
+            tmp_path,
+            "cluster.placement=disaggregated",
+            f"cluster.roles={{actor: 0-1, critic: {c}, rollout: 4-5}}",
+            gpus=6,
+        )
+        for c in ("2-3", "0-1")
+    )
+    for plan, beside in ((apart, set()), (shared, {"critic: what stays"})):
+        loads = {load.phase: load.parts for load in plan.loads}
+        assert {
+            part for part in loads[TRAINS] if not part.startswith(("actor: ", "activations", "head", "reserve"))
+        } == beside
+        assert not any("actor" in part or "critic" in part for part in loads[SAMPLES])
+    assert apart.times.seconds < shared.times.seconds, "the models are trained at once"
 
 
 @pytest.mark.parametrize(("offload", "stays"), [("[]", 3), ("[gradients, optimizer]", 1)])

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import GAE, errors, recipe
+
+APART = "cluster.placement=disaggregated"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.roles.actor=0-1"], "cluster.roles: rollout missing; give devices to all of actor, rollout"),
+        (
+            [APART, "cluster.roles={actor: 0-1, critic: 0-1, rollout: 2}"],
+            "cluster.roles: the run has no critic; give devices to all of actor, rollout and to no other, or to none",
+        ),
+        (
+            [APART, "cluster.roles={actor: 0-3, rollout: 4}"],
+            "cluster.roles.actor=0-3: 4 devices, and actor.layout makes 2 ranks, one on each; set "
+            "cluster.roles.actor=0-1, or another layout",
+        ),
+        (
+            [APART, "cluster.roles={actor: 1-0, rollout: 4}"],
+            "cluster.roles.actor=1-0: 0 devices, and actor.layout makes 2 ranks",
+        ),
+        (
+            [APART, "cluster.roles={actor: 0-1, rollout: 2-3}"],
+            "cluster.roles.rollout=2-3: 2 devices, and rollout.replicas x rollout.tp makes 1 ranks",
+        ),
+        (
+            [APART, "cluster.roles={actor: 0-1, rollout: 1}"],
+            "cluster.roles.rollout=1-1: disaggregated engines share devices with no model, and cluster.roles.actor=0-1",
+        ),
+        (
+            ["cluster.roles={actor: 0-1, rollout: 1}"],
+            "cluster.roles.rollout=1-1: colocated engines begin on the actor's first device, and "
+            "cluster.roles.actor=0-1",
+        ),
+        (["cluster.roles={actor: first, rollout: 1}"], "cluster.roles.actor=first"),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.roles={actor: 0-1, rollout: 0}"],
+        [APART, "cluster.roles={actor: 1-2, rollout: 0}"],
+        [APART, GAE, "cluster.roles={actor: 0-1, critic: 1, rollout: 2}"],
+    ],
+)
+def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+    recipe(*overrides)
