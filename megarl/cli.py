@@ -154,6 +154,9 @@ def launch(
         str, typer.Option(metavar="TIME", help="Of one allocation, such as 4:00:00; the run goes on in others.")
     ],
     spares: Annotated[int, typer.Option(metavar="N", help="Further nodes, for those that are lost.")] = 0,
+    fewest_nodes: Annotated[
+        int | None, typer.Option(metavar="N", help="Go on with fewer replicas while this many nodes are left.")
+    ] = None,
     gpus_per_node: Annotated[int, typer.Option(metavar="N", help="0 without GPUs.")] = 8,
     gpu: Annotated[str, typer.Option(metavar="GPU", help="Their kind, as in megarl plan.")] = "H100-80GB",
     partition: Annotated[str | None, typer.Option(metavar="NAME")] = None,
@@ -183,6 +186,7 @@ def launch(
         nodes=nodes,
         time=time,
         spares=spares,
+        fewest=fewest_nodes,
         gpus=gpus_per_node,
         gpu=gpu,
         partition=partition,

@@ -2,6 +2,7 @@
 
 job.sbatch        the script, as it was submitted
 recipe.yaml       the run's config, resolved
+recipe-N.yaml     the same with fewer replicas, for an attempt on N nodes
 job.json          the things that tasks need to know of the job, see Job
 submitted         the number of the job that was submitted last
 job-NUMBER.log    the output of the job
@@ -59,6 +60,10 @@ class JobFolder:
     @property
     def recipe(self) -> Path:
         return self.path / "recipe.yaml"
+
+    def recipe_on(self, nodes: int) -> Path:
+        """Returns the file with the config of an attempt: on fewer nodes than the job's it is another one."""
+        return self.recipe if nodes == self.job().nodes else self.path / f"recipe-{nodes}.yaml"
 
     @property
     def submitted(self) -> Path:

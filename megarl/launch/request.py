@@ -24,6 +24,7 @@ class Request:
 
     nodes      the nodes that the run takes
     spares     further nodes of the allocation, for those that are lost
+    fewest     the nodes on which the run goes on with fewer replicas, where too few are left; None takes all of them
     gpus       GPUs of each node for the run; 0 without
     gpu        their kind, by which the planner checks memory and the time of a step
     time       the limit of one allocation, as Slurm has it
@@ -40,6 +41,7 @@ class Request:
     nodes: int
     time: str
     spares: int = 0
+    fewest: int | None = None
     gpus: int = 8
     gpu: str = "H100-80GB"
     partition: str | None = None

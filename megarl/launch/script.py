@@ -25,11 +25,11 @@ VARIABLES = (
 _PLACE = re.compile(r"@([a-z_]+)@")
 
 
-def render(request: Request, run: Path, sweep: Sequence[int] = ()) -> str:
+def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[int] = ()) -> str:
     """Returns the script for the run in this folder, or for the runs of a sweep beside it, by their numbers. Raises
-    UserError for a template with an unknown place."""
+    UserError for a template with an unknown place. sizes: the numbers of nodes that an attempt can be on."""
     template = request.template or TEMPLATE
-    values = _values(request, run, sweep)
+    values = _values(request, run, sizes, sweep)
 
     def fill(place: re.Match[str]) -> str:
         if place[1] not in values:
@@ -41,7 +41,7 @@ def render(request: Request, run: Path, sweep: Sequence[int] = ()) -> str:
     return _PLACE.sub(fill, template.read_text(encoding="utf-8"))
 
 
-def _values(request: Request, run: Path, sweep: Sequence[int]) -> Mapping[str, str]:
+def _values(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[int]) -> Mapping[str, str]:
     options = [f"--gpus-per-node={request.gpus}"] if request.gpus else []
     options += [f"--partition={request.partition}"] if request.partition else []
     options += [f"--account={request.account}"] if request.account else []
@@ -50,6 +50,7 @@ def _values(request: Request, run: Path, sweep: Sequence[int]) -> Mapping[str, s
     return {
         "name": run.name,
         "nodes": str(request.nodes),
+        "sizes": " ".join(map(str, sizes)),
         "all_nodes": str(request.nodes + request.spares),
         "time": request.time,
         "signal_s": str(request.grace),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.launch.checks import ask_slurm, check, check_slurm
+from megarl.launch.fewer import fewer_replicas
 from megarl.launch.folder import Job, JobFolder
 from megarl.launch.request import Request
 from megarl.launch.script import render
@@ -42,14 +44,24 @@ def launch(
             unfinished.append(number)
     if not unfinished:
         return
+
+    def on_fewer(nodes: int, number: int) -> Config:
+        keys = fewer_replicas(configs[number], nodes)
+        given = [*overrides, *points[number], *keys]
+        return _config(file, given, replace(request, nodes=nodes), number if sweeps else None)
+
+    smaller = _smaller(request, unfinished, on_fewer)
+    if smaller:
+        yield f"attempts are on {request.nodes} nodes or, where some are lost, on {' or '.join(map(str, smaller))}"
     if not dry_run:
         check_slurm(request)
     _refuse_second(folder)
-    script = render(request, folder.path.parent, unfinished if sweeps else ())
+    script = render(request, folder.path.parent, [request.nodes, *smaller], unfinished if sweeps else ())
     if not dry_run:
         _try(script)
-    for config in (configs[number] for number in unfinished):
-        yield f"wrote {_write(config, request)}"
+    for number in unfinished:
+        on_each = {nodes: found[number] for nodes, found in smaller.items()}
+        yield f"wrote {_write(request, {request.nodes: configs[number], **on_each})}"
     folder.path.mkdir(parents=True, exist_ok=True)
     replace_text(folder.script, script)
     yield f"wrote {folder.script}"
@@ -95,11 +107,39 @@ def _config(file: Path, overrides: Sequence[str], request: Request, number: int 
     return load(file, [*overrides, *(f"{key}={value}" for key, value in keys.items())])
 
 
-def _write(config: Config, request: Request) -> Path:
-    folder = JobFolder.of(RunFolder.of(config).path)
+def _smaller(
+    request: Request, runs: Sequence[int], on_fewer: Callable[[int, int], Config]
+) -> dict[int, dict[int, Config]]:
+    """Returns the configs on fewer nodes, by the number of nodes and of the run, as far as the options allow it and all
+    runs can be on so few. Raises UserError where they can be on none. on_fewer: returns the config of nodes and run."""
+    if request.fewest is None:
+        return {}
+    if not 1 <= request.fewest < request.nodes:
+        raise UserError(f"--fewest-nodes={request.fewest}: expected 1 to {request.nodes - 1}, fewer than --nodes")
+    found: dict[int, dict[int, Config]] = {}
+    refused: dict[int, str] = {}
+    for nodes in range(request.nodes - 1, request.fewest - 1, -1):
+        try:
+            configs = {run: on_fewer(nodes, run) for run in runs}
+            for config in configs.values():
+                check(replace(request, nodes=nodes), config)
+        except UserError as reason:
+            refused[nodes] = str(reason).splitlines()[0]
+        else:
+            found[nodes] = configs
+    if not found:
+        reasons = "; ".join(f"on {nodes}: {reason}" for nodes, reason in refused.items())
+        raise UserError(f"--fewest-nodes={request.fewest}: the run can be on no fewer than {request.nodes}: {reasons}")
+    return found
+
+
+def _write(request: Request, configs: Mapping[int, Config]) -> Path:
+    """Writes what the tasks of a run read: its configs, by the number of nodes."""
+    folder = JobFolder.of(RunFolder.of(configs[request.nodes]).path)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.write_job(Job(str(Path.cwd()), request.nodes, request.gpus, request.stalled))
-    replace_text(folder.recipe, dump(config))
+    for nodes, config in configs.items():
+        replace_text(folder.recipe_on(nodes), dump(config))
     return folder.recipe
 
 

@@ -95,7 +95,8 @@ def main(run: Path) -> int:
     _await_folder(folder.preflight(task.attempt))
     job = folder.job()
     os.chdir(job.folder)
-    send_report(folder.preflight(task.attempt), look_at_node(task.node, run, job, load(folder.recipe)))
+    config = load(folder.recipe_on(len(task.nodes)))
+    send_report(folder.preflight(task.attempt), look_at_node(task.node, run, job, config))
     joining = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + HEAR_S:g}"])
     signal.signal(signal.SIGTERM, lambda *_: joining.terminate())
     status = joining.wait()
@@ -120,7 +121,7 @@ def drive(task: Task, folder: JobFolder) -> int:
     """Makes an attempt at the run, from this node, and judges how it ended. Returns the exit status."""
     run, job = folder.path.parent, folder.job()
     os.chdir(job.folder)
-    config = load(folder.recipe)
+    config = load(folder.recipe_on(len(task.nodes)))
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     saved = max(checkpoints.steps(), default=0)
     attempts = Attempts(run)
@@ -135,7 +136,7 @@ def drive(task: Task, folder: JobFolder) -> int:
     attempt = attempts.begin(Attempt(task.job, task.restart, task.allocated, time.time(), saved))
     status, cause = _train(task, folder, attempt)
     verdict = VERDICTS.get(status, "failed")
-    lost = Meeting(run / NODES).lost() if verdict == "failed" and job.nodes > 1 else ()
+    lost = Meeting(run / NODES).lost() if verdict == "failed" and len(task.nodes) > 1 else ()
     cause = cause or f"megarl train ended with status {status}; see {run / 'logs'}"
     status = _judge(folder, verdict, cause, lost)
     print(f"job: {effective_time(run)}", flush=True)
@@ -151,7 +152,7 @@ def _judge(folder: JobFolder, verdict: Verdict, cause: str, bad: Sequence[str] =
 def _train(task: Task, folder: JobFolder, attempt: Path) -> tuple[int, str]:
     """Runs `megarl train` to its end. SIGTERM to this task goes to it alone. Returns its exit status, and the last line
     in which it names an error."""
-    command = [*MEGARL, "train", str(folder.recipe)]
+    command = [*MEGARL, "train", str(folder.recipe_on(len(task.nodes)))]
     driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="backslashreplace")
     signal.signal(signal.SIGTERM, lambda *_: driver.terminate())
     replace_text(folder.driver, f"{task.node} {os.getpid()}\n")

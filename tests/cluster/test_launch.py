@@ -220,3 +220,22 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     theirs, ours = (load_file(folder / "model/model.safetensors") for folder in (alone, run.folder))
     assert theirs.keys() == ours.keys() and all(bool((ours[name] == theirs[name]).all()) for name in theirs)
     run.check_nothing_is_left()
+
+
+def test_a_job_without_a_spare_goes_on_with_fewer_replicas(cluster: Slurm, shared: Path) -> None:
+    replicas = ("actor.layout={pp: 1, dp: 2}", "rollout.replicas=2", "checkpoint.every_steps=1", "run.steps=1000000")
+    run = Launched(cluster, shared, "fewer", "--nodes=2", "--fewest-nodes=1", "--time=30", *replicas)
+    first, second = run.wait_for_attempt(1)
+    deadline = time.monotonic() + ENDED_S
+    while not (run.folder / "checkpoints/latest").exists():
+        assert time.monotonic() < deadline, run.log
+        time.sleep(0.2)
+    {machine.name: machine for machine in cluster.machines}[second].crash()
+    assert run.wait_for_attempt(2) == [first]
+    assert run.job["Restarts"] == "0"
+    again = run.log[run.log.rindex(ATTEMPT) :]
+    assert re.search(r"^0: run: .*, goes on after step \d+", again, re.MULTILINE), again
+    ranks, before = ({log.name for log in run.folder.glob(f"logs/attempt_{i}/trainer-*.log")} for i in (2, 1))
+    assert (len(before), len(ranks)) == (2, 1)
+    cluster.ask("scancel", run.number)
+    cluster.wait_for_state(run.number, "CANCELLED", seconds=ENDED_S)

@@ -92,7 +92,7 @@ def test_a_script_says_what_was_asked_for(on_h100s: Path, tmp_path: Path) -> Non
         *("--job-name=big", "--nodes=3", "--ntasks-per-node=1", "--time=1:00:00", "--signal=B:USR1@300", "--requeue"),
         *("--gpus-per-node=8", "--partition=gpu", "--account=team", "--qos=high"),
     }
-    assert "\nnodes_needed=2\nrestarts=5 " in script
+    assert "\nsizes=(2)\n" in script and "\nrestarts=5 " in script
     assert "\nmodule load cuda\n" in script
     assert JobFolder.of(tmp_path / "runs/big").job() == Job(str(Path.cwd()), nodes=2, gpus=8, stalled=3)
     assert load(tmp_path / "runs/big/launch/recipe.yaml").cluster.nodes == 2
@@ -228,3 +228,70 @@ def test_a_grace_time_that_is_shorter_than_a_step_is_told(on_h100s: Path) -> Non
     told = "at the end of an allocation the run loses its steps since the last checkpoint"
     assert any(told in line for line in launch(on_h100s, replace(request, grace=seconds + 40)))
     assert not any(told in line for line in launch(on_h100s, replace(request, grace=seconds + 50)))
+
+
+EIGHT = ("actor.layout={pp: 1, dp: 8, last_stage_layers: null}", "rollout.replicas=4", "cluster.placement=colocated")
+
+
+def test_a_run_may_go_on_with_fewer_replicas(tmp_path: Path) -> None:
+    """On three of four nodes: six replicas and three engines; and on one: two and one. Each run of a sweep can."""
+    request = replace(ON_CPU, nodes=4, fewest=1)
+    keys = (*EIGHT, f"run.folder={tmp_path}", "run.name=fewer")
+    lines = launch(ROOT / "configs/quickstart.yaml", request, *keys, sweeps=["run.seed=0,1"])
+    assert "attempts are on 4 nodes or, where some are lost, on 3 or 2 or 1" in lines
+    assert array(script_of(tmp_path / "fewer"), "sizes") == ["4", "3", "2", "1"]
+    for seed in range(2):
+        folder = JobFolder.of(tmp_path / f"fewer-{seed}")
+        for nodes in (4, 3, 2, 1):
+            config = load(folder.recipe_on(nodes))
+            assert (config.actor.layout.dp, config.rollout.replicas, config.cluster.nodes) == (2 * nodes, nodes, nodes)
+            assert (config.run.seed, config.batch.prompts_per_step, config.resume) == (seed, 16, "auto")
+
+
+def test_nodes_that_replicas_do_not_divide_by_are_left_out(tmp_path: Path) -> None:
+    keys = (
+        "actor.layout={pp: 1, dp: 8, last_stage_layers: null}",
+        "rollout.replicas=2",
+        f"run.folder={tmp_path}",
+        "run.name=fewer",
+    )
+    launch(ROOT / "configs/quickstart.yaml", replace(ON_CPU, nodes=4, fewest=1), *keys)
+    assert array(script_of(tmp_path / "fewer"), "sizes") == ["4", "2"]
+
+
+def test_nodes_on_which_fewer_replicas_do_not_fit_are_left_out(on_h100s: Path, tmp_path: Path) -> None:
+    """The optimizer is shared out over the replicas: half of them hold more each."""
+    request = Request(nodes=2, time="4:00:00", fewest=1)
+    launch(on_h100s, request)
+    assert array(script_of(tmp_path / "runs/big"), "sizes") == ["2", "1"]
+    full = ("actor.layout={tp: 1, dp: 8}", "actor.recompute=full", "actor.tokens_per_microbatch=32768")
+    with pytest.raises(UserError, match="can be on no fewer than 2: on 1: --gpus 8xH100-80GB: while the actor trains"):
+        launch(on_h100s, request, *full)
+
+
+@pytest.mark.parametrize(
+    ("fewest", "keys", "message"),
+    [
+        (2, (), "--fewest-nodes=2: expected 1 to 1, fewer than --nodes"),
+        (
+            1,
+            ("actor.layout={pp: 1, dp: 3, last_stage_layers: null}", "rollout.replicas=2"),
+            "the run can be on no fewer than 2: on 1: actor.layout.dp=3: 3 x 1 / 2 nodes is no whole number",
+        ),
+        (
+            1,
+            (
+                "cluster.roles={actor: 0-1, rollout: 0-1}",
+                "actor.layout={pp: 1, dp: 2, last_stage_layers: null}",
+                "rollout.replicas=2",
+            ),
+            "on 1: cluster.roles: its devices are for all nodes",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_on_fewer_nodes_is_refused(
+    tmp_path: Path, fewest: int, keys: Sequence[str], message: str
+) -> None:
+    request = replace(ON_CPU, nodes=2, fewest=fewest)
+    with pytest.raises(UserError, match=re.escape(message)):
+        launch(ROOT / "configs/quickstart.yaml", request, f"run.folder={tmp_path}", *(keys or EIGHT))
