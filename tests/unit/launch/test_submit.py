@@ -234,7 +234,7 @@ EIGHT = ("actor.layout={pp: 1, dp: 8, last_stage_layers: null}", "rollout.replic
 
 
 def test_a_run_may_go_on_with_fewer_replicas(tmp_path: Path) -> None:
-    """On three of four nodes: six replicas and three engines; and on one: two and one. Each run of a sweep can."""
+    """Two replicas and one engine for each node that it is on; each run of a sweep can."""
     request = replace(ON_CPU, nodes=4, fewest=1)
     keys = (*EIGHT, f"run.folder={tmp_path}", "run.name=fewer")
     lines = launch(ROOT / "configs/quickstart.yaml", request, *keys, sweeps=["run.seed=0,1"])
