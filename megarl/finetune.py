@@ -52,7 +52,7 @@ def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) ->
     if loop.resume_point.checkpoint is not None:
         actor.load_checkpoint(loop.resume_point.checkpoint).result()
     print(f"kernels: {actor.kernels}", flush=True)
-    loop.run(TrainedModels({"actor": actor}, share_devices=False), lambda: step(config, actor, loop))
+    loop.run(TrainedModels({"actor": actor}, {"actor": ()}), lambda: step(config, actor, loop))
     loop.export(lambda out: export(config, actor, models, out))
     actor.close().result()
 

@@ -23,7 +23,7 @@ from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import dispatch, updates_of
 from megarl.step.metrics import step_metrics, update_rate
 from megarl.step.pairs import best_and_worst
-from megarl.step.passes import make_policy_passes
+from megarl.step.passes import make_policy_passes, policies
 from megarl.step.rollouts import Rollouts, collect_rollouts, record_advantages
 from megarl.step.scoring import Metrics, ScoredSample
 from megarl.step.token_rewards import reward_tokens
@@ -117,13 +117,13 @@ def update_models(
     actor, critic = workers.actor, workers.critic
     batches = {"actor": [dispatch(config, samples, actor.packing, "actor", scores) for samples in updates]}
     passes, training = {}, {}
+    if config.trains_actor_in(number) and policies(config) and not config.kl_in_reward:  # whose passes have been made
+        passes["actor"] = lambda: make_policy_passes(config, actor, batches["actor"])
     if critic is not None:
         batches["critic"] = [dispatch(config, samples, critic.packing, "critic", scores) for samples in updates]
         passes["critic"] = lambda: critic.score_tokens(batches["critic"])
         training["critic"] = lambda: critic.train(batches["critic"])
     if config.trains_actor_in(number):
-        if not config.kl_in_reward:  # whose passes have been made
-            passes["actor"] = lambda: make_policy_passes(config, actor, batches["actor"])
         training["actor"] = lambda: actor.train(batches["actor"])
     elif config.kl_in_reward:
         training["actor"] = lambda: actor.end_step().then(lambda _: {})

@@ -42,10 +42,12 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
         return
     trained = models.trained(config)
     reward = None if models.reward_model is None else read_config(models.reward_model)
-    here = range(device.num_gpus())  # those of other nodes are equal; too few are told by other rules
-    for gpu in set(device_spans(config)[ENGINE]).intersection(here):
+    here, spans = device.num_gpus(), device_spans(config)
+    # The nodes are equal, but for those where another model begins or ends; too few GPUs are told by other rules.
+    ends = {end for span in spans.values() for end in (span.start, span.stop - 1)}
+    for gpu in sorted(ends.union(range(here)).intersection(spans[ENGINE])):
         load = fullest_phase(config, models.hf_config, trained, reward, gpu)
-        raise_all([fits(gpu, device.memory_bytes(gpu), load)])
+        raise_all([fits(gpu, device.memory_bytes(gpu % here), load)])
 
 
 def check_host_memory(config: Config, models: ModelFolders) -> None:

@@ -20,13 +20,13 @@ class TrainedModels:
     """The groups of ranks by role, the actor's among them.
 
     A part of a model's state that its key `offload` names is in host memory while engines sample, until a task brings
-    it back. Where models share devices it is there while another model computes, too.
+    it back. It is there, too, while another model computes that has devices in common with it.
 
-    share_devices   whether models have devices in common, on which they take turns
+    sharing   for each role, those that have devices in common with it, on which they take turns
     """
 
     groups: Mapping[Role, TrainerGroup]
-    share_devices: bool
+    sharing: Mapping[Role, Collection[Role]]
 
     def run(self, tasks: Mapping[Role, Callable[[], Pending[Any]]], parts: Collection[str] = PARTS) -> dict[Role, Any]:
         """Runs a task of each of these models, none of which needs another, and returns their results.
@@ -34,14 +34,21 @@ class TrainedModels:
         Where models share devices, a task begins when the one before it has ended: at once they would need the memory
         of both, and take as long. parts: the parts of its state that a task needs.
         """
-        if self.share_devices:
-            return {role: self._turn(role, task, parts).result() for role, task in tasks.items()}
-        under_way = {role: self._begin(role, task, parts) for role, task in tasks.items()}
+        under_way: dict[Role, Pending[Any]] = {}
+        for role, task in tasks.items():
+            for other in self.sharing[role]:
+                if other in under_way:
+                    under_way[other].result()
+            self.leave_to(role)
+            under_way[role] = self._begin(role, task, parts)
         return {role: pending.result() for role, pending in under_way.items()}
 
-    def _turn(self, role: Role, task: Callable[[], Pending[Any]], parts: Collection[str]) -> Pending[Any]:
-        self._leave(role)
-        return self._begin(role, task, parts)
+    def leave_to(self, role: Role) -> None:
+        """Leaves the devices of this model to it: moves what the keys of others there name to host memory, and frees
+        what they keep for reuse."""
+        leaving = [self.groups[other].offload(PARTS) for other in self.sharing[role]]
+        for pending in leaving:
+            pending.result()
 
     def _begin(self, role: Role, task: Callable[[], Pending[Any]], parts: Collection[str]) -> Pending[Any]:
         """Submits the task behind the return of its parts: a rank does one call after the other."""
@@ -49,17 +56,10 @@ class TrainedModels:
         returning = [group.onload(parts)] if group.offloads.intersection(parts) else []
         return join([*returning, task()]).then(lambda results: results[-1])
 
-    def _leave(self, role: Role) -> None:
-        """Moves what the other models' keys name to host memory, and frees what they keep for reuse."""
-        leaving = [group.offload(PARTS) for other, group in self.groups.items() if other != role]
-        for pending in leaving:
-            pending.result()
-
     def present_actor(self) -> None:
         """Has the actor's weights on its devices, to be read, and the gradients given up that keys name: engines that
         share the devices wake to take weights."""
-        if self.share_devices:
-            self._leave("actor")
+        self.leave_to("actor")
         groups = [group for group in self.groups.values() if "gradients" in group.offloads]
         giving = [group.offload(("gradients",)) for group in groups]
         actor = self.groups["actor"]

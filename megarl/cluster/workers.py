@@ -18,13 +18,13 @@ from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
-from megarl.cluster.trained_models import TrainedModels
+from megarl.cluster.trained_models import PARTS, TrainedModels
 from megarl.config.schema import Config, Role
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 from megarl.core.timing import ElapsedTime
-from megarl.planning.device_spans import trained_models_share
+from megarl.planning.device_spans import sharing
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
@@ -105,13 +105,17 @@ def launch_workers(
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
         if group is not None:
             starting[name] = group.start()
+    models_of_run = TrainedModels(trained, sharing(config))
     for role, group in trained.items():
         starting[role.replace("_", " ")] = _start_trained(group, checkpoint)
+        if models_of_run.sharing[role] and group.offloads:  # before others there have their state, too
+            _await_starts(session, starting, elapsed)
+            group.offload(PARTS).result()
     _await_starts(session, starting, elapsed)
     actor = trained["actor"]
     export_plan = make_plan(actor.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Workers(
-        trained=TrainedModels(trained, trained_models_share(config)),
+        trained=models_of_run,
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,

@@ -14,7 +14,7 @@ from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.data.model_folder import model_paths
 from megarl.launch.request import CONTAINERS, HANDLING_S, Request
-from megarl.planning.device_spans import num_devices
+from megarl.planning.device_spans import device_spans, num_devices
 from megarl.planning.hardware import read_cluster
 from megarl.planning.plan import plan_recipe
 from megarl.planning.shared_gpu_rules import shared_nodes_have_all_weights
@@ -100,6 +100,9 @@ def _kind(path: Path) -> str:
 def _check_layout(request: Request, config: Config) -> str:
     """Checks that the ranks fill the nodes."""
     needed, there = num_devices(config), request.nodes * request.gpus
+    idle = set(range(needed)).difference(*device_spans(config).values())
+    if request.gpus and idle:
+        raise UserError(f"cluster.roles: GPU {min(idle)} of {there} has no role; give each of them one")
     if request.gpus and needed != there:
         enough = -(-needed // request.gpus)
         remedy = f"give --nodes={enough}, or lower dp" if needed > there else "raise dp"

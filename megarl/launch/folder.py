@@ -34,7 +34,7 @@ class Job:
     """The things that tasks need to know.
 
     folder   the working directory of `megarl launch`, where paths of the recipe begin
-    nodes    the nodes of an attempt
+    nodes    the nodes of an attempt, as long as there are so many
     gpus     those that each node has for the run
     stalled  the attempts without a new checkpoint after which the job gives up
     """

@@ -29,6 +29,10 @@ def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[in
     """Returns the script for the run in this folder, or for the runs of a sweep beside it, by their numbers. Raises
     UserError for a template with an unknown place. sizes: the numbers of nodes that an attempt can be on."""
     template = request.template or TEMPLATE
+    if len(sizes) > 1 and "@sizes@" not in template.read_text(encoding="utf-8"):
+        raise UserError(
+            f"{template}: --fewest-nodes={request.fewest} needs the place @sizes@, which {TEMPLATE} has; copy that part"
+        )
     values = _values(request, run, sizes, sweep)
 
     def fill(place: re.Match[str]) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 from megarl.config.rules.cluster import overlap
-from megarl.config.schema import Config, MegatronRole
+from megarl.config.schema import Config, MegatronRole, Role
 
 NAMES: dict[MegatronRole, str] = {
     "actor": "trainer",
@@ -35,16 +33,14 @@ def num_devices(config: Config) -> int:
     return max(span.stop for span in device_spans(config).values())
 
 
-def share_devices(config: Config, role: MegatronRole, other: MegatronRole) -> bool:
-    """Returns whether there is a device with ranks of both models."""
+def sharing(config: Config) -> dict[Role, frozenset[Role]]:
+    """Returns for each model that the run trains the others that have devices in common with it."""
     spans = device_spans(config)
-    return overlap(spans[NAMES[role]], spans[NAMES[other]])
-
-
-def trained_models_share(config: Config) -> bool:
-    """Returns whether a device has ranks of several models that the run trains."""
-    roles = [trained.section for trained in config.all_trained]
-    return any(share_devices(config, one, other) for one, other in combinations(roles, 2))
+    own: dict[Role, range] = {trained.section: spans[NAMES[trained.section]] for trained in config.all_trained}
+    return {
+        role: frozenset(other for other in own if other != role and overlap(own[other], span))
+        for role, span in own.items()
+    }
 
 
 def is_alone(config: Config, role: MegatronRole) -> bool:

@@ -44,7 +44,8 @@ def phase_loads(config: Config, models: Models, workload: Workload) -> list[Load
             where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
             held = states[role][stage]
             stays = held if workload.is_offline else staying(config, role, held)
-            in_passes = {"parameters": held["parameters"], **stays}
+            computes_at_once = role == "implicit_reward" or (role == "actor" and config.kl_in_reward)
+            in_passes = held if computes_at_once else {"parameters": held["parameters"], **stays}
             there = [_named(role, parts) | beside | {"reserve": TRAINER_RESERVE} for parts in (held, in_passes)]
             training += _training(config.placed(role), where, *there, memory, passing)
     loads = training if workload.is_offline else [*training, *_engine(config, models, states)]

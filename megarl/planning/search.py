@@ -97,7 +97,11 @@ def _training_plan(
     budget = _budget(config, layout)
     best = None
     for recompute in RECOMPUTE:
-        changed = _for_roles(config, models, layout=layout, recompute=recompute, tokens_per_microbatch=budget)
+        # What is away while other models compute is tried with engines; here all of it may be.
+        offload = config.actor.offload if config.is_offline or not config.is_colocated else list(OFFLOADS[-1])
+        changed = _for_roles(
+            config, models, layout=layout, recompute=recompute, tokens_per_microbatch=budget, offload=offload
+        )
         if recompute == "none" and broken_rules(_without_engine(changed), hf_config):
             return None
         best = plan_step(changed, models, _offline(workload), cluster)

@@ -73,7 +73,7 @@ def engine_loads(
 
     models   the states of each trained model with a rank on the GPU, by the names that the key `offload` has for them
     engine   bytes of the engine's weights
-    always   parts -> bytes of what is there in both
+    always   parts -> bytes of what is there in all of them
     """
 
     def beside(present: Role) -> dict[str, float]:
@@ -90,7 +90,8 @@ def engine_loads(
 
     remedy = "give the layouts more tp, pp or ep, or offload gradients"
     phases: dict[Role, str] = {"actor": "while the engine takes weights"}
-    phases |= {role: f"while the {role} is saved" for role in models if role != "actor"}
+    if config.checkpoint.may_be_saved:
+        phases |= {role: f"while the {role} is saved" for role in models if role != "actor"}
     stay = {
         f"{role}: {part}": size
         for role, states in models.items()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from megarl.config.divisors import divisors
 from megarl.config.schema import Config, Layout
+from megarl.planning.device_spans import NAMES, device_spans
 
 
 def engines_fill_the_shared_gpus(config: Config) -> str | None:
@@ -45,33 +46,39 @@ def shared_nodes_have_all_weights(config: Config, gpus_per_node: int) -> str | N
     """Colocated, engines read what is on their own node: NCCL does not send from a GPU to itself, and so not what may
     lie on the same GPU."""
     layout = config.actor.layout
-    if not _shares_gpus(config) or stays_in_nodes(layout, gpus_per_node):
+    if not _shares_gpus(config) or stays_in_nodes(layout, gpus_per_node, _first_of_actor(config)):
         return None
     return (
         f"actor.layout: with pp={layout.pp}, tp={layout.tp}, ep={layout.ep} and etp={layout.expert_tp} no node of "
         f"{gpus_per_node} GPUs has all weights, which colocated engines read on their own node; set pp=1, and ep x etp "
-        f"to a divisor of {gpus_per_node}, or cluster.placement=disaggregated"
+        f"to a divisor of {gpus_per_node}, let cluster.roles begin with a node, or set cluster.placement=disaggregated"
     )
 
 
 def missing_parts(config: Config, gpus_per_node: int) -> list[str]:
     """Returns lines with what a run on such nodes would need, and megarl does not do so far."""
     missing = []
-    if _shares_gpus(config) and not stays_in_nodes(config.actor.layout, gpus_per_node):
+    if _shares_gpus(config) and not stays_in_nodes(config.actor.layout, gpus_per_node, _first_of_actor(config)):
         missing.append("colocated, engines only read weights that are on their own node")
     if not config.is_offline and config.rollout.tp > gpus_per_node:
         missing.append(f"an engine is on one node, and rollout.tp={config.rollout.tp} is larger")
     return missing
 
 
-def stays_in_nodes(layout: Layout, devices_per_node: int) -> bool:
-    """Returns whether the ranks of each node have all parameters together. The ranks of a pipeline's stage lie one
+def _first_of_actor(config: Config) -> int:
+    return device_spans(config)[NAMES["actor"]].start
+
+
+def stays_in_nodes(layout: Layout, devices_per_node: int, first: int = 0) -> bool:
+    """Returns whether the ranks of each node, the first of which is on device `first`, have all parameters together.
+    The ranks of a pipeline's stage lie one
     after the other, before those of the next stage; in a stage, tensor-parallel ranks are neighbours, and for experts
     the ep x etp ranks that share them out."""
-    if layout.world_size <= devices_per_node:
+    if first // devices_per_node == (first + layout.world_size - 1) // devices_per_node:
         return True
     experts = layout.ep * layout.expert_tp if layout.ep > 1 else 1
-    return layout.pp == 1 and devices_per_node % layout.tp == 0 and devices_per_node % experts == 0
+    begins, sizes = (first, devices_per_node), (layout.tp, experts)
+    return layout.pp == 1 and all(begin % size == 0 for begin in begins for size in sizes)
 
 
 def _shares_gpus(config: Config) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.schema import Config, Role
-from megarl.planning.device_spans import trained_models_share
+from megarl.planning.device_spans import sharing
 from megarl.planning.hardware import GIB, LINK_SHARE, Cluster
 from megarl.planning.memory import item_bytes, stage_memory
 from megarl.planning.parameters import Models
@@ -165,7 +165,7 @@ def plan_step(config: Config, models: Models, workload: Workload, cluster: Clust
 
 
 def step_times(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepTimes:
-    num_bytes, share = item_bytes(config), trained_models_share(config)
+    num_bytes, beside = item_bytes(config), sharing(config)
     training, moving = {}, 0.0
     for role, model in models.trained.items():
         settings = config.placed(role)
@@ -174,13 +174,14 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         in_host = optimizer_share_in_host(settings, empty)
         passes = workload.passes if role == "actor" else 1
         training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, in_host)
-        # Gradients are given up. An actor beside other models computes twice, with its weights only at first.
-        times = 2 if role == "actor" and share else 1
+        # Gradients are given up. Between the passes of an actor, for which its weights come back, and its update, the
+        # critic has its turn.
+        times = 2 if role == "actor" and workload.passes and "critic" in beside[role] else 1
         sizes = {"parameters": times * empty.weights, "optimizer": empty.optimizer * (1 - in_host)}
         moved = sum(size for part, size in sizes.items() if part in settings.offload)
         moving += 2 * moved / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
     if workload.is_offline:
-        return StepTimes(None, training, None, 0.0, not share)
+        return StepTimes(None, training, None, 0.0, not any(beside.values()))
     actor = models.actor
     rollout = rollout_time(config, actor, workload, cluster)
-    return StepTimes(rollout, training, refit_time(config, actor, cluster), moving, not share)
+    return StepTimes(rollout, training, refit_time(config, actor, cluster), moving, not any(beside.values()))

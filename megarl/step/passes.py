@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import RankBatch
 from megarl.config.schema import Config
 from megarl.planning.passes import PassName, passes
+
+if TYPE_CHECKING:
+    from megarl.megatron.workers.actor import Policy
 
 
 def describe(config: Config) -> list[str]:
@@ -26,8 +30,12 @@ def needed(config: Config, name: PassName) -> bool:
     return {p.name: p.needed for p in passes(config)}[name]
 
 
+def policies(config: Config) -> list[Policy]:
+    """Returns the policies whose log-probs the algorithm needs: the one before its updates, and its reference."""
+    names: tuple[Policy, ...] = ("old", "reference")
+    return [policy for policy in names if needed(config, f"{policy} log-probs")]
+
+
 def make_policy_passes(config: Config, actor: TrainerGroup, batches: Sequence[Sequence[RankBatch]]) -> Pending[list]:
-    """Submits the passes that the algorithm needs: log-probs of the policy before its updates, and of its reference,
-    which stay with its ranks."""
-    policies = [policy for policy in ("old", "reference") if needed(config, f"{policy} log-probs")]
-    return join([actor.keep_log_probs(policy, batches) for policy in policies])
+    """Submits a pass for each of the policies, whose log-probs stay with the ranks."""
+    return join([actor.keep_log_probs(policy, batches) for policy in policies(config)])

@@ -102,7 +102,8 @@ def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[lis
     critic = Scorer(worker.packing) if config.has_critic else None
     implicit_reward = Scorer(worker.packing) if config.has_implicit_reward else None
     groups = {"actor": actor, "critic": critic, "implicit_reward": implicit_reward}
-    trained = TrainedModels({role: group for role, group in groups.items() if group is not None}, share_devices=False)
+    groups = {role: group for role, group in groups.items() if group is not None}
+    trained = TrainedModels(groups, dict.fromkeys(groups, ()))
     workers = Workers(trained, None, None, None, None, None)
     first = config.critic.warmup_steps + 1
     metrics = [

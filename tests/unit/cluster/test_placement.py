@@ -8,7 +8,7 @@ from megarl.cluster.groups.trainers import readers_of
 from megarl.cluster.placement import Placement, place
 from megarl.config.load import load
 from megarl.core.errors import UserError
-from megarl.planning.device_spans import device_spans, is_alone, trained_models_share
+from megarl.planning.device_spans import device_spans, is_alone, sharing
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.planning.planner import make_plan
 from tests.paths import QUICKSTART
@@ -230,7 +230,7 @@ def test_roles_are_on_the_devices_that_they_are_given() -> None:
     assert [where[f"trainer-{i}"] for i in range(8)] == [(i // 4, (i,)) for i in range(8)]
     assert [where[f"critic-{i}"] for i in range(4)] == [(1, (4 + i,)) for i in range(4)]
     assert [where[f"engine-{i}"] for i in range(2)] == [(2, (8, 9)), (2, (10, 11))]
-    assert trained_models_share(config)
+    assert sharing(config) == {"actor": {"critic"}, "critic": {"actor"}}
     assert [is_alone(config, role) for role in ("actor", "critic")] == [False, False]
 
 
@@ -238,5 +238,6 @@ def test_models_with_devices_of_their_own_do_not_take_turns() -> None:
     keys = ("algorithm.advantage.estimator=gae", "cluster.placement=disaggregated", layout(pp=2))
     roles = "cluster.roles={actor: 1-2, critic: 0, rollout: 3}"
     apart, together = (load(QUICKSTART, [*keys, *more]) for more in ([roles], ["cluster.placement=colocated"]))
-    assert [trained_models_share(config) for config in (apart, together)] == [False, True]
+    assert sharing(apart) == {"actor": set(), "critic": set()}
+    assert sharing(together) == {"actor": {"critic"}, "critic": {"actor"}}
     assert is_alone(apart, "actor") and not is_alone(together, "actor")

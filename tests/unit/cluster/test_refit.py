@@ -130,7 +130,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch):
         log: list[str] = []
         trainers, engines = FakeTrainers(log, config.actor.offload), FakeEngines(log)
         refit = Refit(FakeSession(engines), config, trainers, engines, export_plan=None)
-        trained = TrainedModels({"actor": trainers}, config.is_colocated)
+        trained = TrainedModels({"actor": trainers}, {"actor": ()})
         return Workers(trained, None, engines, None, refit, None), engines, log
 
     return prepare
@@ -217,8 +217,14 @@ class Starting:
 
     holders = megatron_holders(config_of(), layout_of(), "float32")
 
+    offloads = frozenset({"optimizer"})
+
     def __init__(self, name: str, log: list[str]):
         self._name, self._log = name, log
+
+    def offload(self, parts) -> Pending[dict]:
+        self._log.append(f"{self._name} leaves")
+        return ready({})
 
     def start(self) -> Pending[None]:
         self._log.append(f"{self._name} begins")
@@ -243,3 +249,18 @@ def test_roles_start_side_by_side_unless_engines_must_leave_their_memory(
     asleep, actor_begins = log.index("EngineGroup is waited for"), log.index("TrainerGroup begins")
     assert (asleep < actor_begins) == on_gpus
     assert log.index("EngineGroup begins") < actor_begins
+
+
+def test_models_that_share_devices_start_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All of a model's state is there when it has started; the next one finds only what stays."""
+    folder, log = write_tiny_llama(tmp_path), []
+    keys = ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "algorithm.advantage.estimator=gae"]
+    config = load(BASE, keys)
+    for name in ("EngineGroup", "RewardGroup"):
+        monkeypatch.setattr(module, name, lambda *_, name=name: Starting(name, log))
+    monkeypatch.setattr(module, "TrainerGroup", lambda _session, _config, role, *_: Starting(role, log))
+    Starting.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
+    session = SimpleNamespace(first=lambda pendings: pendings[-1])
+    launch_workers(session, config, ModelFolders(folder, folder, None, None), place(config), None)
+    turns = [line for line in log if line.startswith(("actor", "critic"))]
+    assert turns == [f"{role} {what}" for role in ("actor", "critic") for what in ("begins", "is waited for", "leaves")]

@@ -26,11 +26,13 @@ class Group:
         return ready(None)
 
 
-def models_of(share_devices: bool, **offloads: str) -> tuple[TrainedModels, set[str]]:
-    """The models of these roles, each with the parts that may leave, and what is on the devices."""
+def models_of(*together: str, **offloads: str) -> tuple[TrainedModels, set[str]]:
+    """The models of these roles, each with the parts that may leave, and what is on the devices. together: those that
+    share devices."""
     on_devices: set[str] = set()
     groups = {role: Group(role, set(parts.split()), on_devices) for role, parts in offloads.items()}
-    return TrainedModels(groups, share_devices), on_devices
+    sharing = {role: [other for other in together if other != role] if role in together else [] for role in groups}
+    return TrainedModels(groups, sharing), on_devices
 
 
 def names(role: str, parts: str) -> set[str]:
@@ -38,10 +40,11 @@ def names(role: str, parts: str) -> set[str]:
 
 
 ALL = "parameters gradients optimizer"
+ROLES = ("actor", "critic", "implicit_reward")
 
 
 def test_a_model_that_does_not_compute_leaves_the_devices_to_the_others() -> None:
-    trained, on_devices = models_of(True, critic=ALL, actor="optimizer gradients", implicit_reward="")
+    trained, on_devices = models_of(*ROLES, critic=ALL, actor="optimizer gradients", implicit_reward="")
     seen: dict[str, set[str]] = {}
 
     def look(name: str) -> Pending[None]:
@@ -71,7 +74,7 @@ def test_a_model_that_does_not_compute_leaves_the_devices_to_the_others() -> Non
 
 @pytest.mark.parametrize("in_last_turn", ["critic", "actor"])
 def test_engines_find_the_weights_of_the_actor_whoever_had_the_last_turn(in_last_turn: str) -> None:
-    trained, on_devices = models_of(True, actor=ALL, critic=ALL)
+    trained, on_devices = models_of(*ROLES[:2], actor=ALL, critic=ALL)
     trained.run({in_last_turn: lambda: ready(None)})
     trained.present_actor()
     there = "parameters optimizer" if in_last_turn == "actor" else "parameters"
@@ -79,16 +82,16 @@ def test_engines_find_the_weights_of_the_actor_whoever_had_the_last_turn(in_last
 
 
 def test_nothing_leaves_devices_that_no_other_model_is_on() -> None:
-    trained, on_devices = models_of(False, actor=ALL, critic=ALL)
+    trained, on_devices = models_of(actor=ALL, critic=ALL)
     trained.run({role: lambda: ready(None) for role in ("critic", "actor")})
     assert on_devices == names("actor", ALL) | names("critic", ALL)
 
 
-@pytest.mark.parametrize(("share_devices", "begun"), [(True, ["critic"]), (False, ["critic", "actor"])])
+@pytest.mark.parametrize(("together", "begun"), [(["actor", "critic"], ["critic"]), ([], ["critic", "actor"])])
 def test_tasks_that_do_not_need_each_other_overlap_on_devices_of_their_own(
-    share_devices: bool, begun: list[str]
+    together: list[str], begun: list[str]
 ) -> None:
-    trained, _ = models_of(share_devices, actor="", critic="")
+    trained, _ = models_of(*together, actor="", critic="")
     log: list[str] = []
 
     def task(name: str) -> Pending[tuple]:
@@ -98,3 +101,19 @@ def test_tasks_that_do_not_need_each_other_overlap_on_devices_of_their_own(
     results = trained.run({"critic": lambda: task("critic"), "actor": lambda: task("actor")})
     assert results["critic"] == (tuple(begun), "critic"), "what had begun when the first result was waited for"
     assert results["actor"] == (("critic", "actor"), "actor")
+
+
+def test_a_model_waits_and_leaves_only_for_those_on_its_devices() -> None:
+    """The critic is elsewhere: it computes beside the actor, and keeps its state on its devices meanwhile."""
+    trained, on_devices = models_of("actor", "implicit_reward", actor=ALL, critic=ALL, implicit_reward=ALL)
+    log: list[str] = []
+
+    def task(role: str) -> Pending[set[str]]:
+        log.append(f"{role} begins")
+        there = set(on_devices)
+        return ready(None).then(lambda _: log.append(f"{role} is waited for") or there)
+
+    found = trained.run({role: lambda role=role: task(role) for role in ("actor", "critic", "implicit_reward")})
+    assert log[:4] == ["actor begins", "critic begins", "actor is waited for", "implicit_reward begins"]
+    assert found["implicit_reward"] == names("implicit_reward", ALL) | names("critic", ALL)
+    assert found["actor"] == names("actor", ALL) | names("critic", ALL)

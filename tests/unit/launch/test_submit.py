@@ -25,6 +25,7 @@ from tests.published_models import CONFIGS
 
 RECIPES = sorted(file for file in (ROOT / "configs").glob("*.yaml") if file.name != "base.yaml")
 ON_CPU = Request(nodes=1, time="1:00:00", gpus=0)
+EIGHT = ("actor.layout={pp: 1, dp: 8, last_stage_layers: null}", "rollout.replicas=4", "cluster.placement=colocated")
 SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
 
 
@@ -154,6 +155,16 @@ def test_ones_own_template(tmp_path: Path) -> None:
     template.write_text("#SBATCH --nodes=@node_count@\n")
     with pytest.raises(UserError, match="@node_count@ is unknown; there are @name@, @nodes@"):
         launch(quickstart, replace(ON_CPU, template=template), keys)
+    template.write_text("#SBATCH --nodes=@nodes@\n")
+    two = replace(ON_CPU, template=template, nodes=2, fewest=1)
+    with pytest.raises(UserError, match=r"mine\.sbatch: --fewest-nodes=1 needs the place @sizes@"):
+        launch(quickstart, two, keys, *EIGHT)
+
+
+def test_gpus_without_a_role_are_named(on_h100s: Path) -> None:
+    roles = "cluster.roles={actor: 0-3, rollout: 8-15}"
+    with pytest.raises(UserError, match=r"cluster\.roles: GPU 4 of 16 has no role"):
+        launch(on_h100s, Request(nodes=2, time="4:00:00"), roles, "actor.layout={tp: 4, dp: 1}")
 
 
 @pytest.mark.parametrize(
@@ -228,9 +239,6 @@ def test_a_grace_time_that_is_shorter_than_a_step_is_told(on_h100s: Path) -> Non
     told = "at the end of an allocation the run loses its steps since the last checkpoint"
     assert any(told in line for line in launch(on_h100s, replace(request, grace=seconds + 40)))
     assert not any(told in line for line in launch(on_h100s, replace(request, grace=seconds + 50)))
-
-
-EIGHT = ("actor.layout={pp: 1, dp: 8, last_stage_layers: null}", "rollout.replicas=4", "cluster.placement=colocated")
 
 
 def test_a_run_may_go_on_with_fewer_replicas(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from tests.paths import CONFIGS as CONFIGS_FOLDER
 from tests.published_models import CONFIGS
 from tests.unit.planning.plan_cases import layout_keys, recipe
 
+GAE = "algorithm.advantage.estimator=gae"
+
 
 def found(model: str, gpus: str, *overrides: str) -> Found:
     config = recipe(*overrides)
@@ -47,6 +49,14 @@ def test_what_is_proposed_keeps_the_rules_and_fits(model, gpus, overrides):
         assert num_devices(plan.config) <= plan.cluster.num_gpus
         if plan.config.is_colocated:
             assert num_devices(plan.config) == plan.cluster.num_gpus
+
+
+def test_models_that_fit_in_turns_only_are_found_whatever_the_recipe_offloads():
+    """Actor and critic of 7B on two GPUs: each alone has room there."""
+    models, config = dict.fromkeys(("actor", "critic"), CONFIGS["Qwen2.5-7B"]), recipe(GAE)
+    assert config.actor.offload == config.critic.offload == []
+    result = search(config, models["actor"], Models.of(models), Workload.of(config), read_cluster("2xH100"))
+    assert result.plans and all(plan.config.critic.offload for plan in result.plans)
 
 
 def test_sizes_that_do_not_divide_are_named_with_the_arithmetic():

@@ -68,7 +68,7 @@ def test_checkpoints_that_a_killed_run_did_not_come_to_are_removed_when_the_mode
             checkpoints.commit(first.state.step, state, [])
     with loop(tmp_path, "checkpoint.keep=1", "resume=auto") as again:
         assert checkpoints.steps() == [1, 2, 3]
-        again.run(TrainedModels({}, share_devices=False), step=dict)
+        again.run(TrainedModels({}, {}), step=dict)
         assert checkpoints.steps() == [3]
 
 
@@ -118,7 +118,7 @@ def run_until(ours: Loop, number: int, act: Callable[[], dict]) -> list[int]:
         return act() if ours.state.step == number else {}
 
     with pytest.raises(KeyboardInterrupt):
-        ours.run(TrainedModels({"actor": Group()}, share_devices=False), step)
+        ours.run(TrainedModels({"actor": Group()}, {"actor": ()}), step)
     return [json.loads(line)["step"] for line in ours.folder.metrics.read_text().splitlines()]
 
 
@@ -165,7 +165,7 @@ def test_without_a_signal_a_failure_is_one(tmp_path: Path, told: Told) -> None:
         raise RunFailure("update: trainer-0 died")
 
     with loop(tmp_path) as ours, pytest.raises(RunFailure, match="trainer-0 died"):
-        ours.run(TrainedModels({}, share_devices=False), fail)
+        ours.run(TrainedModels({}, {}), fail)
 
 
 def test_interrupted_in_a_step_it_finishes_what_is_in_host_memory(tmp_path: Path, told: Told) -> None:

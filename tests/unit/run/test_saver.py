@@ -42,7 +42,7 @@ class Group:
 
 
 def of(group: Group) -> TrainedModels:
-    return TrainedModels({"actor": group}, share_devices=False)
+    return TrainedModels({"actor": group}, {"actor": ()})
 
 
 def config(*overrides: str) -> Config:
