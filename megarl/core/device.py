@@ -74,6 +74,11 @@ def backend() -> str:
     return "nccl" if on_cuda() else "gloo"
 
 
+def uses_nccl() -> bool:
+    """Whether this backend is NCCL: gloo connects, waits and ends its connections in other ways."""
+    return backend() == "nccl"
+
+
 def capability() -> tuple[int, int]:
     """Returns the device's CUDA compute capability, (0, 0) on CPU."""
     return _torch().cuda.get_device_capability(device()) if on_cuda() else (0, 0)

@@ -221,7 +221,7 @@ class PointToPoint:
         tag = self._tags[link]
         self._tags[link] += 1
         with self._naming(neighbour):
-            if device.backend() == "nccl" and neighbour not in self._neighbours:
+            if device.uses_nccl() and neighbour not in self._neighbours:
                 self._meet(neighbour)
             work = operation([tensor], neighbour, tag)
         self._neighbours.add(neighbour)
@@ -239,7 +239,7 @@ class PointToPoint:
         Gloo tells of the end of a connection, but not to what has travelled in part: that would wait until its time is
         over. So another thread waits for it, while this one looks after the connections.
         """
-        if device.backend() == "nccl":
+        if device.uses_nccl():
             self._complete(begun)
         elif begun:
             self._waiter.begin(partial(self._complete, tuple(begun)))
@@ -316,7 +316,7 @@ def _store(rendezvous: Rendezvous) -> dist.Store:
 
 
 def _process_group(store: dist.Store, timeout: timedelta, rank: int, size: int) -> dist.Backend:
-    if device.backend() == "nccl":
+    if device.uses_nccl():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         with _waiting_for_the_end():
@@ -356,7 +356,7 @@ def _waiting_for_the_end() -> Iterator[None]:
 
 def _end_connections(group: dist.Backend, neighbours: Iterable[int]) -> None:
     """Ends a group's connections. neighbours: whom it is connected to."""
-    if device.backend() == "nccl":
+    if device.uses_nccl():
         group.abort()
         return
     # Gloo closes all connections of a member that waits too long for any of them, and has no other way: to drop the
