@@ -88,7 +88,7 @@ def launch_workers(
         "critic": (models.critic, placement.critics),
         "implicit_reward": (models.implicit_reward, placement.implicit_rewards),
     }
-    trained = {
+    groups = {
         role: TrainerGroup(session, config, role, folder, processes)
         for role, (folder, processes) in placed.items()
         if processes
@@ -105,17 +105,17 @@ def launch_workers(
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
         if group is not None:
             starting[name] = group.start()
-    models_of_run = TrainedModels(trained, sharing(config))
-    for role, group in trained.items():
+    trained = TrainedModels(groups, sharing(config))
+    for role, group in groups.items():
         starting[role.replace("_", " ")] = _start_trained(group, checkpoint)
-        if models_of_run.sharing[role] and group.offloads:  # before others there have their state, too
+        if trained.sharing[role] and group.offloads:  # before others there have their state, too
             _await_starts(session, starting, elapsed)
             group.offload(PARTS).result()
     _await_starts(session, starting, elapsed)
-    actor = trained["actor"]
+    actor = groups["actor"]
     export_plan = make_plan(actor.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Workers(
-        trained=models_of_run,
+        trained=trained,
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,

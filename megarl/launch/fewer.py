@@ -7,8 +7,8 @@ from megarl.core.errors import UserError
 
 
 def fewer_replicas(config: Config, nodes: int) -> list[str]:
-    """Returns the overrides by which the run is on this many nodes, with the share of its data-parallel replicas and of
-    its engines that these have. What a step learns stays the same, to rounding. Raises UserError where a share is no
+    """Returns the overrides by which the run has the share of its data-parallel replicas and of its engines that this
+    many of its nodes have. What a step learns stays the same, to rounding. Raises UserError where a share is no
     whole number."""
     whole = config.cluster.nodes
     if config.cluster.roles.spans:
@@ -19,4 +19,4 @@ def fewer_replicas(config: Config, nodes: int) -> list[str]:
     for key, count in counts.items():
         if count * nodes % whole:
             raise UserError(f"{key}={count}: {count} x {nodes} / {whole} nodes is no whole number")
-    return [f"cluster.nodes={nodes}", *(f"{key}={count * nodes // whole}" for key, count in counts.items())]
+    return [f"{key}={count * nodes // whole}" for key, count in counts.items()]

@@ -46,8 +46,7 @@ def launch(
         return
 
     def on_fewer(nodes: int, number: int) -> Config:
-        keys = fewer_replicas(configs[number], nodes)
-        given = [*overrides, *points[number], *keys]
+        given = [*overrides, *points[number], *fewer_replicas(configs[number], nodes)]
         return _config(file, given, replace(request, nodes=nodes), number if sweeps else None)
 
     smaller = _smaller(request, unfinished, on_fewer)

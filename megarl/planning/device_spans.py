@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.config.rules.cluster import overlap
 from megarl.config.schema import Config, MegatronRole, Role
+from megarl.core.spans import overlap
 
 NAMES: dict[MegatronRole, str] = {
     "actor": "trainer",

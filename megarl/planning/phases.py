@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarl.config.rules.cluster import overlap
 from megarl.config.schema import Config, Role, Trained
+from megarl.core.spans import overlap
 from megarl.planning.device_spans import ENGINE, NAMES, device_spans
 from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.memory import RankMemory, forward_bytes, item_bytes, stage_memory
@@ -44,8 +44,9 @@ def phase_loads(config: Config, models: Models, workload: Workload) -> list[Load
             where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
             held = states[role][stage]
             stays = held if workload.is_offline else staying(config, role, held)
-            computes_at_once = role == "implicit_reward" or (role == "actor" and config.kl_in_reward)
-            in_passes = held if computes_at_once else {"parameters": held["parameters"], **stays}
+            # One turn scores and trains an implicit reward model; a KL in the reward is computed with all parts there.
+            has_all = role == "implicit_reward" or (role == "actor" and config.kl_in_reward)
+            in_passes = held if has_all else {"parameters": held["parameters"], **stays}
             there = [_named(role, parts) | beside | {"reserve": TRAINER_RESERVE} for parts in (held, in_passes)]
             training += _training(config.placed(role), where, *there, memory, passing)
     loads = training if workload.is_offline else [*training, *_engine(config, models, states)]

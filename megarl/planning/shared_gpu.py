@@ -68,8 +68,8 @@ def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str
 def engine_loads(
     config: Config, models: Mapping[Role, Mapping[str, float]], engine: float, always: Mapping[str, float]
 ) -> list[Load]:
-    """Returns the load of the phases in which the engine is awake; sampling is the last. Between the others, models
-    are saved while the engine has its weights.
+    """Returns the loads of the phases in which the engine is awake: while it takes weights, while each model but the
+    actor is saved, and last while it samples.
 
     models   the states of each trained model with a rank on the GPU, by the names that the key `offload` has for them
     engine   bytes of the engine's weights

@@ -69,11 +69,10 @@ def _first_of_actor(config: Config) -> int:
     return device_spans(config)[NAMES["actor"]].start
 
 
-def stays_in_nodes(layout: Layout, devices_per_node: int, first: int = 0) -> bool:
-    """Returns whether the ranks of each node, the first of which is on device `first`, have all parameters together.
-    The ranks of a pipeline's stage lie one
+def stays_in_nodes(layout: Layout, devices_per_node: int, first: int) -> bool:
+    """Returns whether the ranks of each node have all parameters together. The ranks of a pipeline's stage lie one
     after the other, before those of the next stage; in a stage, tensor-parallel ranks are neighbours, and for experts
-    the ep x etp ranks that share them out."""
+    the ep x etp ranks that share them out. first: the device of the first rank."""
     if first // devices_per_node == (first + layout.world_size - 1) // devices_per_node:
         return True
     experts = layout.ep * layout.expert_tp if layout.ep > 1 else 1

@@ -161,8 +161,10 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if config.checkpoint.may_be_saved:
         size = checkpoint_bytes(config, found.models.trained(config))
         rows["disk"] = f"{config.checkpoint.keep} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
-    places = "share their devices, from the first on" if config.is_colocated else "have devices of their own"
-    places = "are on the devices of cluster.roles" if config.cluster.roles.spans else places
+    if config.cluster.roles.spans:
+        places = "are on the devices of cluster.roles"
+    else:
+        places = "share their devices, from the first on" if config.is_colocated else "have devices of their own"
     placed = f"{config.cluster.placement}, roles {places}\n{place_here(config).describe()}"
     rows["processes"] = placed.replace("\n", f"\n{'':<12}")
     print(explain(config))

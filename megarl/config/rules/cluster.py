@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megarl.config.schema import Config
+from megarl.core.spans import overlap
 
 
 def all_roles_are_given_devices_or_none(config: Config) -> str | None:
@@ -50,11 +51,6 @@ def engines_are_where_placement_says(config: Config) -> str | None:
         f"{_shown('rollout', engines)}: disaggregated engines share devices with no model, and "
         f"{_shown(shared[0], spans[shared[0]])}; give them others, or set cluster.placement=colocated"
     )
-
-
-def overlap(one: range, other: range) -> bool:
-    """Returns whether two ranges have a device in common."""
-    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def _shown(role: str, span: range) -> str:
