@@ -14,7 +14,7 @@ from megarl.config.violations import raise_all
 from megarl.core import device
 from megarl.data.model_folder import read_config
 from megarl.planning import shared_gpu_rules
-from megarl.planning.device_spans import ENGINE, device_spans
+from megarl.planning.device_spans import ENGINE, device_spans, num_devices
 from megarl.planning.host_memory import least_host_bytes
 from megarl.planning.parameters import ModelParameters, Models
 from megarl.planning.shared_gpu import Load, fullest_phase
@@ -133,8 +133,8 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
     tp = {} if config.is_offline else {"rollout.tp": config.rollout.tp}
     if config.has_reward_model and config.reward_model.engine == "vllm":
         tp["reward_model.layout.tp"] = config.reward_model.layout.tp
-    cores = len(os.sched_getaffinity(0))
-    refused = [f"{key}={ranks}" for key, ranks in tp.items() if ranks > cores]
+    cores, places = len(os.sched_getaffinity(0)), -(-num_devices(config) // config.cluster.nodes)
+    refused = [f"{key}={ranks}" for key, ranks in tp.items() if min(ranks, places) > cores]
     if not refused:
         return None
     return (

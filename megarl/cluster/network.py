@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
+import random
 import socket
+from pathlib import Path
 
 import psutil
 
 from megarl.core.errors import UserError
+
+LOWEST_PORT = 10_000
+"""The lowest port that a run listens on, where the kernel's begin far above: many services have fixed ones below."""
+
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The file with the first and the last of the ports that the kernel gives to whoever asks for any."""
 
 ANY_PORT = 9
 """The port of a datagram socket that sends nothing."""
@@ -51,6 +60,24 @@ def address_towards(host: str) -> str:
 def interface_of(address: str) -> str:
     """Returns the name of the interface that has this address."""
     return next(name for name, addresses in interface_addresses().items() if address in addresses)
+
+
+def listen(host: str) -> socket.socket:
+    """Returns a socket that listens at this address of the node, on a free port below those that the kernel gives out
+    by itself: another process's connection cannot have it by chance, not even after this socket is closed. Raises
+    UserError where all are taken."""
+    highest = int(EPHEMERAL.read_text().split()[0])
+    ports = range(min(LOWEST_PORT, highest // 2), highest)
+    for port in random.SystemRandom().sample(ports, len(ports)):
+        try:
+            return socket.create_server((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise UserError(
+        f"{EPHEMERAL}: the ports from {ports.start} to {highest - 1}, below those that the kernel gives out, are all "
+        "taken; end what listens on them, or let it begin later"
+    )
 
 
 def socket_environment(address: str) -> dict[str, str]:

@@ -36,6 +36,8 @@ class Process:
     devices   those that its ranks compute on, in their order
     reads     other GPUs of its node, with weights that it may read
     on_gpus   whether devices are GPUs
+    part      its number among the processes of an engine over several nodes, one on each
+    rest      where it is the first of these, the others
     """
 
     role: str
@@ -45,10 +47,16 @@ class Process:
     devices: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
     on_gpus: bool = False
+    part: int = 0
+    rest: tuple[Process, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.index}"
+        return f"{self.role}-{self.index}" + (f".{self.part}" if self.part else "")
+
+    @property
+    def parts(self) -> tuple[Process, ...]:
+        return (self, *self.rest)
 
     @property
     def gpus(self) -> tuple[int, ...]:
@@ -64,10 +72,10 @@ class Process:
         return {VISIBLE: ",".join(names[gpu] for gpu in numbers)}
 
     def hold(self, holders: Sequence[Holder]) -> list[Holder]:
-        """Returns the holders of its ranks, on their node and GPUs."""
-        devices = self.gpus or (None,) * len(holders)
-        pairs = zip(holders, devices, strict=True)
-        return [replace(holder, node=self.node.number, device=device) for holder, device in pairs]
+        """Returns the holders of its ranks and those of its other parts, on their nodes and GPUs."""
+        places = [(part.node.number, gpu if part.on_gpus else None) for part in self.parts for gpu in part.devices]
+        pairs = zip(holders, places, strict=True)
+        return [replace(holder, node=node, device=device) for holder, (node, device) in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +101,13 @@ class Placement:
 
     def describe(self) -> str:
         """Returns a line with the roles, and for several nodes a line with what is on each."""
-        line = ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads{_where(g)}" for g in self.groups)
+        line = ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads{_where(_parts(g))}" for g in self.groups)
         if len(self.nodes) == 1:
             return line
         return "\n".join([line, *(f"node {node.number}: {self._on(node)}" for node in self.nodes)])
 
     def _on(self, node: Node) -> str:
-        groups = [[process for process in group if process.node == node] for group in self.groups]
+        groups = [[part for part in _parts(group) if part.node == node] for group in self.groups]
         return ", ".join(f"{_names(group)}{_where(group)}" for group in groups if group)
 
 
@@ -127,11 +135,15 @@ def place(
         """Processes of `size` ranks each. weights: the GPUs of a model whose weights they may read."""
         span, made = spans[role], []
         for index in range(len(span) // size):
-            devices = tuple(span[index * size : (index + 1) * size])
-            node = next(node for node in nodes if devices[0] in node.devices)
-            reads = tuple(gpu for gpu in weights if gpu in node.devices and gpu not in devices)
-            share = threads or max(1, node.cores // len(set(span).intersection(node.devices)))
-            made.append(Process(role, index, share, node, devices, reads, on_gpus))
+            ranks = span[index * size : (index + 1) * size]
+            parts: list[Process] = []
+            for node in nodes:
+                if not (devices := tuple(gpu for gpu in ranks if gpu in node.devices)):
+                    continue
+                reads = tuple(gpu for gpu in weights if gpu in node.devices and gpu not in devices)
+                share = threads or max(1, node.cores // len(set(span).intersection(node.devices)))
+                parts.append(Process(role, index, share, node, devices, reads, on_gpus, len(parts)))
+            made.append(replace(parts[0], rest=tuple(parts[1:])))
         return tuple(made)
 
     return Placement(
@@ -166,12 +178,9 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         problems.append(f"{ranks}, and so {len(nodes) - used} of the nodes would be empty; set cluster.nodes={used}")
     engines = {} if config.is_offline else {ENGINE: ("rollout.tp", config.rollout.tp)}
     layouts = {NAMES[placed.section]: (f"{placed.section}.layout.tp", placed.layout.tp) for placed in config.all_placed}
-    in_vllm = {ENGINE} | ({NAMES["reward_model"]} if config.reward_model.engine == "vllm" else set())
     spans = device_spans(config)
     for role, (key, tp) in {**layouts, **engines}.items():
-        if tp > each and role in in_vllm:
-            problems.append(f"{key}={tp}: an engine is on one node, which has {each} devices; choose sizes that fit")
-        elif tp > each and (tp % each or spans[role].start % each):
+        if tp > each and (tp % each or spans[role].start % each):
             problems.append(
                 f"{key}={tp}: a tensor-parallel group over several nodes fills them, but {tp} ranks from device "
                 f"{spans[role].start} on do not fill nodes of {each} devices"
@@ -196,6 +205,10 @@ def _rewards(config: Config, node: Node) -> Process:
     return Process("rewards", 0, (given.processes or min(node.cores, MOST_REWARDS)) if calls else 1, node)
 
 
+def _parts(group: Sequence[Process]) -> list[Process]:
+    return [part for process in group for part in process.parts]
+
+
 def _where(group: Sequence[Process]) -> str:
     gpus = [gpu for process in group for gpu in process.gpus]
     if not gpus:
@@ -205,4 +218,4 @@ def _where(group: Sequence[Process]) -> str:
 
 def _names(group: Sequence[Process]) -> str:
     first, last = group[0], group[-1]
-    return first.name if first is last else f"{first.name} to {last.index}"
+    return first.name if first is last else f"{first.name} to {last.name.rpartition('-')[2]}"

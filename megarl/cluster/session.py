@@ -130,8 +130,11 @@ class Session:
 
     def on_node(self, actor_class: Any, process: Process) -> Any:
         """Returns a class of Ray's actors for which `remote` starts them on the node of this process."""
-        node_id = self._ray_ids[process.node.number]
-        return actor_class.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        return actor_class.options(scheduling_strategy=self.node_of(process))
+
+    def node_of(self, process: Process) -> NodeAffinitySchedulingStrategy:
+        """Returns what makes Ray start an actor on the node of this process."""
+        return NodeAffinitySchedulingStrategy(self._ray_ids[process.node.number], soft=False)
 
     def __enter__(self) -> Session:
         return self
@@ -249,7 +252,7 @@ class Session:
         """Returns a message that names who did not answer in time, the files with their stacks, if they still write
         them, and the key of the deadline."""
         names = list(pending.unfinished.values())
-        logs = [self.logs / f"{name}.log" for name in names]
+        logs = [file for name in names for file in (self.logs / f"{name}.log", *self.logs.glob(f"{name}.*.log"))]
         if self._meeting is not None:
             self._meeting.ask_for_stacks(logs)
         files = processes.ask_for_stacks(logs, elsewhere=bool(self._others))

@@ -15,6 +15,11 @@ _ALWAYS: dict[str, str | None] = {
     "pipeline_parallel_size": None,
     "prefill_context_parallel_size": None,
     "data_parallel_size": None,
+    "nnodes": None,
+    "node_rank": None,
+    "master_addr": None,
+    "master_port": None,
+    "distributed_executor_backend": None,
 }
 
 GIVEN: dict[EngineSection, dict[str, str | None]] = {

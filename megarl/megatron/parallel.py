@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,28 +15,6 @@ from megarl.core import device
 from megarl.megatron import cpu_support, random_state
 
 _host_group: dist.ProcessGroup | None = None
-
-
-def open_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Opens the rendezvous of a new process group, on a free port that the operating system chooses. It listens on the
-    interface that has this address, not on all, as torch would by itself."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    )
-
-
-def join_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    return dist.TCPStore(
-        host, port, world_size, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
 
 
 def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_s: float) -> None:

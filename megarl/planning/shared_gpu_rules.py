@@ -60,8 +60,6 @@ def missing_parts(config: Config, gpus_per_node: int) -> list[str]:
     missing = []
     if _shares_gpus(config) and not stays_in_nodes(config.actor.layout, gpus_per_node, _first_of_actor(config)):
         missing.append("colocated, engines only read weights that are on their own node")
-    if not config.is_offline and config.rollout.tp > gpus_per_node:
-        missing.append(f"an engine is on one node, and rollout.tp={config.rollout.tp} is larger")
     return missing
 
 

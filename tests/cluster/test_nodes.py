@@ -40,6 +40,9 @@ RECIPES = {
             *("actor.layout.pp=1", "actor.layout.dp=2", "rollout.replicas=2"),
         ],
     ),
+    # The engine has a rank on each, and so has the actor, whose ranks hold a stage: half of what each rank takes is on
+    # the other node.
+    "colocated GRPO on 2": (2, ["rollout.tp=2"]),
     # Actor and critic take turns on the first two, and the engine has the third.
     "disaggregated GAE on 3": (
         3,
@@ -146,7 +149,7 @@ def test_a_run_over_nodes_learns_what_one_machine_does(machines: list[Machine], 
     with cluster_run(machines[:count], shared, f"{short}-nodes", *overrides) as run:
         assert [run.end(i, RUN_S if i == 0 else END_S) for i in range(count)] == [0] * count, run.output(0)
         run.check_nothing_is_left()
-    assert f"refit: by {'shared_memory' if 'colocated' in name else 'p2p'}, the first" in run.output(0)
+    assert f"refit: by {'shared_memory' if 'colocated PPO' in name else 'p2p'}, the first" in run.output(0)
     assert len(learned(run.folder)) == STEPS
     assert learned(run.folder) == learned(alone)
     for file in sorted((alone / "rollouts").iterdir()):
@@ -205,6 +208,17 @@ def test_a_lost_node_is_named_and_the_others_end(machines: list[Machine], shared
         assert run.end(0, END_S) == 1
         assert "node n1 is lost; see" in run.output(0).splitlines()[-1]
         # It has noticed by itself, or read that the driver has ended the run: the files are still shared.
+        assert run.end(1, END_S) in (0, 1)
+        run.check_nothing_is_left()
+
+
+def test_an_engine_is_lost_with_its_rank_on_another_node(machines: list[Machine], shared: Path) -> None:
+    with cluster_run(machines[:2], shared, "part", *COMMON, "rollout.tp=2", "run.steps=1000000") as run:
+        run.wait_for_step(2)
+        machines[1].run("pkill", "--signal", "KILL", "--full", "VLLM::Worker")
+        assert run.end(0, END_S) == 1
+        assert "engine-0 died" in run.output(0), run.output(0)
+        assert "engine-0.1: a rank died" in (run.folder / "logs/attempt_1/engine-0.log").read_text()
         assert run.end(1, END_S) in (0, 1)
         run.check_nothing_is_left()
 

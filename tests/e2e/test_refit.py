@@ -108,11 +108,11 @@ def serve(connection: Connection, scratch: str, build, args) -> None:
 class EngineSide:
     def __init__(self, config: Config, folder: Path, start_with_weights: bool):
         os.environ.update(environment(config.rollout.tp, threads=1, index=0))
-        from megarl.rollout.vllm.engine import VllmEngine
+        from megarl.rollout.vllm.engine import VllmEngine, rollout_arguments
 
         extra = dict(config.rollout.vllm_overrides) | ({"load_format": "auto"} if start_with_weights else {})
         rollout = config.rollout.model_copy(update={"vllm_overrides": extra})
-        self.engine = VllmEngine(rollout, folder, config.model.dtype, seed=0)
+        self.engine = VllmEngine(rollout, rollout_arguments(rollout, folder, config.model.dtype, seed=0))
         if start_with_weights:
             self.engine.hold(0)
 

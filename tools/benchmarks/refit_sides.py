@@ -181,9 +181,9 @@ class Engine:
         from megarl.rollout.vllm.environment import environment
 
         os.environ.update(environment(1, threads, index=0))
-        from megarl.rollout.vllm.engine import VllmEngine
+        from megarl.rollout.vllm.engine import VllmEngine, rollout_arguments
 
-        self._engine = VllmEngine(rollout, folder, "float32", seed=0)
+        self._engine = VllmEngine(rollout, rollout_arguments(rollout, folder, "float32", seed=0))
         self._version = 0
 
     def open(self, plan: Plan, channel: Any, holder: Holder) -> None:

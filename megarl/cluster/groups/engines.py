@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,11 +20,10 @@ from megarl.cluster.groups.vllm import VllmActor, VllmGroup
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
-from megarl.cluster.supervision import processes, segments
+from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config, Limit
 from megarl.core import device
-from megarl.core.collector import imports
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.model_folder import read_config
 from megarl.resharding.families import huggingface_holder, vllm_holders
@@ -68,11 +66,16 @@ class EngineActor(VllmActor):
     """One engine. Because a method is async, Ray runs all of them in one event loop: others run while `generate` waits
     for its samples."""
 
-    def _load(self) -> VllmEngine:
-        with imports():
-            from megarl.rollout.vllm.engine import VllmEngine
+    def _arguments(self) -> dict[str, Any]:
+        from megarl.rollout.vllm.engine import rollout_arguments
+
         config = self._config
-        return VllmEngine(config.rollout, self._model_folder, config.model.dtype, config.run.seed)
+        return rollout_arguments(config.rollout, self._model_folder, config.model.dtype, config.run.seed)
+
+    def _load(self, arguments: Mapping[str, Any]) -> VllmEngine:
+        from megarl.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine(self._config.rollout, arguments)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
         with self._whole():
@@ -100,9 +103,8 @@ class EngineActor(VllmActor):
         try:
             yield
         except Exception:
-            if self._worker.has_lost_a_rank:
-                processes.end_descendants()
-                os._exit(1)
+            if self._worker.has_lost_a_rank or self._has_lost_a_part():
+                self._end()
             raise
 
 
@@ -117,7 +119,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         tp, extra = config.rollout.tp, config.rollout.vllm_overrides
-        super().__init__(session, config, model_folder, processes, tp)
+        super().__init__(session, config, model_folder, processes)
         self._sleeps = config.rollout.sleep
         self._starts_again = not (config.is_colocated and device.on_cuda())
         self._losses: Counter[str] = Counter()

@@ -57,22 +57,22 @@ class RankActor(ProcessActor):
         """Opens, on rank 0, the rendezvous of the process group. Answers with its host and port."""
         begin = time.time()
         with imports():
-            from megarl.megatron import parallel
+            from megarl.cluster.store import open_store
         host = ray.util.get_node_ip_address()
         world_size = self._config.placed(self._role).layout.world_size
-        self._store = parallel.open_store(host, world_size, self._config.cluster.timeouts.start)
+        self._store = open_store(host, world_size, self._config.cluster.timeouts.start)
         return Answer((host, self._store.port), begin, time.time())
 
     def start(self, host: str, port: int) -> Answer:
         """Builds the model and loads its weights. Answers with a Started."""
         begin = time.time()
         with imports():
-            from megarl.megatron import parallel
+            from megarl.cluster.store import join_store
 
             role_worker = worker_class(self._config, self._role)
         rank, world_size = self._process.index, self._config.placed(self._role).layout.world_size
         timeout_s = self._config.cluster.timeouts.start
-        store = self._store if rank == 0 else parallel.join_store(host, port, world_size, timeout_s)
+        store = self._store if rank == 0 else join_store(host, port, world_size, timeout_s)
         worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
         self._worker = worker
         started = Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
@@ -126,6 +126,7 @@ class RankGroup(Group[W]):
 
     def _start_ranks(self, host: str, port: int) -> Pending[None]:
         self.store_address = (host, port)
+        print(f"{self._role.replace('_', ' ')}: its ranks meet at {host}:{port}", flush=True)
         calls = {name: actor.start.remote(host, port) for name, actor in self._actors.items()}
         return self._read(f"{self._role} start", "start", "start", calls).then(self._note_started)
 

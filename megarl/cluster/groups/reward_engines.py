@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.vllm import VllmActor, VllmGroup
 from megarl.cluster.pending import Pending
-from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import Scores, join_scores, put_scores
-from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
-from megarl.config.schema import Config
-from megarl.core.collector import imports
 
 if TYPE_CHECKING:
     from megarl.rollout.vllm.classifier import VllmClassifier
@@ -27,19 +22,21 @@ if TYPE_CHECKING:
 class RewardEngineActor(VllmActor):
     """One classifier on vLLM."""
 
-    def _load(self) -> VllmClassifier:
-        with imports():
-            from megarl.rollout.vllm.classifier import VllmClassifier
-        return VllmClassifier(self._config, self._model_folder)
+    def _arguments(self) -> dict[str, Any]:
+        from megarl.rollout.vllm.classifier import classifier_arguments
+
+        return classifier_arguments(self._config, self._model_folder)
+
+    def _load(self, arguments: Mapping[str, Any]) -> VllmClassifier:
+        from megarl.rollout.vllm.classifier import VllmClassifier
+
+        return VllmClassifier(arguments)
 
 
 class RewardEngineGroup(VllmGroup["VllmClassifier"]):
     """All engines. The samples of one prompt go to the same one, where they share a prefix cache."""
 
     actor_class, title = RewardEngineActor, "RewardEngineActor"
-
-    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
-        super().__init__(session, config, model_folder, processes, config.reward_model.layout.tp)
 
     def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
         """Scores each response token, float32 [R], or with a sequence classifier the sample, [1]."""

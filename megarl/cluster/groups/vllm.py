@@ -1,50 +1,134 @@
-"""Engines on vLLM, one Ray actor for each."""
+"""Engines on vLLM, one Ray actor for each, or for an engine over several nodes one on each of them.
+
+Its first actor is the engine. It starts the others, whose loss is its own: when one ends so does it, and Ray ends the
+others with it.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.groups.group import Answer, Group, ProcessActor, W
-from megarl.cluster.pending import Pending
+from megarl.cluster.nodes.gathering import VERDICT_S
+from megarl.cluster.pending import Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
-from megarl.cluster.supervision import segments
+from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
+from megarl.core.collector import imports
 from megarl.rollout.vllm.environment import environment
 
 
 class VllmActor(ProcessActor):
     """One engine, which vLLM imports after its environment is set."""
 
-    def __init__(self, config: Config, model_folder: Path, process: Process, tp: int, logs: Path):
+    def __init__(
+        self,
+        config: Config,
+        model_folder: Path,
+        process: Process,
+        elsewhere: Sequence[NodeAffinitySchedulingStrategy],
+        logs: Path,
+    ):
+        """elsewhere: what makes Ray start an actor on the node of each of the engine's other parts."""
         super().__init__(process, logs)
-        scratch = own_scratch()
-        # Elsewhere the sockets between vLLM's processes would stay behind, and the files by which its ranks meet.
-        folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
-        os.environ.update(environment(tp, process.threads, process.index, bool(process.gpus)), **folders)
-        tempfile.tempdir = None  # Python has read the variable when Ray imported it
-        segments.name_semaphores(scratch)
-        self._config, self._model_folder = config, model_folder
+        _prepare(process)
+        self._config, self._model_folder, self._elsewhere, self._logs = config, model_folder, elsewhere, logs
+        self._others: dict[str, tuple[ActorHandle, ray.ObjectRef]] = {}
+        """The actors of the engine's other parts, each with a call that ends with it."""
 
     def start(self) -> Answer:
         """Starts the engine, which is the actor's worker."""
         begin = time.time()
-        self._worker = self._load()
+        with imports():
+            arguments = self._arguments()
+            self._worker = self._load(arguments | self._start_others(arguments))
         segments.note(own_scratch())
         return Answer(None, begin, time.time())
 
     @abstractmethod
-    def _load(self) -> Any:
+    def _arguments(self) -> dict[str, Any]:
+        """Returns the arguments of vLLM."""
+
+    @abstractmethod
+    def _load(self, arguments: Mapping[str, Any]) -> Any:
         """Makes the engine."""
+
+    def _start_others(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Starts the engine's other parts. Returns the arguments of its first one."""
+        parts = self._process.parts
+        if len(parts) == 1:
+            return {}
+        from megarl.cluster.store import open_store
+        from megarl.rollout.vllm.part import Part, prepare
+
+        host = ray.util.get_node_ip_address()
+        prepare(host)
+        self._store = open_store(host, None, self._config.cluster.timeouts.start)
+        first, *others = [Part(part.part, len(parts), host, self._store.port).arguments for part in parts]
+        for process, node, own in zip(self._process.rest, self._elsewhere, others, strict=True):
+            actor = PartActor.options(scheduling_strategy=node).remote(process, self._logs)
+            self._others[process.name] = actor, actor.serve.remote(dict(arguments) | own)
+        threading.Thread(target=self._end_with_others, name="other parts", daemon=True).start()
+        return first
+
+    def _end_with_others(self) -> None:
+        """Ends this process as soon as one of the engine's other parts has ended."""
+        calls = {call: name for name, (_, call) in self._others.items()}
+        [ended], _ = ray.wait(list(calls), num_returns=1)
+        value, error = outcome(ended)
+        print(f"{calls[ended]}: {value if error is None else error}; the engine ends with it", flush=True)
+        self._end()
+
+    def _has_lost_a_part(self) -> bool:
+        """Returns whether one of the engine's other parts has ended, after the time in which Ray hears of it."""
+        calls = [call for _, call in self._others.values()]
+        return bool(calls and ray.wait(calls, num_returns=1, timeout=VERDICT_S)[0])
+
+    def _end(self) -> None:
+        """Ends this process and the engine's ranks on this node."""
+        processes.end_descendants()
+        os._exit(1)
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class PartActor(ProcessActor):
+    """The ranks of an engine on one of its nodes after the first."""
+
+    def __init__(self, process: Process, logs: Path):
+        super().__init__(process, logs)
+        _prepare(process)
+
+    def serve(self, arguments: Mapping[str, Any]) -> str:
+        """Starts the ranks. Returns when one has died, and says so."""
+        with imports():
+            from megarl.rollout.vllm.part import prepare, serve
+        prepare(ray.util.get_node_ip_address())
+        serve(arguments)
+        return f"a rank died; see {self._process.name}.log"
+
+
+def _prepare(process: Process) -> None:
+    """Sets what vLLM reads when it is imported, and has its files and semaphores where they are removed."""
+    scratch = own_scratch()
+    # Elsewhere the sockets between vLLM's processes would stay behind, and the files by which its ranks meet.
+    folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
+    ranks = len(process.devices)
+    os.environ.update(environment(ranks, process.threads, process.index, bool(process.gpus)), **folders)
+    tempfile.tempdir = None  # Python has read the variable when Ray imported it
+    segments.name_semaphores(scratch)
 
 
 class VllmGroup(Group[W]):
@@ -55,11 +139,10 @@ class VllmGroup(Group[W]):
     title: ClassVar[str]
     """The name of that class."""
 
-    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process], tp: int):
-        """tp: the number of an engine's ranks."""
-
+    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         def launch(process: Process) -> ActorHandle:
-            return session.on_node(self.actor_class, process).remote(config, model_folder, process, tp, session.logs)
+            actor, elsewhere = session.on_node(self.actor_class, process), map(session.node_of, process.rest)
+            return actor.remote(config, model_folder, process, list(elsewhere), session.logs)
 
         self._launch = launch
         self._processes = {process.name: process for process in processes}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm import LLM
@@ -16,27 +17,33 @@ from megarl.data.model_folder import read_config
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 
+def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
+    """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does."""
+    settings, head = config.reward_model, score_head_of(read_config(folder))
+    assert head is not None, "checked before the run starts"
+    task = {"sequence": "classify", "token": "token_classify"}[head.kind]
+    return engine_arguments(
+        "reward_model",
+        folder,
+        config.model.dtype,
+        settings.layout.tp,
+        config.context_of(settings)[1],
+        settings.kv_cache_gib,
+        settings.vllm_overrides,
+        runner="pooling",
+        # The head's output is wanted as it is: vLLM would put it through a sigmoid or a softmax.
+        pooler_config=PoolerConfig(task=task, use_activation=False),
+        max_num_batched_tokens=settings.tokens_per_microbatch,
+        seed=config.run.seed,
+    )
+
+
 class VllmClassifier:
     """A classifier that scores samples by their token ids, with the weights of its folder."""
 
-    def __init__(self, config: Config, folder: Path):
-        settings, head = config.reward_model, score_head_of(read_config(folder))
-        assert head is not None, "checked before the run starts"
-        self._task = {"sequence": "classify", "token": "token_classify"}[head.kind]
-        arguments = engine_arguments(
-            "reward_model",
-            folder,
-            config.model.dtype,
-            settings.layout.tp,
-            config.context_of(settings)[1],
-            settings.kv_cache_gib,
-            settings.vllm_overrides,
-            runner="pooling",
-            # The head's output is wanted as it is: vLLM would put it through a sigmoid or a softmax.
-            pooler_config=PoolerConfig(task=self._task, use_activation=False),
-            max_num_batched_tokens=settings.tokens_per_microbatch,
-            seed=config.run.seed,
-        )
+    def __init__(self, arguments: Mapping[str, Any]):
+        """arguments: those of `classifier_arguments`."""
+        self._task = arguments["pooler_config"].task
         self._llm = LLM(**arguments)
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:

@@ -31,6 +31,29 @@ PAUSE_S = 0.05
 """The interval at which samples under way look whether a failed refit has been made good."""
 
 
+def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int) -> dict[str, Any]:
+    """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does."""
+    return engine_arguments(
+        "rollout",
+        model_folder,
+        dtype,
+        config.tp,
+        config.context_length,
+        config.kv_cache_gib,
+        config.vllm_overrides,
+        load_format="dummy",
+        # These are log-probs of the distribution that is sampled from: after the temperature.
+        logprobs_mode="processed_logprobs",
+        max_logprobs=config.top_k or 0,
+        max_num_batched_tokens=max(2048, config.context_length),
+        # On GPU, this kernel for experts leaves their weights as they are, to be written into.
+        moe_backend="triton" if device.on_cuda() else "auto",
+        # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.
+        enable_sleep_mode=config.sleep and device.on_cuda(),
+        seed=seed,
+    )
+
+
 @dataclass(slots=True)
 class _UnderWay:
     """A request that vLLM works on, the id that vLLM gave it, and in the end its completion."""
@@ -47,31 +70,13 @@ class VllmEngine:
     done between two steps of vLLM, for any number of `generate` at once.
     """
 
-    def __init__(self, config: Rollout, model_folder: Path, dtype: str, seed: int):
+    def __init__(self, config: Rollout, arguments: Mapping[str, Any]):
+        """arguments: those of `rollout_arguments`."""
         self.version: int | None = None
         self._config = config
         self._under_way: dict[str, _UnderWay] = {}
         self._numbers = count()
         self._num_refits = 0
-        arguments = engine_arguments(
-            "rollout",
-            model_folder,
-            dtype,
-            config.tp,
-            config.context_length,
-            config.kv_cache_gib,
-            config.vllm_overrides,
-            load_format="dummy",
-            # These are log-probs of the distribution that is sampled from: after the temperature.
-            logprobs_mode="processed_logprobs",
-            max_logprobs=config.top_k or 0,
-            max_num_batched_tokens=max(2048, config.context_length),
-            # On GPU, this kernel for experts leaves their weights as they are, to be written into.
-            moe_backend="triton" if device.on_cuda() else "auto",
-            # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.
-            enable_sleep_mode=config.sleep and device.on_cuda(),
-            seed=seed,
-        )
         self._llm = LLM(**arguments)
         for rank, description in enumerate(self._ask_workers(RefitExtension.describe)):
             print(f"engine: rank {rank} is {description}", flush=True)

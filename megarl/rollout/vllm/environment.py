@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 
-def environment(tp: int, threads: int, index: int, on_gpu: bool = False) -> dict[str, str]:
+def environment(ranks: int, threads: int, index: int, on_gpu: bool = False) -> dict[str, str]:
     """Returns the environment of an engine's process. A GPU engine ignores the variables for CPU.
 
-    tp        ranks of the engine
+    ranks     ranks that it starts
     threads   CPU threads of one of them
     index     the engine's number among those of its kind
     """
@@ -16,7 +16,7 @@ def environment(tp: int, threads: int, index: int, on_gpu: bool = False) -> dict
     compiler = {} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
     return compiler | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if tp == 1 else _binding(tp, threads, index),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if ranks == 1 else _binding(ranks, threads, index),
         "OMP_NUM_THREADS": str(threads),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -24,10 +24,10 @@ def environment(tp: int, threads: int, index: int, on_gpu: bool = False) -> dict
     }
 
 
-def _binding(tp: int, threads: int, index: int) -> str:
+def _binding(ranks: int, threads: int, index: int) -> str:
     """Returns each rank's cores, as many as it has threads: vLLM gives it a thread for each. The ranks of all engines
     take cores in turn, and begin again with the first where there are no more."""
     cores = sorted(os.sched_getaffinity(0))
     size = min(threads, len(cores))
-    starts = [(index * tp + rank) * size for rank in range(tp)]
+    starts = [(index * ranks + rank) * size for rank in range(ranks)]
     return "|".join(",".join(str(cores[(start + i) % len(cores)]) for i in range(size)) for start in starts)

@@ -193,12 +193,12 @@ def test_without_gpus_each_node_has_an_even_share_of_the_ranks_and_all_of_its_co
             "rollout.tp=2: the ranks on devices 3-4 would be",
         ),
         (
-            (layout(pp=1, dp=4), "rollout.tp=8", "cluster.nodes=3"),
-            "rollout.tp=8: an engine is on one node, which has 4",
+            (layout(pp=1, dp=2), "rollout.tp=8", "cluster.nodes=3"),
+            "rollout.tp=8: a tensor-parallel group over several nodes .* from device 2 on do not fill nodes of 4",
         ),
         (
             ("reward_model={path: rm, engine: vllm, layout: {tp: 8}}", layout(pp=1, dp=3), "cluster.nodes=3"),
-            "reward_model.layout.tp=8: an engine is on one node",
+            "reward_model.layout.tp=8: .* from device 3 on do not fill",
         ),
         ((layout(pp=1, dp=2), *CRITIC, "cluster.nodes=3"), "critic.layout.tp=8: .* from device 2 on do not fill"),
         (
@@ -215,6 +215,22 @@ def test_ranks_that_do_not_fit_the_nodes_are_refused(settings: tuple[str, ...], 
 def test_a_tensor_parallel_group_larger_than_a_node_fills_its_nodes() -> None:
     placement = on_nodes(layout(pp=1, tp=8), "rollout={replicas: 2, tp: 2}", "cluster.nodes=3", gpus=4)
     assert [process.node.number for process in placement.trainers] == [0] * 4 + [1] * 4
+
+
+def test_an_engine_larger_than_a_node_has_a_process_on_each_of_its_nodes() -> None:
+    placement = on_nodes(layout(pp=1, dp=4), "rollout={replicas: 2, tp: 8}", "cluster.nodes=5", gpus=4)
+    assert [[(p.name, p.node.number, p.gpus) for p in engine.parts] for engine in placement.engines] == [
+        [("engine-0", 1, (4, 5, 6, 7)), ("engine-0.1", 2, (8, 9, 10, 11))],
+        [("engine-1", 3, (12, 13, 14, 15)), ("engine-1.1", 4, (16, 17, 18, 19))],
+    ]
+    assert [part.environment(None)["CUDA_VISIBLE_DEVICES"] for part in placement.engines[1].parts] == ["0,1,2,3"] * 2
+    described = placement.describe().splitlines()
+    assert "2 engine × 2 threads on GPUs 4-19" in described[0]
+    assert described[2:4] == ["node 1: engine-0 on GPUs 4-7", "node 2: engine-0.1 on GPUs 8-11"]
+    sizes = dict(num_attention_heads=8, num_key_value_heads=8, intermediate_size=16)
+    workers = vllm_holders(config_of(**sizes), 8, 2, "float32")
+    holders = [h for engine in placement.engines for h in engine.hold(workers[engine.index * 8 :][:8])]
+    assert [(holder.node, holder.device) for holder in holders] == [(1 + i // 4, 4 + i) for i in range(16)]
 
 
 def test_roles_are_on_the_devices_that_they_are_given() -> None:

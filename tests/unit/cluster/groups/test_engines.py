@@ -10,7 +10,7 @@ import pytest
 from ray import cloudpickle
 
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.groups import engines
+from megarl.cluster.groups import engines, vllm
 from megarl.cluster.groups.engines import RESTARTS, EngineActor, EngineGroup, RemoteSample
 from megarl.cluster.pending import Answers, ready
 from megarl.cluster.placement import Process
@@ -101,6 +101,8 @@ class FakeSession:
     def on_node(self, actor_class: Any, process: Process) -> Any:
         return actor_class
 
+    node_of = None
+
     def watch(self, actors: dict) -> None:
         self.watched += actors
 
@@ -136,7 +138,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         FakeSession(),
         load(QUICKSTART, ["model.dtype=float32", *overrides]),
         tmp_path,
-        [Process("engine", index, 1) for index in range(replicas)],
+        [Process("engine", index, 1, devices=(0,)) for index in range(replicas)],
     )
 
 
@@ -288,11 +290,11 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
 def test_an_engine_without_one_of_its_ranks_ends(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     """The end of its process makes the engine count as lost. Any other error is the caller's to see."""
     ended: list[object] = []
-    monkeypatch.setattr(engines.processes, "end_descendants", lambda: ended.append("descendants"))
-    monkeypatch.setattr(engines.os, "_exit", ended.append)
+    monkeypatch.setattr(vllm.processes, "end_descendants", lambda: ended.append("descendants"))
+    monkeypatch.setattr(vllm.os, "_exit", ended.append)
     actor_class = EngineActor.__ray_metadata__.modified_class
     actor = actor_class.__new__(actor_class)
-    actor._worker = SimpleNamespace(has_lost_a_rank=lost)
+    actor._worker, actor._others = SimpleNamespace(has_lost_a_rank=lost), {}
     with pytest.raises(KeyError), actor._whole():
         raise KeyError("w")
     assert ended == (["descendants", 1] if lost else [])

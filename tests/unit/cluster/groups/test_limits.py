@@ -62,6 +62,8 @@ class Hang:
     def on_node(self, actor_class: Any, process: Process) -> Any:
         return actor_class
 
+    node_of = None
+
     def watch(self, actors: dict) -> None:
         pass
 
@@ -81,10 +83,12 @@ class Groups:
 
     def __init__(self, folder: Path, session: Hang):
         self.session, self.config = session, load(QUICKSTART)
-        self.actor = TrainerGroup(session, self.config, "actor", folder, [Process("trainer", 0, 1)])
-        self.engines = EngineGroup(session, self.config, folder, [Process("engine", 0, 1)])
-        self.reward_model = RewardModelGroup(session, self.config, "reward_model", folder, [Process("model", 0, 1)])
-        self.reward_engines = RewardEngineGroup(session, self.config, folder, [Process("engine", 0, 1)])
+        self.actor = TrainerGroup(session, self.config, "actor", folder, [Process("trainer", 0, 1, devices=(0,))])
+        self.engines = EngineGroup(session, self.config, folder, [Process("engine", 0, 1, devices=(0,))])
+        self.reward_model = RewardModelGroup(
+            session, self.config, "reward_model", folder, [Process("model", 0, 1, devices=(0,))]
+        )
+        self.reward_engines = RewardEngineGroup(session, self.config, folder, [Process("engine", 0, 1, devices=(0,))])
         for group in (self.actor, self.reward_model):
             group._data_parallel_ranks, group.packing = [0], None
         self.rewards = RewardGroup(session, self.config, Process("rewards", 0, 1), None, None)

@@ -13,13 +13,16 @@ from megarl.cluster.groups.vllm import VllmActor
 from megarl.cluster.placement import Process
 
 class Actor(VllmActor):
-    def _load(self):
+    def _arguments(self):
+        return {}
+
+    def _load(self, arguments):
         return None
 
 logs, scratch, answer = map(Path, sys.argv[1:])
 tempfile.gettempdir()  # Python remembers the answer
 os.environ["MEGARL_SCRATCH"] = str(scratch)
-Actor(None, scratch, Process("engine", 0, threads=1), 1, logs)
+Actor(None, scratch, Process("engine", 0, threads=1, devices=(0,)), [], logs)
 child = [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"]
 of_child = subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip()
 answer.write_text(f"{tempfile.gettempdir()} {of_child}")
