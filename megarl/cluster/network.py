@@ -14,7 +14,10 @@ import psutil
 from megarl.core.errors import UserError
 
 LOWEST_PORT = 10_000
-"""The lowest port that a run listens on, where the kernel's begin far above: many services have fixed ones below."""
+"""The lowest port that a run listens on, where the kernel's begin above: many services have fixed ones below."""
+
+UNPRIVILEGED = 1024
+"""The lowest port that anybody may listen on."""
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """The file with the first and the last of the ports that the kernel gives to whoever asks for any."""
@@ -67,7 +70,7 @@ def listen(host: str) -> socket.socket:
     by itself: another process's connection cannot have it by chance, not even after this socket is closed. Raises
     UserError where all are taken."""
     highest = int(EPHEMERAL.read_text().split()[0])
-    ports = range(min(LOWEST_PORT, highest // 2), highest)
+    ports = range(LOWEST_PORT, highest) or range(UNPRIVILEGED, highest)
     for port in random.SystemRandom().sample(ports, len(ports)):
         try:
             return socket.create_server((host, port))
