@@ -143,16 +143,6 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
     )
 
 
-def shared_nodes_have_all_weights(config: Config) -> str | None:
-    return (
-        shared_gpu_rules.shared_nodes_have_all_weights(config, device.num_gpus()) if config.cluster.nodes > 1 else None
-    )
-
-
-_GPU_RULES: tuple[Callable[[Config], str | None], ...] = (
-    gpus_suffice,
-    shared_nodes_have_all_weights,
-    *shared_gpu_rules.RULES,
-)
+_GPU_RULES: tuple[Callable[[Config], str | None], ...] = (gpus_suffice, *shared_gpu_rules.RULES)
 
 _CPU_RULES: tuple[Callable[[Config], str | None], ...] = (parameters_can_move, ranks_of_an_engine_have_cores)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
 
 from megarl.cluster.arrival import Arrival
 from megarl.cluster.groups.engines import EngineGroup, Incarnation
@@ -23,6 +22,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.cuda_memory import CudaMemory
 from megarl.resharding.transports.delta_p2p import DeltaRendezvous
+from megarl.resharding.transports.near_and_far import FarRendezvous, NearAndFar
 from megarl.resharding.transports.p2p import Rendezvous, Sent
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel
@@ -44,6 +44,9 @@ class Refit:
         self._arrival = None if verify == "off" else Arrival(self._checksums, verify, config.actor.frozen)
         self._connected: Collection[Incarnation] = ()
         self._plan: Plan | None = None
+        self._compact: CompactPlan | None = None
+        self._rendezvous: Rendezvous | None = None
+        """The place where those that send and receive by the plan meet."""
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
 
@@ -60,11 +63,11 @@ class Refit:
         while True:
             if self._connected != self._engines.incarnations:
                 self._plan = None
-            if self._plan is None or (self.transport == "cuda_ipc" and self._parameters_move):
+            if self._plan is None or (self._reads_on_gpu and self._parameters_move):
                 self._connect()
                 if not self._connected:  # an engine was lost meanwhile: plan without it
                     continue
-            sending = self._trainers.start_sending() if self.transport == "p2p" else {}
+            sending = self._trainers.start_sending() if self._sends else {}
             calls = sending | self._engines.start_refit(version, expected)
             answers = self._session.submit(calls, "refit", "refit", expendable=self._engines.expendable).result()
             if not answers.lost:
@@ -86,13 +89,20 @@ class Refit:
         return metrics
 
     @property
-    def transport(self) -> Literal["shared_memory", "cuda_ipc", "p2p"]:
-        """The transport of the weights, by the plan: they are read where they lie if each node has all that its engines
-        take."""
-        return "p2p" if self._sends(self._plan) else device.memory_transport()
+    def transport(self) -> str:
+        """The transport of the weights, by the plan: what engines take on their own node they read where it lies,
+        unless everything is sent."""
+        if self._config.sends_weights:
+            return "p2p"
+        return device.memory_transport() + (" in a node, p2p between them" if self._sends else "")
 
-    def _sends(self, plan: Plan) -> bool:
-        return self._config.sends_weights or plan.crosses_nodes
+    @property
+    def _sends(self) -> bool:
+        return self._config.sends_weights or self._plan.crosses_nodes
+
+    @property
+    def _reads_on_gpu(self) -> bool:
+        return not self._config.sends_weights and device.memory_transport() == "cuda_ipc"
 
     def _checksums(self, wanted: Sequence[Region]) -> Mapping[Region, Checksum]:
         return self._trainers.checksums(wanted, self._compact_export_plan).result()
@@ -104,31 +114,40 @@ class Refit:
     def _connect(self) -> None:
         if self._plan is None:
             self._plan = self._make_plan()
-        sent = CompactPlan.of(self._plan)
-        channel: Channel
-        if self.transport == "p2p":
-            channel = self._rendezvous()
-            self._trainers.connect(sent, channel).result()
-        elif self.transport == "cuda_ipc":
-            channel = CudaMemory(self._trainers.publish_on_gpu(self._plan).result(), self._parameters_move)
+            self._compact = CompactPlan.of(self._plan)
+            if self._sends:
+                self._rendezvous = self._meet()
+                self._trainers.connect(self._compact, self._rendezvous).result()
+        connected = self._engines.connect(self._compact, self._channel()).result()
+        self._connected = self._engines.incarnations if connected else ()
+
+    def _channel(self) -> Channel:
+        if self._config.sends_weights:
+            return self._rendezvous
+        near: Channel
+        if self._reads_on_gpu:
+            near = CudaMemory(self._trainers.publish_on_gpu(self._plan.near).result(), self._parameters_move)
         else:
-            channel = SharedMemory(self._trainers.publish().result())
-        self._connected = self._engines.incarnations if self._engines.connect(sent, channel).result() else ()
+            near = SharedMemory(self._trainers.publish().result())
+        return NearAndFar(near, self._rendezvous) if self._sends else near
 
     def _make_plan(self) -> Plan:
         bucket_mib = self._config.rollout.refit_bucket_mib
         bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         plan = make_plan(self._trainers.holders, self._engines.holders, bucket_bytes)
-        return ordered(plan) if self._sends(plan) else plan
+        return ordered(plan) if self._config.sends_weights or plan.crosses_nodes else plan
 
-    def _rendezvous(self) -> Rendezvous:
-        """Makes a new rendezvous each time, because one that somebody left cannot go on."""
+    def _meet(self) -> Rendezvous:
+        """Makes a new rendezvous for each plan, because one that somebody left cannot go on."""
         self._connections += 1
         host, port = self._trainers.store_address
+        name, timeout_s = f"refit.{self._connections}", self._config.rollout.refit_timeout_s
+        if not self._config.sends_weights:
+            return FarRendezvous(host, port, name, timeout_s)
         sends_deltas = self._config.rollout.refit_delta and not self._engines.by_loader
         if self._config.rollout.refit_delta and not sends_deltas:
             print(
                 "refit: all is sent each time, since vLLM's own loader does not keep weights as they come", flush=True
             )
         rendezvous = DeltaRendezvous if sends_deltas else Rendezvous
-        return rendezvous(host, port, f"refit.{self._connections}", self._config.rollout.refit_timeout_s)
+        return rendezvous(host, port, name, timeout_s)

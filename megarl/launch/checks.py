@@ -17,7 +17,6 @@ from megarl.launch.request import CONTAINERS, HANDLING_S, Request
 from megarl.planning.device_spans import device_spans, num_devices
 from megarl.planning.hardware import read_cluster
 from megarl.planning.plan import plan_recipe
-from megarl.planning.shared_gpu_rules import shared_nodes_have_all_weights
 
 SLACK_S = 60
 """The seconds by which Slurm's signal before a time limit may come early."""
@@ -112,7 +111,6 @@ def _check_layout(request: Request, config: Config) -> str:
             "plan)"
         )
     on_gpus = request.gpus > 0
-    raise_all([shared_nodes_have_all_weights(config, request.gpus)] if on_gpus else [])
     placed = place(config, cores=1, on_gpus=on_gpus, gpus_per_node=request.gpus if on_gpus else None)
     return placed.describe()
 

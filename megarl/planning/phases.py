@@ -17,6 +17,7 @@ from megarl.planning.memory import RankMemory, forward_bytes, item_bytes, stage_
 from megarl.planning.object_store import object_store_mib
 from megarl.planning.parameters import ModelParameters, Models
 from megarl.planning.shared_gpu import Load, engine_loads, reward_model_parts, staying
+from megarl.planning.shared_gpu_rules import weights_travel
 from megarl.planning.workload import Workload
 
 TRAINER_RESERVE = 3 * GIB
@@ -32,7 +33,7 @@ LOGIT_ROWS = 1024
 """The sequences that vLLM samples for at once on large GPUs, each with a row of float32 logits."""
 
 
-def phase_loads(config: Config, models: Models, workload: Workload) -> list[Load]:
+def phase_loads(config: Config, models: Models, workload: Workload, cluster: Cluster) -> list[Load]:
     """Returns the fullest GPU of each phase, in the order of a step. Beside the model that computes it has a rank of
     every model that shares devices with it, of each the rank that holds most."""
     stages = {role: _stages(config, config.placed(role), model, workload) for role, model in models.trained.items()}
@@ -49,7 +50,7 @@ def phase_loads(config: Config, models: Models, workload: Workload) -> list[Load
             in_passes = held if has_all else {"parameters": held["parameters"], **stays}
             there = [_named(role, parts) | beside | {"reserve": TRAINER_RESERVE} for parts in (held, in_passes)]
             training += _training(config.placed(role), where, *there, memory, passing)
-    loads = training if workload.is_offline else [*training, *_engine(config, models, states)]
+    loads = training if workload.is_offline else [*training, *_engine(config, models, states, cluster)]
     return _fullest(loads)
 
 
@@ -139,15 +140,18 @@ def _training(
     ]
 
 
-def _engine(config: Config, models: Models, states: Mapping[Role, list[dict[str, float]]]) -> list[Load]:
+def _engine(
+    config: Config, models: Models, states: Mapping[Role, list[dict[str, float]]], cluster: Cluster
+) -> list[Load]:
     """Returns the loads of the phases in which the engine is awake, for each stage of the actor, whose ranks the
     engine's meet on their GPUs if they are colocated."""
     rollout, actor = config.rollout, models.actor
     whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
     weights = actor.engine_bytes(rollout.tp, config.model.dtype, whole_experts)
     awake: dict[str, float] = {"reserve": ENGINE_RESERVE + (TRAINER_RESERVE if config.is_colocated else 0)}
-    if config.sends_weights:
-        awake["refit: buckets"] = staging_bytes(config, weights)
+    if weights_travel(config, cluster.gpus_per_node):
+        # Colocated, a GPU has those of a rank that sends and of one that receives.
+        awake["refit: buckets"] = staging_bytes(config, weights) * (2 if config.is_colocated else 1)
     awake |= _reward(config, models, ENGINE)
     spans = device_spans(config)
     fullest = {

@@ -14,7 +14,6 @@ from megarl.core.errors import UserError
 from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import GIB
 from megarl.planning.plan import Planned, describe_layout
-from megarl.planning.shared_gpu_rules import missing_parts
 from megarl.planning.step_plan import StepPlan, StepTimes, host_memory
 from megarl.resharding.planning.preview import show_bytes
 
@@ -131,7 +130,6 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         rows.append(("", f"a GPU sends in a step: {sent}"))
     if times.refit is not None:
         rows.append(("refit", f"{show_bytes(times.refit.entering)} enter each node of engines"))
-    rows += [("missing", f"a run refuses this so far: {line}") for line in missing_parts(config, cluster.gpus_per_node)]
     overlapped = times.overlapped(config.is_colocated)
     if overlapped is not None:
         rows.append(("async", _asynchrony(config, times, overlapped)))

@@ -12,7 +12,6 @@ from megarl.planning.layouts import Sizes, broken_rules, training_layouts, with_
 from megarl.planning.memory import Recompute, item_bytes
 from megarl.planning.parameters import Models
 from megarl.planning.rollout_time import kv_bytes
-from megarl.planning.shared_gpu_rules import missing_parts
 from megarl.planning.step_plan import StepPlan, plan_step
 from megarl.planning.workload import Workload
 
@@ -30,7 +29,7 @@ SPARE_GIB = 1.0
 class Found:
     """The result of a search.
 
-    plans     recipes that fit, the fastest first; last, those that a run refuses so far, see missing_parts
+    plans     recipes that fit, the fastest first
     nearest   the one that lacks least memory, where none fits
     refused   lines for sizes that the model does not divide by
     tried     layouts for training that keep all rules
@@ -67,7 +66,7 @@ def search(config: Config, hf_config: Mapping[str, Any], models: Models, workloa
         lacking += [] if least is None else [least]
     if lacking:
         nearest = min(lacking, key=lambda plan: plan.fullest.total)
-    plans.sort(key=lambda plan: (not _runs(plan), plan.times.seconds))
+    plans.sort(key=lambda plan: plan.times.seconds)
     return Found(tuple(plans), None if plans else nearest, tuple(sizes.refused), tried)
 
 
@@ -134,23 +133,14 @@ def _for_roles(config: Config, models: Models, **keys: Any) -> Config:
 
 
 def _shortlist(trained: list[StepPlan]) -> list[StepPlan]:
-    """Returns the plans that train fastest, and those whose states take least memory: of all on as many GPUs, and of
-    those that can run."""
+    """Returns the plans that train fastest, and those whose states take least memory, of those on as many GPUs."""
     found: list[StepPlan] = []
     for gpus in dict.fromkeys(plan.config.actor.layout.world_size for plan in trained):
         on_as_many = [plan for plan in trained if plan.config.actor.layout.world_size == gpus]
-        for plans in (on_as_many, list(filter(_runs, on_as_many))):
-            fastest = sorted(plans, key=lambda plan: plan.times.seconds)[:FASTEST]
-            smallest = sorted(plans, key=lambda plan: (plan.fullest.total, plan.times.seconds))[:SMALLEST]
-            for plan in (*fastest, *smallest):
-                if plan not in found:
-                    found.append(plan)
+        fastest = sorted(on_as_many, key=lambda plan: plan.times.seconds)[:FASTEST]
+        smallest = sorted(on_as_many, key=lambda plan: (plan.fullest.total, plan.times.seconds))[:SMALLEST]
+        found += [plan for plan in (*fastest, *smallest) if plan not in found]
     return found
-
-
-def _runs(plan: StepPlan) -> bool:
-    """Returns whether megarl can run it so far."""
-    return not missing_parts(plan.config, plan.cluster.gpus_per_node)
 
 
 def _with_engines(
@@ -171,7 +161,7 @@ def _with_engines(
                 fitting.append(found)
             elif least is None or found.fullest.total < least.fullest.total:
                 least = found
-    fitting.sort(key=lambda found: (not _runs(found), found.times.seconds))
+    fitting.sort(key=lambda found: found.times.seconds)
     return fitting[:1], least
 
 

@@ -42,29 +42,11 @@ def sharing_ranks_do_not_send(config: Config) -> str | None:
     )
 
 
-def shared_nodes_have_all_weights(config: Config, gpus_per_node: int) -> str | None:
-    """Colocated, engines read what is on their own node: NCCL does not send from a GPU to itself, and so not what may
-    lie on the same GPU."""
-    layout = config.actor.layout
-    if not _shares_gpus(config) or stays_in_nodes(layout, gpus_per_node, _first_of_actor(config)):
-        return None
-    return (
-        f"actor.layout: with pp={layout.pp}, tp={layout.tp}, ep={layout.ep} and etp={layout.expert_tp} no node of "
-        f"{gpus_per_node} GPUs has all weights, which colocated engines read on their own node; set pp=1, and ep x etp "
-        f"to a divisor of {gpus_per_node}, let cluster.roles begin with a node, or set cluster.placement=disaggregated"
-    )
-
-
-def missing_parts(config: Config, gpus_per_node: int) -> list[str]:
-    """Returns lines with what a run on such nodes would need, and megarl does not do so far."""
-    missing = []
-    if _shares_gpus(config) and not stays_in_nodes(config.actor.layout, gpus_per_node, _first_of_actor(config)):
-        missing.append("colocated, engines only read weights that are on their own node")
-    return missing
-
-
-def _first_of_actor(config: Config) -> int:
-    return device_spans(config)[NAMES["actor"]].start
+def weights_travel(config: Config, devices_per_node: int) -> bool:
+    """Returns whether a refit sends something: all of it, or, where engines read what is on their own node, what other
+    nodes have."""
+    first = device_spans(config)[NAMES["actor"]].start
+    return config.sends_weights or not stays_in_nodes(config.actor.layout, devices_per_node, first)
 
 
 def stays_in_nodes(layout: Layout, devices_per_node: int, first: int) -> bool:

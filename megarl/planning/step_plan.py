@@ -158,7 +158,7 @@ def plan_step(config: Config, models: Models, workload: Workload, cluster: Clust
         config=config,
         cluster=cluster,
         workload=workload,
-        loads=tuple(phase_loads(config, models, workload)),
+        loads=tuple(phase_loads(config, models, workload, cluster)),
         host=host_parts(config, models, workload, cluster),
         times=step_times(config, models, workload, cluster),
     )

@@ -56,6 +56,13 @@ RECIPES = {
 }
 
 
+TRANSPORTS = {
+    "colocated PPO on 2": "shared_memory",
+    "colocated GRPO on 2": "shared_memory in a node, p2p between them",
+    "disaggregated GAE on 3": "p2p",
+}
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that all machines see, with a recipe in it."""
@@ -149,7 +156,7 @@ def test_a_run_over_nodes_learns_what_one_machine_does(machines: list[Machine], 
     with cluster_run(machines[:count], shared, f"{short}-nodes", *overrides) as run:
         assert [run.end(i, RUN_S if i == 0 else END_S) for i in range(count)] == [0] * count, run.output(0)
         run.check_nothing_is_left()
-    assert f"refit: by {'shared_memory' if 'colocated PPO' in name else 'p2p'}, the first" in run.output(0)
+    assert f"refit: by {TRANSPORTS[name]}, the first" in run.output(0)
     assert len(learned(run.folder)) == STEPS
     assert learned(run.folder) == learned(alone)
     for file in sorted((alone / "rollouts").iterdir()):

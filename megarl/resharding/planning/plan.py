@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -138,6 +138,28 @@ class Plan:
         """Whether something travels from one machine to another."""
         links = (link for bucket in self.buckets for link in (*bucket.links, *bucket.onward))
         return any(self.nodes[source] != self.nodes[destination] for source, destination in links)
+
+    @cached_property
+    def near(self) -> Plan:
+        """The part of the plan that its destinations can read at its sources, on their own node."""
+        return self._only(self._is_near, is_far=False)
+
+    @cached_property
+    def far(self) -> Plan:
+        """The other part: what comes from other nodes, and what destinations hand on."""
+        return self._only(lambda link: not self._is_near(link), is_far=True)
+
+    def _is_near(self, link: Link) -> bool:
+        return link.source < self.num_sources and self.nodes[link.source] == self.nodes[link.destination]
+
+    def _only(self, wanted: Callable[[Link], bool], is_far: bool) -> Plan:
+        """Returns the plan with the wanted links alone, and their order if they are far. Buckets keep their numbers."""
+        buckets = (
+            replace(bucket, links=tuple(filter(wanted, bucket.links)), onward=bucket.onward if is_far else ())
+            for bucket in self.buckets
+        )
+        order = (hop for hop in self.order if is_far and wanted(hop.link))
+        return replace(self, buckets=tuple(buckets), order=tuple(order))
 
     def into(self, name: str) -> Writes:
         """Returns what is written into one holder. Raises ValueError for a name that is not a destination's."""

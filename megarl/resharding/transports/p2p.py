@@ -110,7 +110,8 @@ class PointToPoint:
         self._member, self._plan = member, plan
         self._parameters = parameters if in_place else {}
         self._rank = plan.holders.index(member)
-        assert plan.order or not plan.buckets, "a plan without an order; see schedule.ordered"
+        travels = any(bucket.links or bucket.onward for bucket in plan.buckets)
+        assert plan.order or not travels, "a plan without an order; see schedule.ordered"
         self._hops = [hop for hop in plan.order if self._rank in hop.link]
         self._tags: Counter[Link] = Counter()
         """The number of messages of each link so far, which both ends count alike."""

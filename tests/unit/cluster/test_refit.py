@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,8 @@ class FakeTrainers:
 
     def connect(self, plan, rendezvous) -> Pending[None]:
         assert len(plan.order), "who sends follows it"
+        if "Far" in type(rendezvous).__name__:
+            self._log.append("trainers connect")
         return ready(None)
 
     def start_sending(self) -> dict:
@@ -68,11 +71,14 @@ class FakeEngines:
         self.dying_when_told: set[str] = set()
         self.told: list[tuple[str, ...]] = []
         """Destinations of the plans."""
+        self.node_of = {"0": 0, "1": 0}
 
     @property
     def holders(self) -> list:
         return [
-            holder for holder in vllm_holders(config_of(), 1, 2, "float32") if f"engine-{holder.name[5]}" in self.names
+            replace(holder, node=self.node_of[holder.name[5]])
+            for holder in vllm_holders(config_of(), 1, 2, "float32")
+            if f"engine-{holder.name[5]}" in self.names
         ]
 
     @property
@@ -154,6 +160,23 @@ def test_the_machine_and_the_placement_choose_the_transport(
     channel = channel or ("CudaMemory" if on_gpus else "SharedMemory")
     assert [line for line in log if "connect" in line] == [f"connect {channel}"]
     assert ("send" in log) == (channel == "Rendezvous")
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_engines_on_several_nodes_read_what_is_near_and_are_sent_the_rest(prepare, on_gpus: bool) -> None:
+    """Where weights move they are published anew; the connections stay, as long as no engine is lost."""
+    workers, engines, log = prepare(on_gpus, "cluster.nodes=2", *(["actor.offload=[parameters]"] if on_gpus else []))
+    engines.node_of = {"0": 0, "1": 1}
+    publish = "publish on gpu for vllm:0.0, vllm:1.0" if on_gpus else "publish"
+    again = [publish, "connect NearAndFar"]
+    for version in (1, 2):
+        workers.refit.run(version)
+    refit = ["send", "wake weights, refit"]
+    assert log == ["trainers connect", *again, *refit, *(again if on_gpus else []), *refit]
+    assert workers.refit.transport == f"{'cuda_ipc' if on_gpus else 'shared_memory'} in a node, p2p between them"
+    engines.dying = {"engine-1"}
+    workers.refit.run(3)
+    assert engines.told[-1] == ("vllm:0.0",) and log[-1] == "wake weights, refit"
 
 
 @pytest.mark.parametrize("offload", ["[gradients]", "[parameters]"])

@@ -16,7 +16,6 @@ from megarl.launch.request import Request
 from megarl.planning.hardware import read_cluster
 from megarl.planning.parameters import ModelParameters
 from megarl.planning.plan import plan_recipe
-from megarl.planning.shared_gpu_rules import missing_parts
 from tests.h100_recipes import RECIPES, H100Recipe
 from tests.paths import ROOT
 from tests.unit.resharding.megatron_world import real_rank
@@ -31,7 +30,7 @@ each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name
 def test_its_step_fits_with_room_to_spare(recipe: H100Recipe, tmp_path: Path) -> None:
     config = load(recipe.file, recipe.overrides(tmp_path))
     plan = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100"), as_it_is=True).best
-    assert plan.problem is None and missing_parts(config, 8) == []
+    assert plan.problem is None
     assert plan.fullest.total <= (1 - LEAST_FREE) * plan.cluster.memory_bytes, plan.fullest.arithmetic
 
 

@@ -8,9 +8,10 @@ from itertools import product
 import pytest
 
 from megarl.config.load import load
-from megarl.planning.shared_gpu_rules import shared_nodes_have_all_weights, stays_in_nodes
+from megarl.planning.shared_gpu_rules import stays_in_nodes, weights_travel
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.schedule import ordered
 from tests.paths import BASE
 from tests.published_models import CONFIGS
 
@@ -32,18 +33,30 @@ def test_the_rule_tells_whether_a_plan_leaves_the_nodes(layout: dict, each: int,
     sides = megatron_holders(model, config.actor.layout), vllm_holders(model, 2, 8)
     placed = [[replace(holder, node=i // each, device=i) for i, holder in enumerate(side, first)] for side in sides]
     assert make_plan(*placed).crosses_nodes == (not stays_in_nodes(config.actor.layout, each, first))
+    if first == 0:
+        assert weights_travel(config, each) == (not stays_in_nodes(config.actor.layout, each, first))
 
 
-def test_a_pipeline_over_colocated_nodes_is_refused_with_the_remedy() -> None:
-    keys = [
-        "model.path=qwen",
-        "data.source=arithmetic",
-        "actor.layout.pp=2",
-        "actor.layout.dp=8",
-        "rollout.replicas=16",
-    ]
-    message = shared_nodes_have_all_weights(load(BASE, keys), gpus_per_node=8)
-    assert "with pp=2, tp=1, ep=1 and etp=1 no node of 8 GPUs has all weights" in message
-    assert "set pp=1, and ep x etp to a divisor of 8, let cluster.roles begin with a node, or set" in message
-    assert shared_nodes_have_all_weights(load(BASE, [*keys, "cluster.placement=disaggregated"]), 8) is None
-    assert shared_nodes_have_all_weights(load(BASE, [*keys, "actor.layout.pp=1", "actor.layout.dp=16"]), 8) is None
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("each", [2, 4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
+def test_no_gpu_sends_to_itself_where_engines_read_what_is_near(layout: dict, each: int, tp: int) -> None:
+    """NCCL could not. Near and far together are the plan; only the far part is sent, and only it has an order."""
+    keys = [f"actor.layout.{key}={value}" for key, value in layout.items()]
+    config = load(BASE, ["model.path=qwen", "data.source=arithmetic", "model.dtype=float32", *keys])
+    model = CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2, "num_experts": 8}
+    sides = megatron_holders(model, config.actor.layout), vllm_holders(model, tp, 16 // tp)
+    placed = [[replace(holder, node=i // each, device=i) for i, holder in enumerate(side)] for side in sides]
+    plan = ordered(make_plan(*placed))
+    device = dict(zip(range(32), plan.devices, strict=True))
+    for hop in plan.far.order:
+        assert device[hop.link.source] != device[hop.link.destination]
+        bucket = plan.far.buckets[hop.bucket]
+        assert (hop.link in bucket.links) != (hop.link in bucket.onward)
+    sent = sum(len(bucket.links) + len(bucket.onward) for bucket in plan.far.buckets)
+    assert len(plan.far.order) == sent and not plan.near.order
+    for name in plan.destinations:
+        parts = (*plan.near.into(name).copies, *plan.far.into(name).copies)
+        assert sorted(parts) == sorted(plan.into(name).copies)
+        node = plan.nodes[plan.holders.index(name)]
+        assert {plan.nodes[plan.holders.index(copy.source)] for copy in plan.near.into(name).copies} <= {node}
