@@ -52,6 +52,7 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
 
 def transport_of(config: Config, found: Figures) -> str:
     """Returns a line that says how the recipe's weights come to its engines. found: the figures of their plan."""
-    sends = config.sends_weights or found.bytes_by_link["inter"] > 0
-    way = "sent, over NCCL or gloo" if sends else "read where they lie, by CUDA IPC or in shared memory"
+    way = "sent, over NCCL or gloo" if config.sends_weights else "read where they lie, by CUDA IPC or in shared memory"
+    if not config.sends_weights and found.bytes_by_link["inter"] > 0:
+        way += "; sent from node to node, over NCCL or gloo, where an engine's node lacks them"
     return f"cluster.placement={config.cluster.placement}, rollout.transport={config.rollout.transport}: {way}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import time
@@ -24,9 +25,11 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.plan import Link, Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, schedule
-from megarl.resharding.transports import bucket_layout
+from megarl.resharding.transports import bucket_layout, shared_memory
 from megarl.resharding.transports.local import LocalMemory
+from megarl.resharding.transports.near_and_far import FarRendezvous, NearAndFar
 from megarl.resharding.transports.p2p import UNUSED_TAG, PointToPoint, Rendezvous
+from megarl.resharding.transports.shared_memory import SharedMemory
 from tests.forked import run_ranks
 from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
 from tests.unit.resharding.planning.test_planner import holder as holder_of
@@ -69,13 +72,21 @@ class Case:
     """A model in random weights, as it should be at every member of a plan."""
 
     def __init__(
-        self, layout, vllm_tp: int, replicas: int, bucket_bytes: int, nodes: tuple[int, ...] = (), vocabulary: int = 37
+        self,
+        layout,
+        vllm_tp: int,
+        replicas: int,
+        bucket_bytes: int,
+        nodes: tuple[int, ...] = (),
+        vocabulary: int = 37,
+        source_nodes: tuple[int, ...] = (),
     ):
-        """nodes: of the engines' workers (none given: all are where the sources are)."""
+        """nodes: of the engines' workers (none given: all are where the sources are, on node 0)."""
         config = config_of(num_key_value_heads=2, vocab_size=vocabulary)
         folder = huggingface_holder(config)
         checkpoint = random_checkpoint(config)
-        self.sources = [in_dtypes(holder) for holder in megatron_holders(config, layout, vocab_multiple=4)]
+        ranks = [in_dtypes(holder) for holder in megatron_holders(config, layout, vocab_multiple=4)]
+        self.sources = [replace(r, node=n) for r, n in zip(ranks, source_nodes or [0] * len(ranks), strict=True)]
         workers = [in_dtypes(holder) for holder in vllm_holders(config, vllm_tp, replicas)]
         self.destinations = [replace(w, node=n) for w, n in zip(workers, nodes or [0] * len(workers), strict=True)]
         self.plan = ordered(make_plan(self.sources, self.destinations, bucket_bytes))
@@ -102,10 +113,14 @@ class Case:
         if rank == 0:
             self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("port", str(self._rendezvous.port))
+        own = self.own(rank)
+        return self.rendezvous(store, kind, "refit").open(self.members[rank].name, own, self.part(rank)), own
+
+    def own(self, rank: int) -> dict[str, torch.Tensor]:
+        """A member's parameters, those of a destination without weights."""
         holder = self.members[rank]
         own = self.empty(holder) if holder in self.destinations else self.weights[holder.name]
-        own = {name: tensor.clone() for name, tensor in own.items()}
-        return self.rendezvous(store, kind, "refit").open(holder.name, own, self.part(rank)), own
+        return {name: tensor.clone() for name, tensor in own.items()}
 
     def rendezvous(self, store: dist.Store, kind: type[Rendezvous], name: str) -> Rendezvous:
         return kind("127.0.0.1", int(store.get("port")), name, self.timeout_s)
@@ -166,6 +181,55 @@ def test_arrives_bit_for_bit_through_two_buffers(layout, vllm_tp, replicas, node
         assert 0 < staged <= 2 * largest
         assert allocated == staged, "bytes beside the buffers"
         assert hops == simulated[rank]
+
+
+def read_near_and_far(store: dist.Store, rank: int, case: Case) -> int:
+    """Twice; for the second time the near weights are published anew, and the connections stay. Returns the bytes that
+    the member has sent."""
+    holder = case.members[rank]
+    receives, ends = holder in case.destinations, set()
+    transport, own = (None, case.own(rank)) if receives else case.open(store, rank, FarRendezvous)
+    for factor in (1, 2):
+        if not receives:
+            for tensor in own.values():
+                tensor.mul_(factor)
+            store.set(f"{holder.name} {factor}", pickle.dumps(shared_memory.publish(own)))
+            num_bytes = transport.send().num_bytes
+        else:
+            beside = [source.name for source in case.sources if source.node == holder.node]
+            near = SharedMemory({name: pickle.loads(store.get(f"{name} {factor}")) for name in beside})
+            channel = NearAndFar(near, case.rendezvous(store, FarRendezvous, "refit"))
+            transport = channel.open(holder.name, own, case.part(rank))
+            ends.add(transport._far)
+            execute(case.part(rank).into(holder.name), own, transport)
+            assert len(ends) == 1, "it would connect anew"
+            wrong = [n for n, t in own.items() if not torch.equal(t, factor * case.weights[holder.name][n])]
+            assert not wrong
+            num_bytes = transport._far.sent.num_bytes
+        store.add(f"done {factor}", 1)
+        while store.add(f"done {factor}", 0) < len(case.members):  # who gives stays as it is while others read
+            time.sleep(0.01)
+    return num_bytes
+
+
+@pytest.mark.parametrize(
+    ("vllm_tp", "nodes", "bucket_bytes"), [(1, (0, 0, 1, 1), 256), (2, (0, 0, 1, 1), 2**20), (2, (0, 1), 256)]
+)
+def test_what_is_near_is_read_and_only_the_rest_travels(vllm_tp, nodes, bucket_bytes):
+    """Two nodes with a pipeline stage each, of which the engines on both want both; the last engine lies on both."""
+    replicas = len(nodes) // vllm_tp
+    case = Case(layout_of(pp=2, dp=2), vllm_tp, replicas, bucket_bytes, nodes, source_nodes=(0, 0, 1, 1))
+    assert any(bucket.onward for bucket in case.plan.buckets) == (replicas > 1)
+    sent = run_ranks(len(case.members), read_near_and_far, case)
+    crossing = [
+        bucket.num_bytes
+        for bucket in case.plan.buckets
+        for link in bucket.links
+        if case.plan.nodes[link.source] != case.plan.nodes[link.destination]
+    ]
+    handed_on = [bucket.num_bytes for bucket in case.plan.buckets for _ in bucket.onward]
+    assert sum(sent[: len(case.sources)]) == sum(crossing) and sum(sent) == sum(crossing) + sum(handed_on)
+    assert case.plan.near.num_bytes + sum(sent) == case.plan.num_bytes
 
 
 @in_layouts
