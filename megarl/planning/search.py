@@ -139,7 +139,7 @@ def _shortlist(trained: list[StepPlan]) -> list[StepPlan]:
         on_as_many = [plan for plan in trained if plan.config.actor.layout.world_size == gpus]
         fastest = sorted(on_as_many, key=lambda plan: plan.times.seconds)[:FASTEST]
         smallest = sorted(on_as_many, key=lambda plan: (plan.fullest.total, plan.times.seconds))[:SMALLEST]
-        found += [plan for plan in (*fastest, *smallest) if plan not in found]
+        found += fastest + [plan for plan in smallest if plan not in fastest]
     return found
 
 

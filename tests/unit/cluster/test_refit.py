@@ -164,7 +164,7 @@ def test_the_machine_and_the_placement_choose_the_transport(
 
 @pytest.mark.parametrize("on_gpus", [False, True])
 def test_engines_on_several_nodes_read_what_is_near_and_are_sent_the_rest(prepare, on_gpus: bool) -> None:
-    """Where weights move they are published anew; the connections stay, as long as no engine is lost."""
+    """Weights that move are published anew; the connections stay, as long as no engine is lost."""
     workers, engines, log = prepare(on_gpus, "cluster.nodes=2", *(["actor.offload=[parameters]"] if on_gpus else []))
     engines.node_of = {"0": 0, "1": 1}
     publish = "publish on gpu for vllm:0.0, vllm:1.0" if on_gpus else "publish"

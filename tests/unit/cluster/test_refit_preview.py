@@ -65,7 +65,9 @@ def test_the_transport_is_the_recipes(model: Path) -> None:
     assert transport_of(colocated, preview_refit(colocated, 8, SPEEDS)).endswith(
         "cluster.placement=colocated, rollout.transport=auto: read where they lie, by CUDA IPC or in shared memory"
     )
-    assert transport_of(colocated, preview_refit(colocated, 2, SPEEDS)).endswith("auto: sent, over NCCL or gloo")
+    assert transport_of(colocated, preview_refit(colocated, 2, SPEEDS)).endswith(
+        "in shared memory; sent from node to node, over NCCL or gloo, where an engine's node lacks them"
+    )
     assert transport_of(apart, preview_refit(apart, 8, SPEEDS)).endswith("auto: sent, over NCCL or gloo")
 
 
