@@ -110,6 +110,7 @@ class Session:
     def _gather(self, meeting: Meeting, config: Config, store_bytes: int) -> None:
         """Waits until all nodes have joined."""
         host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+        print(f"Ray: its head is at {host}:{port}", flush=True)
         token, versions = os.environ["RAY_AUTH_TOKEN"], installed_versions(PACKAGES)
         invitation = Invitation(
             id=secrets.token_hex(8),

@@ -32,17 +32,15 @@ MEASURED = ("time/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit
 
 COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]
 RECIPES = {
-    # Each node has all weights, which its engine reads in shared memory; else they are sent.
+    # Each node has a stage of the actor, and of the engine's ranks one, which takes both: one is sent. The critic's
+    # ranks have all of it.
     "colocated PPO on 2": (
         2,
         [
             *("algorithm.advantage={estimator: gae, gae_lambda: 1.0}", "critic.layout.dp=2", "critic.threads=1"),
-            *("actor.layout.pp=1", "actor.layout.dp=2", "rollout.replicas=2"),
+            "rollout.tp=2",
         ],
     ),
-    # The engine has a rank on each, and so has the actor, whose ranks hold a stage: half of what each rank takes is on
-    # the other node.
-    "colocated GRPO on 2": (2, ["rollout.tp=2"]),
     # Actor and critic take turns on the first two, and the engine has the third.
     "disaggregated GAE on 3": (
         3,
@@ -57,8 +55,7 @@ RECIPES = {
 
 
 TRANSPORTS = {
-    "colocated PPO on 2": "shared_memory",
-    "colocated GRPO on 2": "shared_memory in a node, p2p between them",
+    "colocated PPO on 2": "shared_memory in a node, p2p between them",
     "disaggregated GAE on 3": "p2p",
 }
 
