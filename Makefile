@@ -13,7 +13,7 @@ SLOWEST := --durations=10
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs exhaustive-ranks \
-	test-newest test-cluster resolve-gpu lint clean
+	test-newest test-cluster soak resolve-gpu lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs (15)"
 	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
 	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (15)"
+	@echo "make soak        test-cluster, and then a job that twenty seeded faults hit (30)"
 	@echo "make resolve-gpu  the packages of the container for H100s go together, by pip's resolver (1)"
 	@echo "make lint        ruff and shellcheck"
 
@@ -82,7 +83,11 @@ test-newest: $(NEWEST_DONE)
 test-cluster: $(DONE)
 	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge slurmctld:slurmctld \
 		slurmd:slurmd sbatch:slurm-client
-	@$(RUN) -m pytest tests/cluster $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+
+# A job through twenty seeded faults: for a change of what goes on after them, as it takes a quarter of an hour.
+soak: test-cluster
+	@$(RUN) -m pytest tests/cluster -m exhaustive --capture=no
 
 # The container for H100s: pip asks for what it would install, for another Python than this one.
 resolve-gpu: $(DONE)

@@ -77,8 +77,8 @@ class Machine:
 
     def processes(self) -> list[str]:
         """Returns the command lines of all its processes but those that keep it running."""
-        listed = [line.split(maxsplit=1) for line in self.run("ps", "-eo", "pid=,args=").splitlines()]
-        own = ("sleep infinity", "ps -eo pid=,args=")
+        listed = [line.split(maxsplit=1) for line in self.run("ps", "-wweo", "pid=,args=").splitlines()]
+        own = ("sleep infinity", "ps -wweo pid=,args=")
         return [words for pid, words in listed if pid != "1" and words not in own]
 
     def files(self) -> list[str]:

@@ -3,6 +3,7 @@ machine does that nobody interrupts."""
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
@@ -19,6 +20,16 @@ from tests.e2e.run import write_recipe
 from tests.paths import ROOT
 
 STARTED_S, ENDED_S = 300, 240
+SEED, STEPS_OF_SOAK = 20, 250
+VICTIMS = (
+    "ray::TrainerActor",
+    "ray::EngineActor",
+    "ray::RewardActor",
+    "raylet/raylet",
+    "gcs_server",
+    "megarl.cli train",
+)
+"""What the command lines have of the processes that the soak kills."""
 ATTEMPT = "job: attempt on "
 REWARD = """
 import time
@@ -216,6 +227,39 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     run = Launched(cluster, shared, "soak", *options, rewards, last)
     cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
     assert run.log.splitlines()[-1] == "job: done"
+    assert learned(run.folder) == learned(alone)
+    theirs, ours = (load_file(folder / "model/model.safetensors") for folder in (alone, run.folder))
+    assert theirs.keys() == ours.keys() and all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+    run.check_nothing_is_left()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_a_job_gets_to_its_last_step_through_twenty_seeded_faults(cluster: Slurm, shared: Path) -> None:
+    """A process of the run is killed on one of its nodes, at any time of a step, again and again: each time another
+    attempt of the job goes on after the last checkpoint, two of them after the queue. It ends as a run that nobody
+    interrupts."""
+    cluster.wait_for_nodes(ENDED_S)  # of the jobs before
+    (shared / "slow").touch()
+    chance = random.Random(SEED)
+    rewards = f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]"
+    keys = [rewards, "checkpoint.every_steps=1", f"run.steps={STEPS_OF_SOAK}"]
+    run = Launched(
+        cluster, shared, "twenty", "--nodes=2", "--spares=1", "--time=60", "--restarts=9", "--stalled=5", *keys
+    )
+    machines = {machine.name: machine for machine in cluster.machines}
+    faults = [chance.choice(VICTIMS) for _ in range(20)]
+    for number, victim in enumerate(faults, 1):
+        nodes = run.wait_for_attempt(number)
+        time.sleep(chance.uniform(0, 2))
+        there = [machines[n] for n in nodes if any(victim in line for line in machines[n].processes())]
+        chance.choice(there).run("pkill", "--signal", "KILL", "--full", victim)
+        print(f"fault {number}: {victim} on {nodes}, after {run.steps} steps", flush=True)
+    (shared / "slow").unlink()
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
+    assert run.log.splitlines()[-1] == "job: done"
+    assert len(run.attempts) == 1 + len(faults) and set(VICTIMS) == set(faults)
+    alone = on_one_machine(shared, "alone-twenty", *COMMON, *keys)
     assert learned(run.folder) == learned(alone)
     theirs, ours = (load_file(folder / "model/model.safetensors") for folder in (alone, run.folder))
     assert theirs.keys() == ours.keys() and all(bool((ours[name] == theirs[name]).all()) for name in theirs)
