@@ -46,7 +46,7 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
     # The nodes are equal, but for those where another model begins or ends; too few GPUs are told by other rules.
     ends = {end for span in spans.values() for end in (span.start, span.stop - 1)}
     for gpu in sorted(ends.union(range(here)).intersection(spans[ENGINE])):
-        load = fullest_phase(config, models.hf_config, trained, reward, gpu)
+        load = fullest_phase(config, models.hf_config, trained, reward, gpu, here)
         raise_all([fits(gpu, device.memory_bytes(gpu % here), load)])
 
 
@@ -143,6 +143,24 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
     )
 
 
+def parts_of_an_engine_have_one_rank(config: Config) -> str | None:
+    """Refuses what vLLM has without a GPU for one rank on each node only."""
+    if config.is_offline:
+        return None
+    places, tp = -(-num_devices(config) // config.cluster.nodes), config.rollout.tp
+    if places == 1 or tp <= places:
+        return None
+    return (
+        f"rollout.tp={tp}: without a GPU an engine over several nodes has one rank on each, and cluster.nodes="
+        f"{config.cluster.nodes} have places for {places} ranks of a role each; set rollout.tp to at most {places}, or "
+        "cluster.nodes to the number of ranks"
+    )
+
+
 _GPU_RULES: tuple[Callable[[Config], str | None], ...] = (gpus_suffice, *shared_gpu_rules.RULES)
 
-_CPU_RULES: tuple[Callable[[Config], str | None], ...] = (parameters_can_move, ranks_of_an_engine_have_cores)
+_CPU_RULES: tuple[Callable[[Config], str | None], ...] = (
+    parameters_can_move,
+    ranks_of_an_engine_have_cores,
+    parts_of_an_engine_have_one_rank,
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+CONTEXT = 6
+"""The tokens of the prompt before a response that tell how its text begins: some tokenizers give the first token of a
+text no space."""
+
+UNDECODED = "\N{REPLACEMENT CHARACTER}"
+"""The text of bytes that are no character, such as the first of one whose others have not been sampled."""
+
+MOST_BYTES = 4
+"""The bytes of a character in UTF-8, at most."""
 
 
 def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
@@ -26,6 +37,23 @@ def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
+    """Returns what the response adds to the prompt's text, without special tokens, nor an incomplete character at its
+    end."""
+    context = list(prompt_ids[-CONTEXT:])
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode([*context, *ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    start, whole = len(decode([])), decode(response_ids)
+    for incomplete in range(1, MOST_BYTES):
+        if not whole.endswith(UNDECODED):
+            break
+        # Without what is incomplete: some tokenizers show no byte before it, either.
+        whole = decode(response_ids[: max(0, len(response_ids) - incomplete)])
+    return whole[start:].rstrip(UNDECODED)
 
 
 def _is_generic(folder: Path) -> bool:

@@ -16,8 +16,7 @@ from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.memory import RankMemory, forward_bytes, item_bytes, stage_memory
 from megarl.planning.object_store import object_store_mib
 from megarl.planning.parameters import ModelParameters, Models
-from megarl.planning.shared_gpu import Load, engine_loads, reward_model_parts, staying
-from megarl.planning.shared_gpu_rules import weights_travel
+from megarl.planning.shared_gpu import Load, engine_loads, reward_model_parts, staging_parts, staying
 from megarl.planning.workload import Workload
 
 TRAINER_RESERVE = 3 * GIB
@@ -149,9 +148,7 @@ def _engine(
     whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
     weights = actor.engine_bytes(rollout.tp, config.model.dtype, whole_experts)
     awake: dict[str, float] = {"reserve": ENGINE_RESERVE + (TRAINER_RESERVE if config.is_colocated else 0)}
-    if weights_travel(config, cluster.gpus_per_node):
-        # Colocated, a GPU has those of a rank that sends and of one that receives.
-        awake["refit: buckets"] = staging_bytes(config, weights) * (2 if config.is_colocated else 1)
+    awake |= staging_parts(config, weights, cluster.gpus_per_node)
     awake |= _reward(config, models, ENGINE)
     spans = device_spans(config)
     fullest = {
@@ -166,12 +163,6 @@ def _engine(
         *others, sampling = engine_loads(config, on_gpu, weights, awake)
         loads += [*others, replace(sampling, parts={**sampling.parts, **logits})]
     return loads
-
-
-def staging_bytes(config: Config, engine_bytes: float) -> float:
-    """Returns the bytes of the two messages that a process holds in a refit by p2p (rollout.refit_bucket_mib)."""
-    given = config.rollout.refit_bucket_mib
-    return 2 * (min(engine_bytes / 64, 256 * 2**20) if given is None else given * 2**20)
 
 
 def _fullest(loads: list[Load]) -> list[Load]:

@@ -154,7 +154,8 @@ def _with_engines(
     gpus = cluster.num_gpus if config.is_colocated else cluster.num_gpus - taken
     fitting: list[StepPlan] = []
     least: StepPlan | None = None
-    for tp in (tp for tp in sizes.engine if gpus and gpus % tp == 0):
+    whole = [tp for tp in sizes.engine if tp <= cluster.gpus_per_node or tp % cluster.gpus_per_node == 0]
+    for tp in (tp for tp in whole if gpus and gpus % tp == 0):
         for offload in OFFLOADS if config.is_colocated else OFFLOADS[:1]:
             found = _with_engine(config, models, workload, cluster, tp, gpus // tp, offload)
             if found.problem is None:

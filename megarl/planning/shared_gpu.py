@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.planning.device_spans import ENGINE, NAMES, device_spans
 from megarl.planning.memory import RankMemory, item_bytes, rank_memory
+from megarl.planning.shared_gpu_rules import weights_travel
 from megarl.resharding.families import huggingface_holder, vllm_holder
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def fullest_phase(
     trained: Mapping[Role, Mapping[str, Any]],
     reward: Mapping[str, Any] | None,
     gpu: int,
+    gpus_per_node: int,
 ) -> Load:
     """Returns the fullest of the phases in which the engine is awake. For training, when it sleeps, see rank_memory.
 
@@ -55,7 +57,8 @@ def fullest_phase(
     """
     models = {role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()}
     always = {} if reward is None else reward_model_parts(config, reward, gpu)
-    loads = engine_loads(config, models, _engine_weights(config, hf_config, gpu), always)
+    weights = _engine_weights(config, hf_config, gpu)
+    loads = engine_loads(config, models, weights, always | staging_parts(config, weights, gpus_per_node))
     return max(loads, key=lambda load: load.total)
 
 
@@ -102,6 +105,16 @@ def engine_loads(
         *(Load(phase, beside(role), remedy) for role, phase in phases.items()),
         Load("while the engine samples", rollout | always, "lower rollout.kv_cache_gib, or move more by actor.offload"),
     ]
+
+
+def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> dict[str, float]:
+    """Returns the bytes of the messages of a refit that sends something, of which each process holds two
+    (rollout.refit_bucket_mib). Colocated, a GPU has those of a rank that sends and of one that receives."""
+    if not weights_travel(config, gpus_per_node):
+        return {}
+    given = config.rollout.refit_bucket_mib
+    bucket = min(engine_bytes / 64, 256 * 2**20) if given is None else given * 2**20
+    return {"refit: buckets": bucket * (4 if config.is_colocated else 2)}
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:

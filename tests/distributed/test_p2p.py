@@ -440,8 +440,11 @@ def assembled(store: dist.Store, rank: int, case: Case) -> None:
         time.sleep(0.01)
 
 
-def test_parameters_that_nobody_has_yet_are_put_together(monkeypatch):
+@pytest.mark.parametrize("nodes", [(0,), (1, 1, 1)], ids=["alone", "handed-on"])
+def test_parameters_that_nobody_has_yet_are_put_together(monkeypatch, nodes):
+    """What a member hands on after its buffer was another's is not among its parameters."""
     monkeypatch.setattr(bucket_layout, "ALONE_BYTES", 8)
-    case = Case(layout_of(tp=2), vllm_tp=1, replicas=1, bucket_bytes=1024)
+    case = Case(layout_of(tp=2), vllm_tp=1, replicas=len(nodes), bucket_bytes=256, nodes=nodes)
+    assert any(bucket.onward for bucket in case.plan.buckets) == (len(nodes) > 1)
     case.plan = replace(case.plan, padding=())
-    run_ranks(3, assembled, case)
+    run_ranks(2 + len(nodes), assembled, case)

@@ -7,7 +7,7 @@ import os
 
 from megarl.rollout.vllm.environment import environment
 
-os.environ.update(environment(tp=1, threads=1, index=0))
+os.environ.update(environment(ranks=1, threads=1, index=0))
 
 import megarl.rollout.vllm.classifier
 import megarl.rollout.vllm.engine  # noqa: F401

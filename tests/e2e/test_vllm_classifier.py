@@ -34,7 +34,7 @@ def config(folder: Path) -> Config:
 
 def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
     """Returns the scores of SAMPLES by each model; for a process of its own."""
-    os.environ.update(environment(tp=1, threads=1, index=0))
+    os.environ.update(environment(ranks=1, threads=1, index=0))
     from megarl.rollout.vllm.classifier import VllmClassifier, classifier_arguments
 
     # All of them stay: the first one that ends would take the process group with it.

@@ -27,6 +27,7 @@ SCRIPTS = (
     "published_steps.py",
     "refit.py",
     "reshard.py",
+    "sampling.py",
     "step_vs_trl.py",
     "training_step.py",
 )

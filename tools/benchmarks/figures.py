@@ -104,7 +104,20 @@ def headlines() -> str:
 
 def figures() -> str:
     training = (step_against_trl, training_step, update_against_trl)
-    sections = (quickstart, *training, refit, saving, converting, linear_head, memory, driver, start, plans, published)
+    sections = (
+        quickstart,
+        *training,
+        refit,
+        saving,
+        converting,
+        linear_head,
+        sampling,
+        memory,
+        driver,
+        start,
+        plans,
+        published,
+    )
     return "\n\n".join(section() for section in sections)
 
 
@@ -297,6 +310,20 @@ def memory() -> str:
         f"""A rank's peak memory, measured, over its closed form (`megarl/planning/memory.py`), by
         `… training_step.py memory`{meanwhile(found, "")}: {", ".join(ratios)}; target: within 15 %."""
     )
+
+
+def sampling() -> str:
+    found = result("sampling")
+    lead = f"""What vLLM's outputs of a step with {found["sequences"]:,} sequences take, between two steps of the model,
+        median of {found["tokens"]}, by `python tools/benchmarks/sampling.py`"""
+    rows = [
+        [name, f"{run['megarl_step_ms']:.1f} ms", f"{run['vllm_step_ms']:.1f} ms"]
+        for name, run in found["runs"].items()
+    ]
+    ends = [run["megarl_decoding_ms"] for run in found["runs"].values()]
+    notes = f"""megarl decodes each response once, at its end: {max(ends):.0f} ms for all of them together."""
+    header = ["Log-probs of", "megarl", "vLLM, decoding each token"]
+    return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}\n\n{text(notes)}"
 
 
 def driver() -> str:

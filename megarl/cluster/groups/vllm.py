@@ -54,13 +54,13 @@ class VllmActor(ProcessActor):
         begin = time.time()
         with imports():
             arguments = self._arguments()
-            self._worker = self._load(arguments | self._start_others(arguments))
+        self._worker = self._load(arguments | self._start_others(arguments))
         segments.note(own_scratch())
         return Answer(None, begin, time.time())
 
     @abstractmethod
     def _arguments(self) -> dict[str, Any]:
-        """Returns the arguments of vLLM."""
+        """Returns the arguments of vLLM, which is imported here."""
 
     @abstractmethod
     def _load(self, arguments: Mapping[str, Any]) -> Any:
@@ -72,10 +72,10 @@ class VllmActor(ProcessActor):
         if len(parts) == 1:
             return {}
         from megarl.cluster.store import open_store
-        from megarl.rollout.vllm.part import Part, prepare
+        from megarl.rollout.vllm.part import Part, meet_over
 
         host = ray.util.get_node_ip_address()
-        prepare(host)
+        meet_over(host)
         self._store = open_store(host, None, self._config.cluster.timeouts.start)
         first, *others = [Part(part.part, len(parts), host, self._store.port).arguments for part in parts]
         for process, node, own in zip(self._process.rest, self._elsewhere, others, strict=True):
@@ -114,8 +114,8 @@ class PartActor(ProcessActor):
     def serve(self, arguments: Mapping[str, Any]) -> str:
         """Starts the ranks. Returns when one has died, and says so."""
         with imports():
-            from megarl.rollout.vllm.part import prepare, serve
-        prepare(ray.util.get_node_ip_address())
+            from megarl.rollout.vllm.part import meet_over, serve
+        meet_over(ray.util.get_node_ip_address())
         serve(arguments)
         return f"a rank died; see {self._process.name}.log"
 

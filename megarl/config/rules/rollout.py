@@ -24,8 +24,8 @@ def deltas_are_sent(config: Config) -> str | None:
         return None
     return (
         f"rollout.refit_delta=true: with rollout.transport={rollout.transport} and "
-        f"cluster.placement={config.cluster.placement} engines read the weights where they lie, and nothing is sent; "
-        "set rollout.transport=p2p or rollout.refit_delta=false"
+        f"cluster.placement={config.cluster.placement} engines read the weights where they lie, and no more is sent "
+        "than what other nodes have; set rollout.transport=p2p or rollout.refit_delta=false"
     )
 
 

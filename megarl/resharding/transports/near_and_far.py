@@ -40,8 +40,10 @@ class NearAndFar:
     far: FarRendezvous
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> Reader:
-        rendezvous, _ = _far_ends.get(member, (None, None))
+        rendezvous, end = _far_ends.get(member, (None, None))
         if rendezvous != self.far:
+            if end is not None:
+                end.close()
             _far_ends[member] = self.far, self.far.open(member, parameters, plan, in_place)
         near = self.near.open(member, parameters, plan.near, in_place)
         return Reader(member, plan, near, _far_ends[member][1])

@@ -108,7 +108,7 @@ class PointToPoint:
         self, rendezvous: Rendezvous, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool
     ):
         self._member, self._plan = member, plan
-        self._parameters = parameters if in_place else {}
+        self._parameters, self._in_place = parameters if in_place else {}, in_place
         self._rank = plan.holders.index(member)
         travels = any(bucket.links or bucket.onward for bucket in plan.buckets)
         assert plan.order or not travels, "a plan without an order; see schedule.ordered"
@@ -126,6 +126,11 @@ class PointToPoint:
         # An engine's rank may have another device than the process's first.
         self._device = next(iter(parameters.values())).device
         self._in_hand: deque[Message] = deque()
+        self._leaving = Counter(hop.bucket for hop in self._hops if hop.link.source == self._rank)
+        """How often each bucket is sent by this member."""
+        self._kept: dict[int, torch.Tensor] = {}
+        """The buckets that this member has received and is to hand on, where it has no parameters of the plan's to pack
+        them from again."""
         self.staging_bytes = 0
         self.sent = Sent()
 
@@ -151,6 +156,7 @@ class PointToPoint:
             with closing(Waiter()) as self._waiter:
                 yield from self._exchange()
             device.synchronize(self._device)  # what came in a buffer is in its place
+            self._kept.clear()
         except BaseException:
             self.close()
             raise
@@ -272,7 +278,10 @@ class PointToPoint:
             for message in self._in_hand:
                 yield from self._arrive(message)
         message = yield from self._taken(hop.bucket, free)
-        self._pack(message)
+        if hop.bucket in self._kept:
+            message.buffer[: len(self._kept[hop.bucket])] = self._kept[hop.bucket]
+        else:
+            self._pack(message)
         return message
 
     def _pack(self, message: Message) -> None:
@@ -291,6 +300,8 @@ class PointToPoint:
         message = self._in_hand[0]
         yield from self._arrive(message)
         self._wait(message.leaving)
+        if not self._in_place and self._leaving[message.bucket]:
+            self._kept[message.bucket] = message.buffer[: message.layout.num_bytes].clone()
         free.append(self._in_hand.popleft().buffer)
 
     def _arrive(self, message: Message) -> Delivery:

@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from megarl.config.schema import Rollout
 from megarl.core import device
 from megarl.core.types import CandidateIds, Sample, VersionRun
+from megarl.data.tokenizer import response_text
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel
@@ -78,6 +79,7 @@ class VllmEngine:
         self._numbers = count()
         self._num_refits = 0
         self._llm = LLM(**arguments)
+        self._tokenizer = self._llm.get_tokenizer()
         for rank, description in enumerate(self._ask_workers(RefitExtension.describe)):
             print(f"engine: rank {rank} is {description}", flush=True)
 
@@ -172,7 +174,26 @@ class VllmEngine:
     def _completed(self, names: Iterable[str]) -> dict[str, Sample]:
         """Returns the samples of those of these requests that vLLM has completed."""
         under_way = [(name, self._under_way[name]) for name in names]
-        return {name: _sample(item.request, item.completion) for name, item in under_way if item.completion is not None}
+        return {
+            name: self._sample(item.request, item.completion) for name, item in under_way if item.completion is not None
+        }
+
+    def _sample(self, request: SamplingRequest, completion: CompletionOutput) -> Sample:
+        assert completion.finish_reason in ("stop", "length"), f"{request.sample_id}: {completion.finish_reason}"
+        logprobs = completion.logprobs  # flat: for each position the sampled token, then the most likely ones
+        ids = completion.token_ids
+        shown = ids[:-1] if completion.finish_reason == "stop" else ids  # the token that ends it may be no special one
+        return Sample(
+            id=request.sample_id,
+            prompt=request.prompt,
+            response_ids=ids,
+            response_logprobs=[logprobs.logprobs[start] for start in logprobs.start_indices],
+            response_mask=np.ones(len(ids), np.bool_),
+            versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in completion.weight_versions),
+            finish_reason=completion.finish_reason,
+            text=response_text(self._tokenizer, request.prompt.token_ids.tolist(), shown),
+            candidate_ids=_candidate_ids(logprobs),
+        )
 
     def _pause(self) -> None:
         """Waits for the steps that vLLM has begun before it has the results of earlier ones, as it does on GPU."""
@@ -201,6 +222,8 @@ class VllmEngine:
             max_tokens=self._config.max_new_tokens,
             logprobs=self._num_kept(request),
             flat_logprobs=True,
+            # Else vLLM would decode each token when it is sampled, between two steps, and its log-probs' tokens too.
+            detokenize=False,
             seed=request.seed,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -209,22 +232,6 @@ class VllmEngine:
         """Returns how many of the most likely tokens the engine reports beside the sampled one: under top_k, those that
         it keeps."""
         return 0 if request.greedy else self._config.top_k or 0
-
-
-def _sample(request: SamplingRequest, completion: CompletionOutput) -> Sample:
-    assert completion.finish_reason in ("stop", "length"), f"{request.sample_id}: {completion.finish_reason}"
-    logprobs = completion.logprobs  # flat: for each position the sampled token, then the most likely ones
-    return Sample(
-        id=request.sample_id,
-        prompt=request.prompt,
-        response_ids=completion.token_ids,
-        response_logprobs=[logprobs.logprobs[start] for start in logprobs.start_indices],
-        response_mask=np.ones(len(completion.token_ids), np.bool_),
-        versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in completion.weight_versions),
-        finish_reason=completion.finish_reason,
-        text=completion.text,
-        candidate_ids=_candidate_ids(logprobs),
-    )
 
 
 def _candidate_ids(logprobs: FlatLogprobs) -> CandidateIds | None:

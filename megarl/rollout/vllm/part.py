@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
@@ -40,7 +41,7 @@ class Part:
         )
 
 
-def prepare(own_address: str) -> None:
+def meet_over(own_address: str) -> None:
     """Makes ranks that this process starts meet over this address of the node, at a store that they find open: torch's
     first rank would open one itself."""
     os.environ.update(VLLM_HOST_IP=own_address, TORCHELASTIC_USE_AGENT_STORE="True")
@@ -49,7 +50,9 @@ def prepare(own_address: str) -> None:
 def serve(arguments: Mapping[str, Any]) -> None:
     """Starts the ranks of a part after the first, and returns when one of them has died. arguments: those of the engine
     and of the part."""
-    executor = MultiprocExecutor(EngineArgs(**arguments).create_engine_config(headless=True))
+    # With the context that LLM gives: defaults such as max_num_seqs follow from it, and are those of all parts.
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
+    executor = MultiprocExecutor(config)
     died = threading.Event()
     executor.register_failure_callback(died.set)
     died.wait()

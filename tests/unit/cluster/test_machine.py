@@ -15,6 +15,7 @@ from megarl.cluster.model_folders import ModelFolders
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core import device
+from megarl.core.errors import UserError
 from megarl.planning.shared_gpu import Load, fullest_phase
 from megarl.train import run
 from tests.paths import BASE
@@ -78,6 +79,13 @@ def test_ranks_of_an_engine_have_cores(monkeypatch: pytest.MonkeyPatch, override
         f"{refused}without a GPU each rank of an engine in vLLM has cores of its own, and this machine has 3 for the "
         "run; set at most 3"
     )
+
+
+def test_without_gpus_an_engine_over_nodes_has_a_rank_on_each() -> None:
+    nodes = ("cluster.nodes=2", "actor.layout.dp=2")
+    check_machine(config(*nodes, "rollout.tp=2"))
+    with pytest.raises(UserError, match="^rollout.tp=4: .*cluster.nodes=2 have places for 2 ranks of a role each; set"):
+        check_machine(config(*nodes, "actor.layout.dp=4", "rollout.tp=4", "rollout.threads=1"))
 
 
 @pytest.mark.usefixtures("cuda")
@@ -171,7 +179,9 @@ def test_the_memory_of_every_gpu_that_is_shared_is_checked(monkeypatch: pytest.M
     settings = config(*SHARING, "model.dtype=float32", "rollout.kv_cache_gib=1")
     folder = write_tiny_llama(tmp_path, num_kv_heads=2)
     models = ModelFolders(folder, None, None, None)
-    needed = sum(fullest_phase(settings, models.hf_config, models.trained(settings), None, gpu=0).parts.values())
+    needed = sum(
+        fullest_phase(settings, models.hf_config, models.trained(settings), None, gpu=0, gpus_per_node=8).parts.values()
+    )
     sizes = [needed, needed, needed, needed - 2**20]
     monkeypatch.setattr(device, "memory_bytes", lambda gpu: sizes[gpu])
     with pytest.raises(ValueError, match=r"^cluster.placement=colocated: while the engine samples, GPU 3 would hold"):

@@ -19,7 +19,7 @@ def config(*overrides: str) -> Config:
 
 def fullest(*overrides: str, gpu: int = 0, reward=None, critic: bool = False) -> Load:
     trained = {"actor": QWEN_1_5B, **({"critic": QWEN_1_5B} if critic else {})}
-    return fullest_phase(config(*overrides), QWEN_1_5B, trained, reward, gpu)
+    return fullest_phase(config(*overrides), QWEN_1_5B, trained, reward, gpu, gpus_per_node=8)
 
 
 def test_weights_gradients_and_optimizer_beside_the_engines_weights():

@@ -1,0 +1,118 @@
+"""What an engine's step takes beside the model: as megarl samples, and as vLLM does by itself, which decodes each token
+when it is sampled.
+
+.venv/bin/python tools/benchmarks/sampling.py --out tools/benchmarks/results/sampling.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from machine import machine, machine_cpu_seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # the model is the one that the tests make
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+SEQUENCES, TOKENS = 1024, 24
+TOP_K = {"sampled token only": None, "50 most likely tokens": 50}
+
+
+class Timed:
+    """Stands before vLLM's output processor, and notes the seconds of each of its calls."""
+
+    def __init__(self, processor: Any):
+        self._processor = processor
+        self.seconds: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+    def process_outputs(self, *arguments: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        result = self._processor.process_outputs(*arguments, **options)
+        self.seconds.append(time.perf_counter() - begin)
+        return result
+
+
+def measure(folder: Path, top_k: int | None) -> dict[str, float]:
+    """Returns the milliseconds of a step's outputs, the median over the steps, in both ways, and those of decoding all
+    responses at their end."""
+    from megarl.config.load import load
+    from megarl.core.types import Prompt
+    from megarl.rollout.engine import SamplingRequest
+    from megarl.rollout.vllm import engine as module
+    from tests.paths import BASE
+
+    keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.kv_cache_gib=0.5", "rollout.context_length=64"]
+    keys += [f"rollout.max_new_tokens={TOKENS}", f"rollout.top_k={'null' if top_k is None else top_k}"]
+    rollout = load(BASE, keys).rollout.model_copy(update={"vllm_overrides": {"max_num_seqs": SEQUENCES}})
+    engine = module.VllmEngine(rollout, module.rollout_arguments(rollout, folder, "float32", seed=0))
+    engine.hold(1)
+    ours = engine._sampling
+    asyncio.run(engine.generate([SamplingRequest("first", Prompt("first", "", (5, 6, 7)), seed=0)]))  # it warms up
+    found: dict[str, float] = {}
+    for name in ("megarl", "vllm"):
+        requests = [SamplingRequest(f"{i}", Prompt(f"{i}", "", (5, 6, 7)), seed=i) for i in range(SEQUENCES)]
+        if name == "vllm":
+            engine._sampling = lambda request: _decoding(ours(request))
+        engine._llm.llm_engine.output_processor = timed = Timed(engine._llm.llm_engine.output_processor)
+        begin = time.perf_counter()
+        samples = asyncio.run(engine.generate(requests))
+        found[f"{name}_rollout_s"] = round(time.perf_counter() - begin, 2)
+        found[f"{name}_step_ms"] = round(1000 * statistics.median(timed.seconds), 2)
+        if name == "megarl":
+            begin = time.perf_counter()
+            for sample in samples:
+                module.response_text(engine._tokenizer, [5, 6, 7], sample.response_ids)
+            found["megarl_decoding_ms"] = round(1000 * (time.perf_counter() - begin), 2)
+        engine._llm.llm_engine.output_processor = timed._processor
+    return found
+
+
+def _decoding(parameters: SamplingParams) -> SamplingParams:
+    parameters.detokenize = True
+    return parameters
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    arguments = parser.parse_args()
+    from megarl.rollout.vllm.environment import environment
+    from tests.tiny_model import write_tiny_llama
+
+    os.environ.update(environment(1, threads=2, index=0))
+    begin, before = time.perf_counter(), machine_cpu_seconds() - sum(os.times()[:4])
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_tiny_llama(Path(scratch))
+        runs = {name: measure(folder, top_k) for name, top_k in TOP_K.items()}
+    seconds = time.perf_counter() - begin
+    elsewhere = machine_cpu_seconds() - before - sum(os.times()[:4])
+    found = {
+        "machine": machine(),
+        "cpu_percent_elsewhere": round(100 * max(0.0, elsewhere) / (seconds * os.cpu_count()), 1),
+        "sequences": SEQUENCES,
+        "tokens": TOKENS,
+        "runs": runs,
+    }
+    text = json.dumps(found, indent=2) + "\n"
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
