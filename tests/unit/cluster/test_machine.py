@@ -84,7 +84,9 @@ def test_ranks_of_an_engine_have_cores(monkeypatch: pytest.MonkeyPatch, override
 def test_without_gpus_an_engine_over_nodes_has_a_rank_on_each() -> None:
     nodes = ("cluster.nodes=2", "actor.layout.dp=2")
     check_machine(config(*nodes, "rollout.tp=2"))
-    with pytest.raises(UserError, match="^rollout.tp=4: .*cluster.nodes=2 have places for 2 ranks of a role each; set"):
+    with pytest.raises(
+        UserError, match=r"^rollout.tp=4: .*cluster.nodes=2 have places for 2 ranks of a role each; set"
+    ):
         check_machine(config(*nodes, "actor.layout.dp=4", "rollout.tp=4", "rollout.threads=1"))
 
 

@@ -11,7 +11,8 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["rollout.refit_delta=true", "rollout.transport=auto"],
             "rollout.refit_delta=true: with rollout.transport=auto and cluster.placement=colocated engines read the "
-            "weights where they lie, and no more is sent than what other nodes have; set rollout.transport=p2p or rollout.refit_delta=false",
+            "weights where they lie, and no more is sent than what other nodes have; set rollout.transport=p2p or "
+            "rollout.refit_delta=false",
         ),
         (
             ["rollout.refit_delta=true", "rollout.transport=shared_memory", "cluster.placement=disaggregated"],
