@@ -31,13 +31,13 @@ class Node:
 class Process:
     """One process of the run.
 
-    threads   the CPU threads that its operators use; of the rewards, the processes that call the user's functions
-    node      the node that it is on
-    devices   those that its ranks compute on, in their order
-    reads     other GPUs of its node, with weights that it may read
-    on_gpus   whether devices are GPUs
-    part      its number among the processes of an engine over several nodes, one on each
-    rest      where it is the first of these, the others
+    threads      the CPU threads that its operators use; of the rewards, the processes that call the user's functions
+    node         the node that it is on
+    devices      those that its ranks compute on, in their order
+    reads        other GPUs of its node, with weights that it may read
+    on_gpus      whether devices are GPUs
+    part_number  its number among the processes of an engine over several nodes, one on each
+    rest         where it is the first of these, the others
     """
 
     role: str
@@ -47,12 +47,12 @@ class Process:
     devices: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
     on_gpus: bool = False
-    part: int = 0
+    part_number: int = 0
     rest: tuple[Process, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.index}" + (f".{self.part}" if self.part else "")
+        return f"{self.role}-{self.index}" + (f".{self.part_number}" if self.part_number else "")
 
     @property
     def parts(self) -> tuple[Process, ...]:

@@ -77,7 +77,7 @@ class VllmActor(ProcessActor):
         host = ray.util.get_node_ip_address()
         meet_over(host)
         self._store = open_store(host, None, self._config.cluster.timeouts.start)
-        first, *others = [Part(part.part, len(parts), host, self._store.port).arguments for part in parts]
+        first, *others = [Part(part.part_number, len(parts), host, self._store.port).arguments for part in parts]
         for process, node, own in zip(self._process.rest, self._elsewhere, others, strict=True):
             actor = PartActor.options(scheduling_strategy=node).remote(process, self._logs)
             self._others[process.name] = actor, actor.serve.remote(dict(arguments) | own)
@@ -114,9 +114,11 @@ class PartActor(ProcessActor):
     def serve(self, arguments: Mapping[str, Any]) -> str:
         """Starts the ranks. Returns when one has died, and says so."""
         with imports():
-            from megarl.rollout.vllm.part import meet_over, serve
+            from megarl.rollout.vllm.part import PartRanks, meet_over
         meet_over(ray.util.get_node_ip_address())
-        serve(arguments)
+        ranks = PartRanks(arguments)
+        segments.note(own_scratch())
+        ranks.died.wait()
         return f"a rank died; see {self._process.name}.log"
 
 

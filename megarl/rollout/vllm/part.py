@@ -47,12 +47,14 @@ def meet_over(own_address: str) -> None:
     os.environ.update(VLLM_HOST_IP=own_address, TORCHELASTIC_USE_AGENT_STORE="True")
 
 
-def serve(arguments: Mapping[str, Any]) -> None:
-    """Starts the ranks of a part after the first, and returns when one of them has died. arguments: those of the engine
-    and of the part."""
-    # With the context that LLM gives: defaults such as max_num_seqs follow from it, and are those of all parts.
-    config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
-    executor = MultiprocExecutor(config)
-    died = threading.Event()
-    executor.register_failure_callback(died.set)
-    died.wait()
+class PartRanks:
+    """The ranks of a part after the first, started."""
+
+    def __init__(self, arguments: Mapping[str, Any]):
+        """arguments: those of the engine and of the part."""
+        # With the context that LLM gives: defaults such as max_num_seqs follow from it, and are those of all parts.
+        config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
+        self._executor = MultiprocExecutor(config)
+        self.died = threading.Event()
+        """Set when one of them has died."""
+        self._executor.register_failure_callback(self.died.set)
