@@ -54,6 +54,9 @@ RECIPES = {
 }
 
 
+START = ["cluster.timeouts.start=240"]
+"""More than eight processes of torch need to start on two cores."""
+
 TRANSPORTS = {
     "colocated PPO on 2": "shared_memory in a node, p2p between them",
     "disaggregated GAE on 3": "p2p",
@@ -225,6 +228,25 @@ def test_an_engine_is_lost_with_its_rank_on_another_node(machines: list[Machine]
         assert "engine-0.1: a rank died" in (run.folder / "logs/attempt_1/engine-0.log").read_text()
         assert run.end(1, END_S) in (0, 1)
         run.check_nothing_is_left()
+
+
+@pytest.mark.exhaustive
+def test_an_engine_over_two_nodes_that_is_lost_starts_again_on_both(shared: Path) -> None:
+    """Its process on one node is killed: the ranks on the other end with it, then both are there again and join."""
+    keys = ["actor.layout={pp: 1, dp: 4}", "rollout={tp: 2, replicas: 2}", "run.steps=1000000", *START]
+    with Machines(4, shared) as machines, cluster_run(machines, shared, "again", *COMMON, *keys) as run:
+        run.wait_for_step(2)
+        ranks = machines[3].run("pgrep", "--full", "VLLM::Worker").split()
+        machines[2].run("pkill", "--signal", "KILL", "--full", "ray::EngineActor")
+        deadline = time.monotonic() + RUN_S
+        while "refit: engine-1 is back; the run goes on with 2 of 2 engines" not in run.output(0):
+            assert run.processes[0].poll() is None and time.monotonic() < deadline, run.output(0)
+            time.sleep(0.2)
+        assert "engine-1 died, and is started again; the run goes on with 1 of 2 engines" in run.output(0)
+        again = machines[3].run("pgrep", "--full", "VLLM::Worker").split()
+        assert len(ranks) == len(again) == 1 and ranks != again
+        run.wait_for_step(len(run.metrics) + 2)
+        assert run.metrics[-1]["engines/alive"] == 2
 
 
 def test_a_missed_deadline_shows_the_stacks_of_another_node(machines: list[Machine], shared: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class RankActor(ProcessActor):
 
     def __init__(self, config: Config, role: MegatronRole, model_folder: Path, process: Process, logs: Path):
         super().__init__(process, logs)
+        layout = config.placed(role).layout
+        if layout.tp > 1 or layout.cp > 1:
+            # Megatron overlaps these groups' communication with products by the order in which it submits both, which a
+            # GPU keeps in one queue only. It reads the variable when its context is made.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._config, self._role, self._model_folder = config, role, model_folder
         self._batches = FetchedBatches()
 
