@@ -30,7 +30,7 @@ def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_
         world_size=layout.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    _subdivide(layout)
+    _subdivide(layout, distributed_timeout_minutes=timeout_s / 60)
     random_state.seed(seed)
     global _host_group
     _host_group = dist.new_group(backend=device.HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
@@ -50,7 +50,7 @@ def pretended(layout: Layout, rank: int) -> Iterator[None]:
         destroy()
 
 
-def _subdivide(layout: Layout, **options: bool) -> None:
+def _subdivide(layout: Layout, **options: float) -> None:
     parallel_state.initialize_model_parallel(**sizes(layout), **options)
 
 
