@@ -13,8 +13,9 @@ import psutil
 
 from megarl.core.errors import UserError
 
-LOWEST_PORT = 10_000
-"""The lowest port that a run listens on, where the kernel's begin above: many services have fixed ones below."""
+LOWEST_PORT = 20_000
+"""The lowest port that a run listens on, where the kernel's begin above: below, Ray gives its workers those from 10,002
+on without holding them, and many services have fixed ones."""
 
 UNPRIVILEGED = 1024
 """The lowest port that anybody may listen on."""
