@@ -25,7 +25,16 @@ def open_store(host: str, world_size: int | None, timeout_s: float) -> dist.TCPS
     )
 
 
-def join_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
+def join_store(host: str, port: int, world_size: int | None, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(
         host, port, world_size, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def is_open(store: dist.TCPStore) -> bool:
+    """Returns whether the process that has opened the store still has it."""
+    try:
+        store.num_keys()
+    except RuntimeError:  # the connection is at its end
+        return False
+    return True

@@ -30,6 +30,9 @@ from megarl.config.schema import Config
 from megarl.core.collector import imports
 from megarl.rollout.vllm.environment import environment
 
+CHECK_S = 0.5
+"""The interval at which a part of an engine looks whether its first one is there."""
+
 
 class VllmActor(ProcessActor):
     """One engine, which vLLM imports after its environment is set."""
@@ -112,13 +115,19 @@ class PartActor(ProcessActor):
         _prepare(process)
 
     def serve(self, arguments: Mapping[str, Any]) -> str:
-        """Starts the ranks. Returns when one has died, and says so."""
+        """Starts the ranks. Returns when one has died, and says so. Ends this process and them as soon as the engine's
+        first part is gone: Ray would give them half a minute more."""
         with imports():
+            from megarl.cluster.store import is_open, join_store
             from megarl.rollout.vllm.part import PartRanks, meet_over
         meet_over(ray.util.get_node_ip_address())
         ranks = PartRanks(arguments)
         segments.note(own_scratch())
-        ranks.died.wait()
+        store = join_store(arguments["master_addr"], arguments["master_port"], None, VERDICT_S)
+        while not ranks.died.wait(CHECK_S):
+            if not is_open(store):
+                processes.end_descendants()
+                os._exit(1)
         return f"a rank died; see {self._process.name}.log"
 
 

@@ -15,10 +15,10 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from megarl.core.parent import signal_with_parent
 from megarl.core.stacks import SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PDEATHSIG = 1
 
 PROC = Path("/proc")
 POLL_S = 0.02
@@ -33,7 +33,7 @@ def adopt_orphans() -> None:
 
 def interrupt_with_parent() -> None:
     """Makes the kernel send this process SIGINT when its parent ends, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
+    signal_with_parent(signal.SIGINT)
 
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:

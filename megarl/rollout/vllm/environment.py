@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+ENDS_WITH_PARENT = "MEGARL_ENDS_WITH_PARENT"
+"""The variable by which a rank knows that nobody else would end it when the process is lost that has started it: it
+waits for calls from another node."""
+
 
 def environment(ranks: int, threads: int, index: int, on_gpu: bool = False) -> dict[str, str]:
     """Returns the environment of an engine's process. A GPU engine ignores the variables for CPU.

@@ -16,6 +16,8 @@ from vllm import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -52,6 +54,7 @@ class PartRanks:
 
     def __init__(self, arguments: Mapping[str, Any]):
         """arguments: those of the engine and of the part."""
+        os.environ[ENDS_WITH_PARENT] = "1"
         # With the context that LLM gives: defaults such as max_num_seqs follow from it, and are those of all parts.
         config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
         self._executor = MultiprocExecutor(config)

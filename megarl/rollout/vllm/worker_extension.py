@@ -6,6 +6,8 @@ vLLM imports this module in every worker before it loads the model.
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megarl.core import stacks
+from megarl.core.parent import signal_with_parent
 from megarl.resharding.execute import Assembly, execute
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
@@ -24,6 +27,7 @@ from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region, check_weights
 from megarl.rollout.engine import Refitted
 from megarl.rollout.vllm import cpu_support
+from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 # This may be a process of vLLM's own, of several tensor-parallel ranks.
 stacks.write_on_request()
 cpu_support.install()
+if ENDS_WITH_PARENT in os.environ:
+    signal_with_parent(signal.SIGKILL)
 
 DERIVED = ("W_UV", "W_UK_T")
 """The parameters that latent attention computes from its kv_b_proj."""
