@@ -14,7 +14,7 @@ from megarl.config.violations import raise_all
 from megarl.core import device
 from megarl.data.model_folder import read_config
 from megarl.planning import shared_gpu_rules
-from megarl.planning.device_spans import ENGINE, device_spans, num_devices
+from megarl.planning.device_spans import ENGINE, device_spans, places_per_node
 from megarl.planning.host_memory import least_host_bytes
 from megarl.planning.parameters import ModelParameters, Models
 from megarl.planning.shared_gpu import Load, fullest_phase
@@ -133,7 +133,7 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
     tp = {} if config.is_offline else {"rollout.tp": config.rollout.tp}
     if config.has_reward_model and config.reward_model.engine == "vllm":
         tp["reward_model.layout.tp"] = config.reward_model.layout.tp
-    cores, places = len(os.sched_getaffinity(0)), -(-num_devices(config) // config.cluster.nodes)
+    cores, places = len(os.sched_getaffinity(0)), places_per_node(config)
     refused = [f"{key}={ranks}" for key, ranks in tp.items() if min(ranks, places) > cores]
     if not refused:
         return None
@@ -147,7 +147,7 @@ def parts_of_an_engine_have_one_rank(config: Config) -> str | None:
     """Refuses what vLLM has without a GPU for one rank on each node only."""
     if config.is_offline:
         return None
-    places, tp = -(-num_devices(config) // config.cluster.nodes), config.rollout.tp
+    places, tp = places_per_node(config), config.rollout.tp
     if places == 1 or tp <= places:
         return None
     return (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megarl.config.schema import Config, Placed, RewardModel
 from megarl.config.violations import raise_all
 from megarl.core.cores import usable_cores
-from megarl.planning.device_spans import ENGINE, NAMES, device_spans, num_devices
+from megarl.planning.device_spans import ENGINE, NAMES, device_spans, num_devices, places_per_node
 from megarl.resharding.piece import Holder
 
 MOST_REWARDS = 16
@@ -162,7 +162,7 @@ def place(
 def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
     """Returns the nodes. gpus: of each; None for as many devices as an even share of the ranks needs."""
     count = config.cluster.nodes
-    devices = gpus or -(-num_devices(config) // count)
+    devices = gpus or places_per_node(config)
     return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(count))
 
 

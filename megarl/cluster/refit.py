@@ -114,6 +114,8 @@ class Refit:
     def _connect(self) -> None:
         if self._plan is None:
             self._plan = self._make_plan()
+            if self._sends:
+                self._plan = ordered(self._plan)
             self._compact = CompactPlan.of(self._plan)
             if self._sends:
                 self._rendezvous = self._meet()
@@ -134,8 +136,7 @@ class Refit:
     def _make_plan(self) -> Plan:
         bucket_mib = self._config.rollout.refit_bucket_mib
         bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
-        plan = make_plan(self._trainers.holders, self._engines.holders, bucket_bytes)
-        return ordered(plan) if self._config.sends_weights or plan.crosses_nodes else plan
+        return make_plan(self._trainers.holders, self._engines.holders, bucket_bytes)
 
     def _meet(self) -> Rendezvous:
         """Makes a new rendezvous for each plan, because one that somebody left cannot go on."""

@@ -9,6 +9,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+from megarl.cluster.network import EPHEMERAL
 from megarl.core.cores import cgroup_cores
 from megarl.doctor.finding import Finding
 
@@ -23,7 +24,6 @@ LEAST_FILES = 65536
 LEAST_PORTS = 10000
 CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
-PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def look_at_machine(folder: Path) -> list[Finding]:
@@ -34,7 +34,7 @@ def look_at_machine(folder: Path) -> list[Finding]:
         shared_memory(SHARED_MEMORY),
         disk("disk of runs", folder),
         disk("temporary files", Path(tempfile.gettempdir())),
-        ports(PORT_RANGE.read_text() if PORT_RANGE.exists() else "", can_listen()),
+        ports(EPHEMERAL.read_text() if EPHEMERAL.exists() else "", can_listen()),
         open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
     ]

@@ -33,6 +33,11 @@ def num_devices(config: Config) -> int:
     return max(span.stop for span in device_spans(config).values())
 
 
+def places_per_node(config: Config) -> int:
+    """Returns the devices of each node that an even share of the ranks needs."""
+    return -(-num_devices(config) // config.cluster.nodes)
+
+
 def sharing(config: Config) -> dict[Role, frozenset[Role]]:
     """Returns for each model that the run trains the others that have devices in common with it."""
     spans = device_spans(config)

@@ -54,9 +54,6 @@ RECIPES = {
 }
 
 
-START = ["cluster.timeouts.start=240"]
-"""More than eight processes of torch need to start on two cores."""
-
 TRANSPORTS = {
     "colocated PPO on 2": "shared_memory in a node, p2p between them",
     "disaggregated GAE on 3": "p2p",
@@ -239,7 +236,12 @@ def ranks_on(machine: Machine) -> list[str]:
 @pytest.mark.exhaustive
 def test_an_engine_over_two_nodes_that_is_lost_starts_again_on_both(shared: Path) -> None:
     """Its process on one node is killed: the ranks on the other end with it, then both are there again and join."""
-    keys = ["actor.layout={pp: 1, dp: 4}", "rollout={tp: 2, replicas: 2}", "run.steps=1000000", *START]
+    keys = [
+        "actor.layout={pp: 1, dp: 4}",
+        "rollout={tp: 2, replicas: 2}",
+        "run.steps=1000000",
+        "cluster.timeouts.start=240",
+    ]
     with Machines(4, shared) as machines, cluster_run(machines, shared, "again", *COMMON, *keys) as run:
         run.wait_for_step(2)
         ranks = ranks_on(machines[3])

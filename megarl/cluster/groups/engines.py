@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 
 from megarl.cluster.failure import RunFailure, cause, write_stacks
 from megarl.cluster.groups.group import Answer
-from megarl.cluster.groups.vllm import VllmActor, VllmGroup
+from megarl.cluster.groups.vllm import VllmActor, VllmGroup, end_process
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -104,7 +104,7 @@ class EngineActor(VllmActor):
             yield
         except Exception:
             if self._worker.has_lost_a_rank or self._has_lost_a_part():
-                self._end()
+                end_process()
             raise
 
 

@@ -1,7 +1,7 @@
 """Engines on vLLM, one Ray actor for each, or for an engine over several nodes one on each of them.
 
-Its first actor is the engine. It starts the others, whose loss is its own: when one ends so does it, and Ray ends the
-others with it.
+Its first actor is the engine. It starts the others, whose loss is its own: when one ends so does it, and the others end
+when they find it gone.
 """
 
 from __future__ import annotations
@@ -93,17 +93,12 @@ class VllmActor(ProcessActor):
         [ended], _ = ray.wait(list(calls), num_returns=1)
         value, error = outcome(ended)
         print(f"{calls[ended]}: {value if error is None else error}; the engine ends with it", flush=True)
-        self._end()
+        end_process()
 
     def _has_lost_a_part(self) -> bool:
         """Returns whether one of the engine's other parts has ended, after the time in which Ray hears of it."""
         calls = [call for _, call in self._others.values()]
         return bool(calls and ray.wait(calls, num_returns=1, timeout=VERDICT_S)[0])
-
-    def _end(self) -> None:
-        """Ends this process and the engine's ranks on this node."""
-        processes.end_descendants()
-        os._exit(1)
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -126,9 +121,14 @@ class PartActor(ProcessActor):
         store = join_store(arguments["master_addr"], arguments["master_port"], None, VERDICT_S)
         while not ranks.died.wait(CHECK_S):
             if not is_open(store):
-                processes.end_descendants()
-                os._exit(1)
+                end_process()
         return f"a rank died; see {self._process.name}.log"
+
+
+def end_process() -> None:
+    """Ends this process and the engine's ranks on this node, as the engine is lost."""
+    processes.end_descendants()
+    os._exit(1)
 
 
 def _prepare(process: Process) -> None:
