@@ -33,6 +33,7 @@ GIVEN: dict[EngineSection, dict[str, str | None]] = {
         "enable_sleep_mode": "rollout.sleep",
         "logprobs_mode": None,
         "moe_backend": None,
+        "hf_overrides": None,
     },
     "reward_model": _ALWAYS
     | {

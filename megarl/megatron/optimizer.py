@@ -13,6 +13,7 @@ from megatron.core.optimizer import (
     ParamPredicate,
     get_megatron_optimizer,
 )
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.config.schema import Trained
 from megarl.megatron.model import kernels
@@ -37,9 +38,8 @@ def build_optimizer(
     dtype: torch.dtype,
     without_decay: Collection[torch.nn.Parameter] = (),
 ) -> MegatronOptimizer:
-    """Builds the optimizer, whose float32 state is sharded over the data-parallel ranks. Call it after the weights are
-
-    loaded: under bfloat16 it takes its float32 main weights from them.
+    """Builds the optimizer, whose float32 state is sharded over the data-parallel ranks. Under bfloat16 its main
+    weights begin as copies of the parameters: see main_weights.py.
 
     without_decay: parameters without weight decay beside biases and norms
     """
@@ -76,6 +76,12 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
     key, extra = f"{settings.section}.megatron_overrides.optimizer", settings.megatron_overrides.optimizer
     extra = checked(key, extra, OptimizerConfig, homes)
     return build(described(settings.section, key, extra), OptimizerConfig, ours | fixed | extra)
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """Returns the parts of the optimizer that hold parameters. A model with experts has a second one for them under
+    some layouts; a part without parameters is left out."""
+    return [part for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

@@ -25,7 +25,7 @@ def fold(
 ) -> None:
     """Adds the tile's part to the sums of its rows, in place. The logits are lost.
 
-    logits    [n, v]
+    logits    float32 [n, v]
     targets   int64 [n]: columns; one outside of the tile is in another tile
     scale     float32 [n]: the factor of a row's logits (None: 1)
     kept      bool [n, v]: columns with another probability than 0 (None: all)
@@ -53,20 +53,22 @@ def to_gradient(
     kept: torch.Tensor | None,
     log_sum_exp: torch.Tensor,
     coefficients: torch.Tensor,
+    gradient: torch.Tensor,
 ) -> None:
-    """Replaces the logits by p · (a + b · log p) + c · 1[target], p being exp(z − log_sum_exp). Arguments as in `fold`,
+    """Writes p · (a + b · log p) + c · 1[target] to gradient, p being exp(z − log_sum_exp). Arguments as in `fold`,
     and:
 
     log_sum_exp    float32 [n]
     coefficients   float32 [3, n]: a, b, c
+    gradient       [n, v], of any dtype; may be the logits, which are lost otherwise, too
     """
     for rows in _blocks(logits):
         a, b, c = coefficients[:, rows]
         log_p = _prepared(logits[rows], scale, kept, rows).sub_(log_sum_exp[rows, None])
         p = log_p.exp()
-        gradient = torch.addcmul(a[:, None], b[:, None], log_p, out=log_p).mul_(p)
-        _add_at(gradient, targets[rows], c)
-        logits[rows] = gradient
+        part = torch.addcmul(a[:, None], b[:, None], log_p, out=log_p).mul_(p)
+        _add_at(part, targets[rows], c)
+        gradient[rows] = part
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
@@ -75,12 +77,11 @@ def _blocks(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def _prepared(logits: torch.Tensor, scale: torch.Tensor | None, kept: torch.Tensor | None, rows: slice) -> torch.Tensor:
-    z = logits.float()
     if scale is not None:
-        z *= scale[rows, None]
+        logits *= scale[rows, None]
     if kept is not None:
-        z.masked_fill_(~kept[rows], NEVER)
-    return z
+        logits.masked_fill_(~kept[rows], NEVER)
+    return logits
 
 
 def _inside(columns: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Works on a tile of the head's logits by kernels for CUDA: see `megarl/ops/head_tile.py`.
 
 One program works on one row of the tile, BLOCK columns at a time. Both kernels read the tile once and keep nothing of
-its size: the first leaves four numbers a row, the second writes the gradient over the logits.
+its size: the first leaves four numbers a row, the second writes the gradient, over the logits where it has their dtype.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def to_gradient(
     kept: torch.Tensor | None,
     log_sum_exp: torch.Tensor,
     coefficients: torch.Tensor,
+    gradient: torch.Tensor,
 ) -> None:
     """Does what head_tile.to_gradient does."""
     rows, width = logits.shape
-    strides = logits.stride(0), coefficients.stride(0)
+    strides = logits.stride(0), coefficients.stride(0), gradient.stride(0)
     _to_gradient[(rows,)](
-        logits, targets, scale, kept, log_sum_exp, coefficients, width, *strides, **_options(scale, kept)
+        logits, targets, scale, kept, log_sum_exp, coefficients, gradient, width, *strides, **_options(scale, kept)
     )
 
 
@@ -52,7 +53,7 @@ def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str,
 def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
     """Returns float32 [block]: the row's logits at these columns, −1e30 where they have no probability."""
     inside = columns < width
-    z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32) * scale
+    z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0) * scale
     if has_kept:
         inside = inside & (tl.load(kept + row * width + columns, mask=inside, other=0) != 0)
     return tl.where(inside, z, NO_LOGIT)
@@ -108,9 +109,11 @@ def _to_gradient(
     kept,
     log_sum_exps,
     coefficients,
+    gradients,
     width,
     row_stride,
     coefficients_stride,
+    gradient_stride,
     has_scale: tl.constexpr,
     has_kept: tl.constexpr,
     block: tl.constexpr,
@@ -128,5 +131,5 @@ def _to_gradient(
         columns = start + tl.arange(0, block)
         log_p = _load(logits, kept, row, columns, width, row_stride, scale, has_kept) - log_sum_exp
         gradient = tl.exp(log_p) * (a + b * log_p) + tl.where(columns == target, c, 0.0)
-        address = logits + row * row_stride + columns
-        tl.store(address, gradient.to(logits.dtype.element_ty), mask=columns < width)
+        address = gradients + row * gradient_stride + columns
+        tl.store(address, gradient.to(gradients.dtype.element_ty), mask=columns < width)

@@ -17,8 +17,9 @@ Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
 EXPERTS = ".mlp.experts."
 """The part of a name that tells routed experts' parameters."""
-TILE = (1024, 4096)
-"""The tokens × vocabulary of a tile of the head's logits, of which megarl/ops/linear_head.py makes one at a time."""
+TILE = (4096, 8192)
+"""The tokens × vocabulary of a tile of the head's logits on a GPU, of which megarl/ops/linear_head.py makes one at a
+time."""
 
 
 def item_bytes(config: Config) -> int:
@@ -246,9 +247,13 @@ def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, 
 
 
 def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
-    """Returns the bytes of the last stage after its layers. The final norm keeps as much as any; one tile of logits
-    exists at a time, and its gradient is written over it."""
+    """Returns the bytes of the last stage after its layers. The final norm keeps as much as any; one tile of float32
+    logits exists at a time, and its gradient, which is written over them where it is of float32, too."""
     norm = rank_tokens * (2 * shape.hidden + 1) * FLOAT32
     rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)
-    tile = min(rank_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1]) * num_bytes
+    tile = (
+        min(rank_rows, TILE[0])
+        * min(-(-shape.vocab // layout.tp), TILE[1])
+        * (FLOAT32 if num_bytes == FLOAT32 else FLOAT32 + num_bytes)
+    )
     return norm + rows + tile

@@ -142,6 +142,12 @@ class Shard:
         )
         return replace(self, pieces=pieces)
 
+    def only(self, names: Container[str], dtype: str) -> Shard:
+        """Returns a shard of these parameters alone, in another dtype."""
+        shapes = {name: shape for name, shape in self.shapes.items() if name in names}
+        pieces = tuple(piece for piece in self.pieces if piece.local in names)
+        return Shard(shapes, pieces, dict.fromkeys(shapes, dtype))
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:

@@ -13,8 +13,8 @@ import torch
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.megatron.checkpoint import optimizer_state
 from megarl.megatron.metric_sums import total
+from megarl.megatron.optimizer import parts_of
 from megarl.megatron.workers.actor import ActorWorker
 from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
@@ -88,9 +88,9 @@ class Skipped:
 
 def state_of(worker: ActorWorker) -> list[torch.Tensor]:
     """Copies of everything that an update changes: weights, routers' biases, main weights, moments and counts."""
-    states = [state for part in optimizer_state._parts(worker.optimizer) for state in part.optimizer.state.values()]
+    states = [state for part in parts_of(worker.optimizer) for state in part.optimizer.state.values()]
     moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-    groups = [part.optimizer.param_groups for part in optimizer_state._parts(worker.optimizer)]
+    groups = [part.optimizer.param_groups for part in parts_of(worker.optimizer)]
     main = [weight for parts in groups for group in parts for weight in group["params"]]
     return [tensor.detach().clone() for tensor in (*worker.parameters().values(), *main, *moments)]
 

@@ -1,17 +1,24 @@
-"""bfloat16 parameters with float32 main weights and gradients, against float32."""
+"""bfloat16 parameters with float32 main weights and gradients, against float32, and where main weights begin."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file, save_file
 
 from megarl.config.schema import Config
+from megarl.core.metrics import Metric
+from megarl.megatron import main_weights
 from megarl.megatron.model.build import named_parameters
+from megarl.megatron.optimizer import parts_of
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
-from tests.parity import canonical, config_of, local_batch, random_groups, rank_batches, train
+from tests.parity import RankResult, canonical, config_of, local_batch, random_groups, rank_batches, train
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.newest
@@ -39,28 +46,126 @@ def test_gradients_in_bfloat16_track_float32(folder, dp):
         assert (rounded - exact).norm() <= 8 * ULP * exact.norm(), name
 
 
-def small_updates(store, rank: int, config: Config, folder: Path, num_updates: int) -> dict[str, torch.Tensor]:
-    """The main weights after the first update and after all, as whole tensors, and the model's own after all."""
+@pytest.fixture(scope="module")
+def rounded_folder(tmp_path_factory) -> Path:
+    """The same model in bfloat16, with a few weights of 0, and of powers of 2, below which the cells are narrower."""
+    folder = write_tiny_llama(tmp_path_factory.mktemp("rounded"), num_kv_heads=2)
+    weights = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
+    weights[MLP][:, :4] = torch.tensor([0.0, 0.25, -0.25, 2.0**-20])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+MLP = "model.layers.1.mlp.down_proj.weight"
+
+
+def started(store, rank: int, config: Config, folder: Path) -> RankResult:
+    """A rank's main weights before the first update, whole over the data-parallel ranks."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    start = {name: p.detach().clone() for name, p in named_parameters(worker.chunks).items()}
-    batch = local_batch(rank_batches(config, worker.packing, random_groups(0))[0])
-    for _ in range(num_updates):
-        worker.update(batch)
+    main = {name: torch.zeros(p.shape) for name, p in named_parameters(worker.chunks).items()}
+    names = {p: name for name, p in named_parameters(worker.chunks).items()}
+    for part in parts_of(worker.optimizer):
+        for weight, parameter, own in main_weights._main_weights(part):
+            main[names[parameter]].view(-1)[own] = weight
+    for weight in main.values():
+        dist.all_reduce(weight, group=parallel_state.get_data_parallel_group())
+    return RankResult(worker.holder, {}, main, {})
+
+
+def start(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    config = config_of(folder, "model.dtype=bfloat16", *overrides)
+    return canonical(folder, run_ranks(config.actor.layout.world_size, started, config, folder), "weights")
+
+
+def test_main_weights_begin_with_the_values_of_a_finer_checkpoint(folder):
+    main = start(folder)
+    for name, weight in load_file(folder / "model.safetensors").items():
+        assert torch.equal(main[name], weight), name
+
+
+def test_main_weights_begin_anywhere_in_the_cells_of_a_rounded_checkpoint(rounded_folder):
+    """Where a cell ends follows from the neighbours that torch gives, and each place in it is equally likely."""
+    main, weights = start(rounded_folder), load_file(rounded_folder / "model.safetensors")
+    places = []
+    for name, weight in weights.items():
+        assert torch.equal(main[name].bfloat16(), weight), name
+        assert torch.equal(main[name] == 0, weight == 0), name
+        nonzero = weight != 0
+        infinity = torch.tensor(torch.inf, dtype=torch.bfloat16)
+        above, below = (torch.nextafter(weight, end).double() for end in (infinity, -infinity))
+        distance = main[name].double() - weight.double()
+        gap = torch.where(distance > 0, above - weight.double(), weight.double() - below)
+        places.append((distance / gap)[nonzero])
+    places = torch.cat(places)
+    assert places.abs().max() < 0.5
+    share = torch.histc(places, 20, -0.5, 0.5) / len(places)
+    assert (share - 0.05).abs().max() < 5 * (0.05 / len(places)) ** 0.5  # five standard deviations of a count
+    neighbours = torch.corrcoef(torch.stack((places[1:], places[:-1])))[0, 1]
+    assert neighbours.abs() < 5 / len(places) ** 0.5
+
+
+@pytest.mark.parametrize("layout", ["{tp: 2}", "{pp: 2}", "{dp: 2}"])
+def test_main_weights_begin_alike_under_every_layout(rounded_folder, layout):
+    alone, main = start(rounded_folder), start(rounded_folder, f"actor.layout={layout}")
+    for name, weight in alone.items():
+        assert torch.equal(main[name], weight), name
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A rank's parameters and main weights before the first update and after the last, and the metrics of each."""
+
+    before: dict[str, torch.Tensor]
+    main_before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+    main_after: dict[str, torch.Tensor]
+    metrics: list[dict[str, Metric]]
+
+
+def small_updates(store, rank: int, config: Config, folder: Path, num_updates: int) -> Updated:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
     live = named_parameters(worker.chunks)
-    main = {name: p.main_param.detach().view_as(p) for name, p in live.items()}
-    return {"start": start, "main": main, "live": {name: p.detach() for name, p in live.items()}}
+
+    def parameters() -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in live.items()}
+
+    def main() -> dict[str, torch.Tensor]:
+        return {name: p.main_param.detach().view_as(p).clone() for name, p in live.items()}
+
+    before, main_before = parameters(), main()
+    batch = local_batch(rank_batches(config, worker.packing, random_groups(0))[0])
+    metrics = [worker.update(batch) for _ in range(num_updates)]
+    return Updated(before, main_before, parameters(), main(), metrics)
+
+
+FC2 = "chunk0.decoder.layers.1.mlp.linear_fc2.weight"
 
 
 def test_main_weights_add_up_what_a_parameter_would_round_away(folder):
     """Eight updates of a rate that is a 40th of a unit in the last place of weights near 0.1."""
     rate = 0.1 * ULP / 40
     config = config_of(folder, "model.dtype=bfloat16", f"actor.optimizer.lr={rate}", "run.steps=8")
-    [after] = run_ranks(1, small_updates, config, folder, 8)
-    name = "chunk0.decoder.layers.1.mlp.linear_fc2.weight"
-    start, main, live = (after[which][name] for which in ("start", "main", "live"))
+    [ran] = run_ranks(1, small_updates, config, folder, 8)
+    before, after, main = ran.before[FC2], ran.after[FC2], ran.main_after[FC2]
     assert main.dtype is torch.float32
-    assert torch.equal(live, main.bfloat16())
-    moved = (main - start.float()).abs()
-    large = start.abs() > 0.1  # their neighbours in bfloat16 are at least 0.1 · ULP / 2 away
+    assert torch.equal(after, main.bfloat16())
+    moved = (main - ran.main_before[FC2]).abs()
+    large = before.abs() > 0.1  # their neighbours in bfloat16 are at least 0.1 · ULP / 2 away
     assert 6 * rate < moved[large].median() < 9 * rate  # the same batch each time: Adam moves by the rate
-    assert (live == start)[large].float().mean() > 0.5
+    assert (after == before)[large].float().mean() > 0.5
+
+
+def test_a_first_small_update_moves_rounded_weights_by_the_rate_on_average(rounded_folder):
+    """Steps that are small against the cells: each weight stays or moves by a whole cell, in the mean by the rate."""
+    rate = 0.1 * ULP / 40
+    config = config_of(rounded_folder, "model.dtype=bfloat16", f"actor.optimizer.lr={rate}", "run.steps=8")
+    [ran] = run_ranks(1, small_updates, config, rounded_folder, 1)
+    before, after = ran.before[FC2].double(), ran.after[FC2].double()
+    step = ran.main_after[FC2].double() - ran.main_before[FC2].double()
+    large = (before.abs() > 0.1) & (step.abs() > 0.9 * rate)
+    arrived = ((after - before) * step.sign())[large]
+    error = arrived.std() / len(arrived) ** 0.5
+    assert abs(arrived.mean() - rate) < 5 * error < rate
+    changed = sum(int((ran.after[name] != weight).sum()) for name, weight in ran.before.items())
+    num_elements = sum(weight.numel() for weight in ran.before.values())
+    assert ran.metrics[0]["update/changed_share"].value == pytest.approx(changed / num_elements, rel=1e-9)

@@ -18,6 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.megatron.model import kernels
+from megarl.megatron.optimizer import parts_of
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """Megatron's names of the main weights and of the moments, all float32."""
@@ -57,7 +58,7 @@ def restore(optimizer: MegatronOptimizer, states: Mapping[int, Mapping[str, torc
                 if kernels.adam() == kernels.TORCH_ADAM:
                     tensors["step"] = torch.tensor(float(num_updates))  # Megatron asks for every entry of the state
                 bucket.part._set_main_param_and_optimizer_states(parameter, tensors)
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         _set_count(part, num_updates)
 
 
@@ -91,15 +92,9 @@ class Bucket:
         return whole
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Returns the parts of the optimizer that hold parameters. A model with experts has a second one for them under
-    some layouts; a part without parameters is left out."""
-    return [part for part in optimizer.chained_optimizers if part.optimizer is not None]
-
-
 def _buckets(optimizer: MegatronOptimizer) -> Iterator[Bucket]:
     """Yields all buckets, in the same order every time."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if not part.optimizer.state:  # the first update would make it
             part.init_state_fn(part.optimizer, part.config)
             _set_count(part, 0)

@@ -15,12 +15,15 @@ from megarl.algorithms.kl import adapted
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
+from megarl.core import device
+from megarl.core.metrics import Metric
 from megarl.core.types import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
 from megarl.megatron.advantages import mean_advantages
 from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
+from megarl.megatron.main_weights import ChangedShare
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.workers.trainer import TrainerWorker
 
@@ -37,6 +40,7 @@ class ActorWorker(TrainerWorker):
         if config.actor_has_values:
             hf_config = with_value_head(hf_config)
         super().__init__(config, hf_config, model_folder, rank, store, threads)
+        self._changed_share = ChangedShare(self.optimizer, device.device())
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """The KL coefficient, which changes between steps if algorithm.kl.adaptive_target is given."""
@@ -53,6 +57,12 @@ class ActorWorker(TrainerWorker):
         if spec.is_pairwise:
             return partial(preference_loss, algorithm.objective, not self._config.is_offline, has_moved=self._has_moved)
         return partial(imitation_loss, algorithm.objective)
+
+    def update(self, batch: LocalBatch) -> dict[str, Metric]:
+        """Adds the share of the trained elements that change in the parameters, and so for the engines, where these
+        are rounded from main weights."""
+        metrics, share = super().update(batch), self._changed_share.take()
+        return metrics | {"update/changed_share": Metric(share)} if metrics and share is not None else metrics
 
     def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> None:
         """Makes a forward-only pass. The log-probs stay here for the update of the same samples, and so do the values

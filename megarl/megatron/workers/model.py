@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,16 @@ class ModelWorker:
     def _load_weights(self) -> None:
         """Loads the weights from the folder. A score or value head that the folder's model does not have starts at
         zero."""
-        with SafetensorsFolder(self._folder) as transport:
-            source = transport.described(huggingface_holder(read_config(self._folder)))
+        with self._opened_folder() as (transport, source):
             missing = {WEIGHT, BIAS, *value_head_shapes(self._hf_config)}.difference(source.shapes)
             plan = make_plan([source], [self.holder.zeroed(missing)])
             execute(plan.into(self.holder.name), self.parameters(), transport)
+
+    @contextmanager
+    def _opened_folder(self) -> Iterator[tuple[SafetensorsFolder, Holder]]:
+        """Opens the folder of the weights, as a transport and as what it holds."""
+        with SafetensorsFolder(self._folder) as transport:
+            yield transport, transport.described(huggingface_holder(read_config(self._folder)))
 
     def _forward(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Returns sample id -> the head's output for its response tokens, float32 [R, columns], by a forward-only pass;

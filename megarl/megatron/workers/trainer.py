@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megarl.megatron import parallel, random_state, step
 from megarl.megatron.advantages import with_advantages
 from megarl.megatron.checkpoint import sharded
 from megarl.megatron.losses import Loss
+from megarl.megatron.main_weights import begin_main_weights, rounded_parameters
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.model.build import named_parameters, named_weights
 from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
@@ -32,9 +34,12 @@ from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
 from megarl.planning.device_spans import is_alone
+from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.folder import write_folder
+from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
 from megarl.resharding.transports.p2p import Rendezvous, Sent
@@ -70,6 +75,7 @@ class TrainerWorker(ModelWorker, ABC):
         trained = named_parameters(self.chunks)  # without routers' biases, which no pattern needs to keep from decay
         without_decay = [trained[name] for name in undecayed if name in trained]
         self.optimizer = build_optimizer(settings, self.chunks, self.dtype, without_decay)
+        self._begin_main_weights(rounded_parameters(self.optimizer, trained))
         self._offload = Offload(self.chunks, self.optimizer)
         self._weight_snapshots = WeightSnapshots(named_weights(self.chunks))
         self.num_updates = 0
@@ -231,6 +237,19 @@ class TrainerWorker(ModelWorker, ABC):
     def _restore_counters(self, counters: Mapping[str, float]) -> None:
         self.num_updates = counters["num_updates"]
         self._skipped.restore(counters)
+
+    def _begin_main_weights(self, rounded: Mapping[str, torch.nn.Parameter]) -> None:
+        """Sets the main weights of rounded parameters, from the folder those that it has in float32 throughout."""
+        tensors: dict[str, set[str | None]] = {name: set() for name in rounded}
+        for piece in self.holder.pieces:
+            tensors.get(piece.local, set()).add(piece.canonical)
+        with self._opened_folder() as (transport, source):
+            finer = {name for name, dtype in source.dtypes.items() if ITEM_BYTES[dtype] > self.dtype.itemsize}
+            exact = {name: rounded[name].main_grad for name, found in tensors.items() if found - {None} <= finer}
+            if exact:
+                holder = replace(self.holder, shard=self.holder.shard.only(exact, "float32"))
+                execute(make_plan([source], [holder]).into(holder.name), exact, transport)
+        begin_main_weights(self.optimizer, rounded, self.holder, exact)
 
     def _frozen(self) -> Collection[str]:
         return self._chosen("frozen", self._settings.frozen)

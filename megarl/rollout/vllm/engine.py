@@ -47,6 +47,8 @@ def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int
         logprobs_mode="processed_logprobs",
         max_logprobs=config.top_k or 0,
         max_num_batched_tokens=max(2048, config.context_length),
+        # In bfloat16, logits near 20 lie 0.06 to 0.13 apart; the trainer's are in float32, too.
+        hf_overrides={"head_dtype": "float32"},
         # On GPU, this kernel for experts leaves their weights as they are, to be written into.
         moe_backend="triton" if device.on_cuda() else "auto",
         # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.

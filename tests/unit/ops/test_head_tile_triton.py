@@ -33,7 +33,11 @@ def test_kernels_equal_full_logits():
 def test_kernels_compile_for_hopper(tmp_path, monkeypatch, dtype, given):
     """given: whether there are temperatures of tokens, and kept tokens."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    types = TYPES | {"logits": f"*{dtype}"} | (OPTIONAL if given else dict.fromkeys(OPTIONAL, "constexpr"))
+    types = (
+        TYPES
+        | {"logits": "*fp32", "gradients": f"*{dtype}"}
+        | (OPTIONAL if given else dict.fromkeys(OPTIONAL, "constexpr"))
+    )
     types |= dict.fromkeys(OPTIONS, "constexpr")
     constants = dict(has_scale=given, has_kept=given, block=head_tile_triton.BLOCK)
     constants |= {} if given else dict.fromkeys(OPTIONAL)

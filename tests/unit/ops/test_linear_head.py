@@ -138,7 +138,7 @@ def test_no_rows_is_an_empty_batch():
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(num_tokens=st.integers(1, 40), hidden=st.integers(8, 64), vocab=st.integers(3, 80), padding=st.integers(0, 20))
 def test_bfloat16_within_its_precision(num_tokens, hidden, vocab, padding):
-    """Logits, and the gradients of logits, are rounded to 8 bits; sums over tokens and vocabulary are not."""
+    """The gradients of logits are rounded to 8 bits; logits, and sums over tokens and vocabulary, are not."""
     h, w, y, gradients = inputs(num_tokens, hidden, vocab + padding, vocab)
     h = (h.detach() / hidden**0.5).requires_grad_()
     whole = torch.stack(plain_log_prob_and_entropy(h.bfloat16().float(), w.bfloat16().float(), y, 1.0, vocab), -1)
@@ -148,7 +148,7 @@ def test_bfloat16_within_its_precision(num_tokens, hidden, vocab, padding):
     scored = log_prob_and_entropy(narrow_h, narrow_w, y, 1.0, vocab)
     (scored * gradients).sum().backward()
     assert scored.dtype == torch.float32
-    assert relative_error(scored.detach(), whole.detach()) <= 1e-2
+    assert relative_error(scored.detach(), whole.detach()) <= 1e-5
     assert relative_error(narrow_h.grad.float(), expected[0]) <= 2e-2
     assert relative_error(narrow_w.main_grad, expected[1]) <= 2e-2
 
