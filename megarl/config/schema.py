@@ -264,9 +264,12 @@ class Timeouts(Section):
 
 
 Devices = Annotated[
-    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), Field(pattern=r"^\d+(-\d+)?$")
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    Field(pattern=r"^(nodes? )?\d+(-\d+)?$"),
 ]
-"""The first and the last of a role's devices, by their numbers over all nodes, such as 0-15; or the only one."""
+"""The first and the last of a role's devices, by their numbers over all nodes, such as 0-15; or the only one. Or of its
+nodes, such as nodes 0-3."""
 
 
 class Roles(Section):
@@ -278,9 +281,14 @@ class Roles(Section):
 
     @property
     def spans(self) -> dict[str, range]:
-        """The devices of the roles that are given some."""
-        given = {role: devices.split("-") for role, devices in self if devices is not None}
+        """The devices, or the nodes, of the roles that are given some."""
+        given = {role: text.split(" ")[-1].split("-") for role, text in self if text is not None}
         return {role: range(int(numbers[0]), int(numbers[-1]) + 1) for role, numbers in given.items()}
+
+    @property
+    def on_nodes(self) -> set[str]:
+        """The roles that are given whole nodes."""
+        return {role for role, text in self if text is not None and text.startswith("node")}
 
 
 class Cluster(Section):
@@ -394,6 +402,16 @@ class Config(Section):
         """The number of ranks of each role that the run has, and so of the devices that it is on."""
         ranks = {placed.section: placed.layout.world_size for placed in self.all_placed}
         return ranks if self.is_offline else ranks | {"rollout": self.rollout.replicas * self.rollout.tp}
+
+    @property
+    def role_devices(self) -> dict[str, range]:
+        """The devices of the roles that cluster.roles gives some. A node has as many as the role's ranks that it is
+        given for."""
+        spans, ranks = self.cluster.roles.spans, self.num_ranks
+        for role in self.cluster.roles.on_nodes & ranks.keys():
+            each = -(-ranks[role] // max(1, len(spans[role])))
+            spans[role] = range(spans[role].start * each, spans[role].stop * each)
+        return spans
 
     def num_updates(self, trained: Trained) -> int:
         """Returns the optimizer steps of the whole run; the first critic.warmup_steps steps train the critic only."""

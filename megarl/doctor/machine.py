@@ -17,7 +17,9 @@ GIB = 2**30
 LEAST_SHARED_GIB = 1
 """Ray's object store and weights on their way to engines lie in shared memory; a container often has 64 MiB of it."""
 
-LEAST_DISK_GIB = 10
+LEAST_DISK_GIB, FULL_GIB = 10, 1
+"""The free space below which a run may not get far, and below which it cannot begin: its logs and Ray's files."""
+
 LEAST_FILES = 65536
 """Each process of Ray, and each pair of ranks, keeps sockets open."""
 
@@ -80,7 +82,8 @@ def disk(name: str, folder: Path) -> Finding:
     free = shutil.disk_usage(there).free
     if free >= LEAST_DISK_GIB * GIB:
         return Finding(name, "ok", f"{free / GIB:.0f} GiB free in {there}", wanted)
-    return Finding(name, "note", f"{free / GIB:.1f} GiB free in {there}", wanted, "free some, or take another folder")
+    state = "note" if free >= FULL_GIB * GIB else "problem"
+    return Finding(name, state, f"{free / GIB:.1f} GiB free in {there}", wanted, "free some, or take another folder")
 
 
 def ports(told: str, listening: bool) -> Finding:

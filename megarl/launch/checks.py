@@ -6,17 +6,20 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.cluster.placement import place
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
-from megarl.data.model_folder import model_paths
+from megarl.launch.named_files import Named, named_files
 from megarl.launch.request import CONTAINERS, HANDLING_S, Request
 from megarl.planning.device_spans import device_spans, num_devices
 from megarl.planning.hardware import read_cluster
 from megarl.planning.plan import plan_recipe
+
+RUN = "run.folder"
 
 SLACK_S = 60
 """The seconds by which Slurm's signal before a time limit may come early."""
@@ -24,19 +27,23 @@ SLACK_S = 60
 START_S = 120
 """The seconds that a run on GPUs takes until its first step, at the least: engines load and capture graphs."""
 
-DATA_FILES = (".jsonl", ".parquet")
 NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")
 """Kinds of file systems that are in a machine's memory."""
+
+ON_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay")
+"""Kinds of file systems that are on a machine's own disks; others see them where it exports them."""
 
 
 def check(request: Request, config: Config) -> list[str]:
     """Raises UserError with a line for each thing that is wrong, as far as it can be known without Slurm: layout and
     nodes, time, files, container. Returns lines of what was found."""
-    raise_all([*_broken_options(request), *_broken_paths(config)])
+    raise_all([*_broken_options(request), *_broken_paths(request, config)])
     found = [_check_layout(request, config)]
     if request.gpus:
         found.append(_check_plan(request, config))
-    return found
+    if request.image is not None and not _is_file(request.image):
+        found.append(f"--image={request.image}: the nodes fetch it by this name; nobody has asked its registry for it")
+    return [*found, *_doubtful_paths(request, config)]
 
 
 def _broken_options(request: Request) -> Iterator[str]:
@@ -71,22 +78,53 @@ def _is_file(image: str) -> bool:
     return image.startswith(("/", ".", "~")) or image.endswith((".sqsh", ".sif"))
 
 
-def _broken_paths(config: Config) -> Iterator[str]:
-    """Yields a line for each path that other machines cannot see."""
-    paths = {"run.folder": config.run.folder, **model_paths(config), "data.source": config.data.source}
-    for key, path in paths.items():
-        if key != "run.folder" and not path.startswith(("/", ".", "~")):
-            continue
-        given = Path(path).expanduser().absolute()
-        there = next(above for above in (given, *given.parents) if above.exists()).resolve()
+def _broken_paths(request: Request, config: Config) -> Iterator[str]:
+    """Yields a line for each path that other machines cannot see, or that is not there."""
+    for named in _named_here(request, config):
+        there = _existing(named)
         if there.is_relative_to(Path(tempfile.gettempdir()).resolve()) or _kind(there) in NODE_LOCAL:
             yield (
-                f"{key}={path}: it lies on {there}, which only this machine has; use a folder on the file system that "
-                "all nodes share"
+                f"{named.key}={named.path}: it lies on {there}, which only this machine has; use a folder on the file "
+                "system that all nodes share"
             )
-    source = config.data.source
-    if source.endswith(DATA_FILES) and not Path(source).expanduser().is_file():
-        yield f"data.source={source}: there is no such file here; give its path on the file system that all nodes share"
+        if named.key != RUN and not named.is_there:
+            yield named.missing("give its path on the file system that all nodes share")
+
+
+def _doubtful_paths(request: Request, config: Config) -> Iterator[str]:
+    """Yields a line for each path that other machines see if this one exports it to them."""
+    if request.nodes + request.spares == 1:
+        return
+    for named in _named_here(request, config):
+        if (kind := _kind(_existing(named))) in ON_DISKS:
+            yield (
+                f"warning: {named.key}={named.path} is on a disk of this machine ({kind}): the job fails at its start "
+                "unless its nodes see the same files there"
+            )
+
+
+def _named_here(request: Request, config: Config) -> list[Named]:
+    """Returns the run's folder, and the files that the recipe names, by their paths outside of the container."""
+    named = [Named(RUN, config.run.folder, is_folder=True), *named_files(config)]
+    return [replace(each, path=_outside(each.path, request)) for each in named]
+
+
+def _outside(path: str, request: Request) -> str:
+    """Returns the path that the container has mounted as this one; where it has none, the same."""
+    if request.container == "none":
+        return path
+    for mount in request.mounts:
+        outside, _, inside = mount.partition(":")
+        inside = inside.partition(":")[0] or outside
+        if Path(path).is_relative_to(inside):
+            return str(Path(outside) / Path(path).relative_to(inside))
+    return path
+
+
+def _existing(named: Named) -> Path:
+    """Returns the folder in which it would be made, or itself where it is there, with links followed."""
+    given = Path(named.path).expanduser().absolute()
+    return next(above for above in (given, *given.parents) if above.exists()).resolve()
 
 
 def _kind(path: Path) -> str:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megarl.cluster.network import address_towards, interface_of, listen, own_address
 from megarl.cluster.nodes.meeting import PACKAGES
 from megarl.config.schema import Config
+from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.core.versions import installed_versions
-from megarl.data.model_folder import model_paths
 from megarl.doctor.examine import examine
 from megarl.doctor.gpus import ask
 from megarl.launch.folder import Job, Verdict
+from megarl.launch.named_files import named_files
 
 POLL_S = 0.2
+CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +33,14 @@ class NodeReport:
     problems   of the node, lines without its name
     missing    what the recipe names and is not there, also such lines
     versions   of its packages
+    address    where the first node of several listens while the others look, and the port; None of any other
     """
 
     node: str
     problems: Sequence[str]
     missing: Sequence[str]
     versions: Mapping[str, str | None]
+    address: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +55,43 @@ class Objection:
 def look_at_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
     """Examines this node, by its name. run: the run's folder."""
     problems = [f"{each.name}: {each.found}; {each.fix}" for each in examine(run) if each.state == "problem"]
-    paths = {key: path for key, path in model_paths(config).items() if path.startswith(("/", "~", "."))}
-    missing = [
-        f"{key}={path}: there is no such folder; put it on the shared file system, or mount it into the container"
-        for key, path in paths.items()
-        if not Path(path).expanduser().is_dir()
-    ]
+    remedy = "put it on the shared file system, or mount it into the container"
+    missing = [named.missing(remedy) for named in named_files(config) if not named.is_there]
     if (gpus := num_gpus()) < job.gpus:
         problems.append(f"{gpus} GPUs, and the run takes {job.gpus} of each node")
     return NodeReport(node, problems, missing, installed_versions(PACKAGES))
+
+
+@contextmanager
+def reachable(report: NodeReport, config: Config) -> Iterator[NodeReport]:
+    """Lets the others of several nodes try to reach the first one as the run's processes will, while it is inside.
+    Gives its report, with a problem where it has no address for them."""
+    if config.cluster.nodes == 1:
+        yield report
+        return
+    try:
+        listener = listen(own_address(config.cluster.interface))
+    except UserError as error:
+        yield replace(report, problems=[*report.problems, str(error)])
+        return
+    with listener:
+        yield replace(report, address=listener.getsockname())
+
+
+def reaching(report: NodeReport, first: NodeReport) -> NodeReport:
+    """Returns a node's report, with a problem where no connection leads from it to the first one."""
+    if first.address is None:
+        return report
+    host, port = first.address
+    try:
+        interface = interface_of(address_towards(host))
+        socket.create_connection((host, port), CONNECT_S).close()
+    except UserError as error:
+        return replace(report, problems=[*report.problems, str(error)])
+    except OSError as error:
+        line = f"no connection over {interface} to {host}, port {port}, of the first node: {error}; see a firewall"
+        return replace(report, problems=[*report.problems, line])
+    return report
 
 
 def num_gpus() -> int:

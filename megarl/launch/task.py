@@ -18,7 +18,7 @@ from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.launch.folder import JobFolder, Verdict
-from megarl.launch.preflight import await_reports, find_objection, look_at_node, send_report
+from megarl.launch.preflight import await_reports, find_objection, look_at_node, reachable, reaching, send_report
 from megarl.run.attempts import Attempt, Attempts
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.effective_time import ALLOCATED, effective_time
@@ -96,7 +96,10 @@ def main(run: Path) -> int:
     job = folder.job()
     os.chdir(job.folder)
     config = load(folder.recipe_on(len(task.nodes)))
-    send_report(folder.preflight(task.attempt), look_at_node(task.node, run, job, config))
+    preflight = folder.preflight(task.attempt)
+    report = look_at_node(task.node, run, job, config)
+    [first] = await_reports(preflight, task.nodes[:1], HEAR_S) or [None]
+    send_report(preflight, report if first is None else reaching(report, first))
     joining = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + HEAR_S:g}"])
     signal.signal(signal.SIGTERM, lambda *_: joining.terminate())
     status = joining.wait()
@@ -126,12 +129,17 @@ def drive(task: Task, folder: JobFolder) -> int:
     saved = max(checkpoints.steps(), default=0)
     attempts = Attempts(run)
     if len(attempts.without_progress(saved, task.job)) >= job.stalled:
-        cause = f"{job.stalled} attempts have saved nothing after step {saved}; see {run / 'logs'}"
+        cause = (
+            f"{job.stalled} attempts have saved nothing after step {saved}, the cause told last: {folder.last_cause()}"
+        )
         return _judge(folder, "stalled", cause)
     preflight = folder.preflight(task.attempt)
     preflight.mkdir(parents=True)
-    send_report(preflight, look_at_node(task.node, run, job, config))
-    if objection := find_objection(await_reports(preflight, task.nodes, HEAR_S), task.nodes, run, HEAR_S):
+    report = look_at_node(task.node, run, job, config)
+    with reachable(report, config) as report:
+        send_report(preflight, report)
+        reports = await_reports(preflight, task.nodes, HEAR_S)
+    if objection := find_objection(reports, task.nodes, run, HEAR_S):
         return _judge(folder, objection.verdict, objection.cause, objection.bad)
     attempt = attempts.begin(Attempt(task.job, task.restart, task.allocated, time.time(), saved))
     status, cause = _train(task, folder, attempt)
@@ -150,13 +158,13 @@ def _judge(folder: JobFolder, verdict: Verdict, cause: str, bad: Sequence[str] =
 
 
 def _train(task: Task, folder: JobFolder, attempt: Path) -> tuple[int, str]:
-    """Runs `megarl train` to its end. SIGTERM to this task goes to it alone. Returns its exit status, and the last line
-    in which it names an error."""
+    """Runs `megarl train` to its end. SIGTERM to this task goes to it alone. Returns its exit status, and the first
+    line in which it names an error: others may follow from that."""
     command = [*MEGARL, "train", str(folder.recipe_on(len(task.nodes)))]
     driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="backslashreplace")
     signal.signal(signal.SIGTERM, lambda *_: driver.terminate())
     replace_text(folder.driver, f"{task.node} {os.getpid()}\n")
-    causes = [""]
+    causes: list[str] = []
     reader = threading.Thread(target=_show, args=(driver.stderr, causes))
     reader.start()
     while driver.poll() is None:
@@ -164,7 +172,7 @@ def _train(task: Task, folder: JobFolder, attempt: Path) -> tuple[int, str]:
         with suppress(subprocess.TimeoutExpired):
             driver.wait(TOUCH_S)
     reader.join()
-    return driver.returncode, causes[-1]
+    return driver.returncode, causes[0] if causes else ""
 
 
 def _show(lines: Iterable[str], causes: list[str]) -> None:

@@ -20,7 +20,7 @@ def device_spans(config: Config) -> dict[str, range]:
     """Returns the devices of each role, one for each of its ranks, by the name of its processes: those that
     cluster.roles gives it. Without, colocated spans all begin with the first device; else each begins where the one
     before ends."""
-    given = config.cluster.roles.spans
+    given = config.role_devices
     spans, first = {}, 0
     for role, count in config.num_ranks.items():
         spans[NAMES.get(role, ENGINE)] = given[role] if given else range(first, first + count)

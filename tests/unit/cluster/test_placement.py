@@ -233,9 +233,11 @@ def test_an_engine_larger_than_a_node_has_a_process_on_each_of_its_nodes() -> No
     assert [(holder.node, holder.device) for holder in holders] == [(1 + i // 4, 4 + i) for i in range(16)]
 
 
-def test_roles_are_on_the_devices_that_they_are_given() -> None:
+@pytest.mark.parametrize("rollout", ["8-11", "node 2"])
+@pytest.mark.parametrize("actor", ["0-7", "nodes 0-1"])
+def test_roles_are_on_the_devices_that_they_are_given(actor: str, rollout: str) -> None:
     """Actor and critic share two nodes, and a third has the engines."""
-    roles = "cluster.roles={actor: 0-7, critic: 4-7, rollout: 8-11}"
+    roles = f"cluster.roles={{actor: {actor}, critic: 4-7, rollout: {rollout}}}"
     overrides = ("algorithm.advantage.estimator=gae", "critic.layout.dp=4", layout(pp=1, tp=2, dp=4))
     config = load(
         QUICKSTART,

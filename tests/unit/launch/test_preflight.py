@@ -6,7 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from megarl.launch.preflight import NodeReport, Objection, await_reports, find_objection, num_gpus, send_report
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.doctor import machine
+from megarl.launch.folder import Job
+from megarl.launch.preflight import (
+    NodeReport,
+    Objection,
+    await_reports,
+    find_objection,
+    look_at_node,
+    num_gpus,
+    reachable,
+    reaching,
+    send_report,
+)
+from tests.paths import ROOT
 
 NODES, RUN = ("n0", "n1", "n2"), Path("/shared/runs/a")
 SAME = {"torch": "2.13.0", "ray": "2.52.1"}
@@ -63,6 +78,48 @@ def test_reports_travel_by_files_and_are_waited_for(tmp_path: Path) -> None:
     assert await_reports(tmp_path, NODES, timeout_s=10) == [first, *others]
     assert json.loads((tmp_path / "n1").read_text())["problems"] == ["one"]
     assert await_reports(tmp_path, (*NODES, "n3"), timeout_s=0.1) == [first, *others]
+
+
+def on_two_nodes() -> Config:
+    return load(ROOT / "configs/quickstart.yaml", ["cluster.nodes=2", "cluster.interface=lo"])
+
+
+def test_other_nodes_reach_the_first_one_while_it_waits_for_them() -> None:
+    first, other, _ = reports()
+    with reachable(first, on_two_nodes()) as first:
+        host, port = first.address
+        assert (host, reaching(other, first)) == ("127.0.0.1", other)
+    [problem] = reaching(other, first).problems
+    assert problem.startswith(f"no connection over lo to 127.0.0.1, port {port}, of the first node: ")
+
+
+def test_a_first_node_without_the_interface_is_a_problem_of_it() -> None:
+    config = load(ROOT / "configs/quickstart.yaml", ["cluster.nodes=2", "cluster.interface=ib7"])
+    with reachable(reports()[0], config) as first:
+        assert first.address is None
+    assert first.problems[0].startswith("cluster.interface=ib7: this node has none of this name")
+    assert reaching(reports()[1], first) == reports()[1]
+
+
+def test_a_node_names_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs, the disk, and each file of the recipe; what is fetched by a name is not looked for."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(machine, "LEAST_DISK_GIB", 2**40)
+    monkeypatch.setattr(machine, "FULL_GIB", 2**40)
+    (tmp_path / "there.py").touch()
+    functions = f"[{{function: {tmp_path}/there.py:f}}, {{function: /no/such.py:f}}, {{function: exact_match}}]"
+    keys = ["model.path=/no/model", "data.source=/no/data.jsonl", f"rewards.functions={functions}"]
+    config = load(ROOT / "configs/quickstart.yaml", [*keys, "rewards.judge=/no/judge.py:f"])
+    report = look_at_node("n0", tmp_path, Job("/", nodes=1, gpus=8, stalled=3), config)
+    assert [line.split(":")[0] for line in report.missing] == [
+        "model.path=/no/model",
+        "data.source=/no/data.jsonl",
+        "rewards.functions=/no/such.py",
+        "rewards.judge=/no/judge.py",
+    ]
+    assert "2 GPUs, and the run takes 8 of each node" in report.problems
+    assert any(line.startswith("disk of runs: ") and "GiB free" in line for line in report.problems)
+    assert {"python", "megarl", "torch", "nvidia-nccl-cu13"} <= report.versions.keys()
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1,2,3", 4), ("GPU-aa,GPU-bb", 2), ("", 0)])

@@ -16,7 +16,7 @@ import pytest
 
 from megarl.config.load import load
 from megarl.core.errors import UserError
-from megarl.launch import submit
+from megarl.launch import checks, submit
 from megarl.launch.folder import Job, JobFolder
 from megarl.launch.request import CONTAINERS, Request
 from megarl.launch.script import TEMPLATE, VARIABLES
@@ -199,6 +199,40 @@ def test_files_that_only_this_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_p
         f"data.source={tmp_path}/no.jsonl: it lies on {tmp_path}, which only this machine has",
         f"data.source={tmp_path}/no.jsonl: there is no such file here",
     ]
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    functions = "[{function: /no/such.py:f}, {function: exact_match}]"
+    keys = ["model.path=/no/model", "data.source=prompts.txt", f"rewards.functions={functions}"]
+    with pytest.raises(UserError) as refused:
+        launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "rewards.judge=/no/j.py:f", *keys)
+    assert [line.split("; ")[0] for line in str(refused.value).splitlines()] == [
+        "model.path=/no/model: there is no such folder here",
+        "data.source=prompts.txt: there is no such file here",
+        "rewards.functions=/no/such.py: there is no such file here",
+        "rewards.judge=/no/j.py: there is no such file here",
+    ]
+
+
+def test_files_in_a_container_are_looked_for_where_they_are_outside(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    request = replace(ON_CPU, container="pyxis", image="registry/name:1", mounts=[f"{tmp_path}:/data:ro"])
+    keys = [f"run.folder={tmp_path}/runs", "data.source=/data/a.jsonl"]
+    lines = launch(ROOT / "configs/quickstart.yaml", request, *keys)
+    assert any("--image=registry/name:1: the nodes fetch it by this name" in line for line in lines)
+    with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: there is no such file"):
+        launch(ROOT / "configs/quickstart.yaml", request, keys[0], "data.source=/data/b.jsonl")
+
+
+def test_a_disk_of_this_machine_is_told_to_jobs_of_several_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = (*EIGHT, f"run.folder={tmp_path}")
+    for kind, nodes, told in (("ext4", 4, True), ("nfs4", 4, False), ("ext4", 1, False)):
+        monkeypatch.setattr(checks, "_kind", lambda path, kind=kind: kind)
+        lines = launch(ROOT / "configs/quickstart.yaml", replace(ON_CPU, nodes=nodes), *keys)
+        warned = [line for line in lines if "is on a disk of this machine (ext4): the job fails at its start" in line]
+        assert [f"warning: run.folder={tmp_path} " in line for line in warned] == [True] * told
 
 
 def test_nodes_that_the_layout_does_not_fill(on_h100s: Path) -> None:

@@ -38,6 +38,14 @@ APART = "cluster.placement=disaggregated"
             "cluster.roles.actor=0-1",
         ),
         (["cluster.roles={actor: first, rollout: 1}"], "cluster.roles.actor=first"),
+        (
+            [APART, "cluster.roles={actor: nodes 0-2, rollout: 9}"],
+            "cluster.roles.actor=nodes 0-2: 3 nodes, and actor.layout makes 2 ranks, which is no whole number on each",
+        ),
+        (
+            [APART, "cluster.roles={actor: node 0, rollout: node 2}"],
+            "cluster.roles: on each of their nodes are of actor 2, rollout 1 ranks",
+        ),
     ],
 )
 def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
@@ -51,6 +59,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["cluster.roles={actor: 0-1, rollout: 0}"],
         [APART, "cluster.roles={actor: 1-2, rollout: 0}"],
         [APART, GAE, "cluster.roles={actor: 0-1, critic: 1, rollout: 2}"],
+        [APART, "cluster.roles={actor: nodes 0-1, rollout: node 2}"],
+        [APART, "cluster.roles={actor: node 0, rollout: 2}"],
     ],
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:

@@ -1,0 +1,47 @@
+"""The files and folders that a recipe names, which all nodes of its run read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.schema import Config
+from megarl.data.model_folder import model_paths
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A file or folder, by the key that names it. path: as it is given, without the name of a function in it."""
+
+    key: str
+    path: str
+    is_folder: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        path = Path(self.path).expanduser()
+        return path.is_dir() if self.is_folder else path.is_file()
+
+    def missing(self, remedy: str) -> str:
+        return f"{self.key}={self.path}: there is no such {'folder' if self.is_folder else 'file'} here; {remedy}"
+
+
+def named_files(config: Config) -> list[Named]:
+    """Returns those of a recipe: folders of models, of which hub ids and packages have none here, data, and the files
+    of its own functions."""
+    models = [Named(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
+    data = [] if config.data.source == "arithmetic" else [Named("data.source", config.data.source)]
+    functions = [("rewards.functions", entry.function) for entry in config.rewards.functions]
+    if config.rewards.judge is not None:
+        functions.append(("rewards.judge", config.rewards.judge))
+    return [*models, *data, *_files(functions)]
+
+
+def _files(functions: Sequence[tuple[str, str]]) -> list[Named]:
+    """Returns the files of path/to/file.py:function; other names are megarl's own."""
+    return [Named(key, name.rpartition(":")[0]) for key, name in functions if ":" in name]
+
+
+def _is_path(path: str) -> bool:
+    return path.startswith(("/", ".", "~"))
