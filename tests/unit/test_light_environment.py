@@ -119,6 +119,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
+PLAN = ("plan", "RECIPES/h100/qwen2.5-7b-8xh100-grpo.yaml", "--gpus", "8xH100-80GB", "model.path=FOLDER")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -127,7 +130,7 @@ def files(folder: Path) -> dict[str, bytes]:
         ("config", "explain", "RECIPES/quickstart.yaml", "model.path=FOLDER", "actor.layout.last_stage_layers=null"),
         ("algorithms", "rloo"),
         ("reshard", "--model", "FOLDER/config.json", "--from", "tp=2,pp=2", "--to", "vllm:tp=2"),
-        ("plan", "RECIPES/h100/qwen2.5-7b-8xh100-grpo.yaml", "--gpus", "8xH100-80GB", "model.path=FOLDER"),
+        PLAN,
         ("launch", "RECIPES/quickstart.yaml", "--nodes=1", "--gpus-per-node=0", "--time=1:00:00", "--dry-run"),
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
@@ -136,6 +139,13 @@ def test_commands_that_look(site, folder, arguments):
     done = megarl(site, *arguments, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
+
+
+def test_a_plan_says_what_its_page_needs_before_anything_is_written(site, folder):
+    done = megarl(site, *PLAN, "--html", "page.html", "--emit", "recipe.yaml", cwd=folder)
+    line = "megarl: error: --html page.html: it needs matplotlib; pip install 'megarl[run]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
 
 
 def test_init_writes_a_recipe_that_can_be_shown(site, tmp_path):
