@@ -287,12 +287,15 @@ def plan(
 ) -> None:
     """Rank the layouts of a recipe that fit on GPUs, by the predicted time of a step. Pure arithmetic."""
     import json
+    from importlib.util import find_spec
 
     from megarl.config.load import load
     from megarl.planning import plan_text
     from megarl.planning.hardware import read_cluster
     from megarl.planning.plan import plan_recipe
 
+    if html is not None and find_spec("matplotlib") is None:  # said before a file of --emit is written
+        raise UserError(f"--html {html}: it needs matplotlib; pip install 'megarl[run]'")
     config = load(file, overrides or ())
     planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_it_is, prompt_tokens, response_tokens)
     typer.echo(json.dumps(plan_text.as_dict(planned)) if as_json else plan_text.table(planned))

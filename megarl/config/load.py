@@ -10,14 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-import megarl
 from megarl.config import document, rules, violations
 from megarl.config.document import Document, Key
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 
-SHIPPED = Path(megarl.__file__).resolve().parents[1] / "configs"
-"""The folder of the recipes that come with megarl, base.yaml among them."""
+SHIPPED = Path(__file__).with_name("recipes").resolve()
+"""The folder of the recipes that come with megarl, base.yaml among them: in a checkout `recipes` is a link to configs/,
+in an installed package a copy of it."""
 
 _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import megarl
 from megarl.core.errors import UserError
 from megarl.launch.folder import JobFolder
 from megarl.launch.request import Request
 
-TEMPLATE = Path(megarl.__file__).resolve().parents[1] / "launch" / "slurm.sbatch"
-"""The template that comes with megarl."""
+TEMPLATE = Path(__file__).with_name("slurm.sbatch").resolve()
+"""The template that comes with megarl: beside this file, in a checkout, is a link to the one of launch/, and in an
+installed package a copy of it."""
 
 VARIABLES = (
     *("SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -44,6 +46,21 @@ def test_what_the_dockerfile_copies_is_there() -> None:
     copied = [source for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.M) for source in line.split()[:-1]]
     assert {"megarl", "pyproject.toml", "launch/container/gpu-py312.lock"} <= set(copied)
     assert all((ROOT / source).exists() for source in copied)
+
+
+def test_links_of_the_package_lead_somewhere_in_the_image(tmp_path: Path) -> None:
+    """COPY puts a folder's contents into its destination, and leaves links as they are; a file keeps its name."""
+    for line in re.findall(r"^COPY (.+ /opt/src\b.*)$", DOCKERFILE, re.M):
+        *sources, destination = line.split()
+        for source in sources:
+            there = Path(f"{tmp_path}/{destination}")
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, there, symlinks=True)
+            else:
+                there.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, there)
+    links = [path for path in (tmp_path / "opt/src/megarl").rglob("*") if path.is_symlink()]
+    assert links and all(link.exists() for link in links)
 
 
 def test_nothing_is_installed_that_is_not_locked() -> None:
