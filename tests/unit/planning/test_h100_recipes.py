@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from megarl.planning.hardware import read_cluster
 from megarl.planning.parameters import ModelParameters
 from megarl.planning.plan import plan_recipe
 from tests.h100_recipes import RECIPES, H100Recipe
-from tests.paths import ROOT
+from tools.benchmarks.figures import RESULTS
+from tools.benchmarks.recipes import predict
 
 LEAST_FREE = 0.05
 """The share of a GPU's memory that a recipe leaves free, by the arithmetic."""
@@ -65,6 +67,7 @@ def test_its_refit_is_planned_and_proven(recipe: H100Recipe, tmp_path: Path, mon
     assert found.bytes_by_link["inter"] == pytest.approx(times * weights, rel=0.01)
 
 
-def test_the_page_names_each() -> None:
-    page = (ROOT / "configs/h100/README.md").read_text(encoding="utf-8")
-    assert all(f"`{recipe.name}`" in page for recipe in RECIPES)
+def test_their_predictions_are_recorded_as_they_are_made() -> None:
+    """`python tools/benchmarks/recipes.py --out …` records them anew."""
+    recorded = json.loads((RESULTS / "recipes.json").read_text(encoding="utf-8"))["runs"]
+    assert json.loads(json.dumps([predict(recipe) for recipe in RECIPES])) == recorded
