@@ -34,6 +34,10 @@ class H100Recipe:
         return self.gpus // 8
 
     @property
+    def algorithm(self) -> str:
+        return self.name.partition("xh100-")[2]
+
+    @property
     def model(self) -> str:
         """The model's name among the published ones."""
         wanted = self.name.split(f"-{self.gpus}xh100-")[0]

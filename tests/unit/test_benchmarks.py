@@ -10,6 +10,7 @@ import pytest
 
 from tests.forked_script import run_script
 from tests.paths import ROOT
+from tools.benchmarks import figures
 
 FOLDER = ROOT / "tools" / "benchmarks"
 
@@ -18,19 +19,10 @@ def output_of(*command: str) -> str:
     return subprocess.run([sys.executable, *command], cwd=FOLDER, check=True, capture_output=True, text=True).stdout
 
 
-SCRIPTS = (
-    "convert.py",
-    "figures.py",
-    "linear_head.py",
-    "mfu.py",
-    "plan.py",
-    "published_steps.py",
-    "refit.py",
-    "reshard.py",
-    "sampling.py",
-    "step_vs_trl.py",
-    "training_step.py",
+SCRIPTS = sorted(
+    path.name for path in FOLDER.glob("*.py") if "ArgumentParser(" in path.read_text() and path.name != "trl_step.py"
 )
+"""Those that take options, but for the one that runs beside TRL, in an environment of its own."""
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -66,3 +58,26 @@ def test_mixed_lengths_have_the_median_and_the_longest_that_are_asked_for():
     assert {prompt for prompt, _ in lengths} == {5}
     assert 45 < responses[500] < 55
     assert responses[0] >= 1 and responses[-1] == 400
+
+
+@pytest.mark.slow
+def test_driver_is_measured_with_the_figures_that_are_shown(tmp_path, monkeypatch):
+    sizes = ["--prompts", "16", "--samples-per-prompt", "4", "--tokens", "100", "--ranks", "8"]
+    output_of("driver.py", *sizes, "--out", str(tmp_path / "driver.json"))
+    output_of("start.py", "--case", "qwen2.5-0.5b", "--out", str(tmp_path / "start.json"))
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert "a step of 64 samples of 100 tokens for 8 ranks" in figures.driver().replace("\n", " ")
+    assert "start of Qwen2.5-0.5B on 8 ranks with engines 4 × tp=2" in figures.start().replace("\n", " ")
+
+
+def test_driver_of_1024_ranks_keeps_its_targets():
+    step, start = figures.result("driver"), figures.result("start")
+    assert (step["prompts"] * step["samples_per_prompt"], step["ranks"], start["ranks"]) == (16384, 1024, 1024)
+    assert sum(step["driver"]["cpu_seconds"].values()) <= 3
+    assert sum(start["driver_cpu_seconds"].values()) <= 60
+    rank = step["rank"]
+    assert sum(rank["cpu_seconds"].values()) <= 1
+    assert rank["bytes"] <= 9 * rank["tokens"]
+    assert rank["cpu_seconds"]["collate"] <= 0.15e-6 * rank["tokens"]
+    most, fewest = (step["driver"]["peak_bytes_by_tokens"][tokens] for tokens in ("2000", "250"))
+    assert most <= 1.1 * fewest  # memory grows with samples, not with tokens

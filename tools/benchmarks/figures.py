@@ -41,25 +41,27 @@ def main() -> None:
     if parser.parse_args().write:
         write()
     else:
-        print("\n\n".join(make() for _, make in PAGES.values()))
+        print("\n\n".join(make() for blocks in PAGES.values() for make in blocks.values()))
 
 
 def write() -> None:
-    """Renders the block of every page from the results, in place."""
+    """Renders the blocks of every page from the results, in place."""
     for page in PAGES:
         path = ROOT / page
         path.write_text(rendered(page, path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def rendered(page: str, content: str) -> str:
-    """Returns the page with its block as the results make it, between <!-- NAME:begin --> and <!-- NAME:end -->."""
-    name, make = PAGES[page]
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, _, rest = content.partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise ValueError(f"{page} has no {begin} with {end} after it; put the markers back")
-    return f"{before}{begin}\n{make()}\n{end}{after}"
+    """Returns the page with its blocks as the results make them, each between <!-- NAME:begin --> and
+    <!-- NAME:end -->."""
+    for name, make in PAGES[page].items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, _, rest = content.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"{page} has no {begin} with {end} after it; put the markers back")
+        content = f"{before}{begin}\n{make()}\n{end}{after}"
+    return content
 
 
 def headlines() -> str:
@@ -116,7 +118,6 @@ def figures() -> str:
         driver,
         start,
         plans,
-        published,
     )
     return "\n\n".join(section() for section in sections)
 
@@ -131,15 +132,47 @@ def learning() -> str:
     return table(header, rows)
 
 
-def recipes() -> str:
-    rows = []
-    for run in result("recipes")["runs"]:
-        engines = "–" if run["engines"] is None else f"{run['engines'][0]} × TP{run['engines'][1]}"
-        rollout = "–" if run["rollout"] is None else f"{run['rollout']:.0f} s"
+def published() -> str:
+    runs = result("published_steps")["runs"]
+    models = list(dict.fromkeys(run["model"] for run in runs))  # by their size
+    rows, missed = [], 0
+    for run in sorted(runs, key=lambda run: (models.index(run["model"]), int(run["gpus"].partition("x")[0]))):
+        off = "" if not run["overlapped"] else ", one step off"
+        phases, (tp, replicas) = run["phases"], run["engines"]
+        training = sum(seconds for name, seconds in phases.items() if name.startswith("actor"))
+        is_miss = not 1 / FACTOR <= run["ratio"] <= FACTOR
+        missed += is_miss
         rows.append(
             [
-                f"`{run['recipe']}`",
-                " ".join(f"{name}={size}" for name, size in run["layout"].items()),
+                run["model"],
+                run["gpus"].replace("x", " × "),
+                f"{run['who']}{off}",
+                sizes(run["layout"]),
+                f"{replicas} × TP{tp}",
+                f"{run['seconds']:.0f} s",
+                f"{run['predicted']:.0f} s",
+                f"{phases['rollout']:.0f} + {training:.0f} s",
+                f"{run['ratio']:.2f}{' (missed)' if is_miss else ''}",
+            ]
+        )
+    header = ["", "GPUs", "published by", "trainer", "engines", "published", "predicted", "of it rollout, training"]
+    notes = f"""Stated factor: {FACTOR:g}. {missed} of {len(rows)} runs are missed by more, both of DeepSeek-V3: what
+        its engines over several nodes and its trainer wait for beside their kernels is not in the arithmetic."""
+    return f"{table([*header, 'predicted / published'], rows)}\n\n{text(notes)}"
+
+
+def recipes() -> str:
+    rows = []
+    for run in sorted(result("recipes")["runs"], key=lambda run: (run["parameters"], run["gpus"], run["recipe"])):
+        engines = "–" if run["engines"] is None else f"{run['engines'][0]} × TP{run['engines'][1]}"
+        rollout = "–" if run["rollout"] is None else f"{run['rollout']:.0f} s"
+        nodes = "1 node" if run["nodes"] == 1 else f"{run['nodes']} nodes"
+        rows.append(
+            [
+                run["model"],
+                f"{run['gpus']} ({nodes})",
+                f"[{run['algorithm']}](h100/{run['recipe']}.yaml)",
+                sizes(run["layout"]),
                 engines,
                 f"{run['seconds']:.0f} s",
                 rollout,
@@ -148,17 +181,16 @@ def recipes() -> str:
                 f"{run['tokens'] / run['seconds'] / run['gpus']:,.0f}",
             ]
         )
-    header = ["", "training", "engines", "a step", "rollout", "training", "fullest GPU", "tokens per GPU and second"]
-    return table(header, rows)
+    header = ["", "GPUs", "recipe", "trainer", "engines", "a step", "rollout", "training", "fullest GPU"]
+    return table([*header, "tokens per GPU and second"], rows)
 
 
-PAGES: dict[str, tuple[str, Callable[[], str]]] = {
-    "README.md": ("headlines", headlines),
-    "configs/README.md": ("learning", learning),
-    "configs/h100/README.md": ("recipes", recipes),
-    "tools/benchmarks/README.md": ("figures", figures),
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"headlines": headlines},
+    "configs/README.md": {"learning": learning, "published": published, "recipes": recipes},
+    "tools/benchmarks/README.md": {"figures": figures},
 }
-"""Page -> the name of its block, and what makes it."""
+"""Page -> the names of its blocks, and what makes each."""
 
 
 def quickstart() -> str:
@@ -379,32 +411,6 @@ def plans() -> str:
     return f"{text(lead)}\n\n{table(['`megarl reshard`', *header], rows)}"
 
 
-def published() -> str:
-    lead = """Step times that others have published against what `megarl plan` predicts for the same layouts
-        ([how](#steps-that-others-have-published)), by `python tools/benchmarks/published_steps.py`:"""
-    rows, missed = [], 0
-    for run in result("published_steps")["runs"]:
-        off = "" if not run["overlapped"] else ", one step off"
-        phases = run["phases"]
-        training = sum(seconds for name, seconds in phases.items() if name.startswith("actor"))
-        is_miss = not 1 / FACTOR <= run["ratio"] <= FACTOR
-        missed += is_miss
-        rows.append(
-            [
-                f"{run['who']}: {run['model']}{off}",
-                run["gpus"],
-                f"{run['seconds']:.0f} s",
-                f"{run['predicted']:.0f} s",
-                f"{phases['rollout']:.0f} + {training:.0f} s",
-                f"{run['ratio']:.2f}{' (missed)' if is_miss else ''}",
-            ]
-        )
-    header = ["", "GPUs", "published", "predicted", "of it rollout, training", "predicted / published"]
-    notes = f"""Stated factor: {FACTOR:g}. {missed} of {len(rows)} runs are missed by more, both of DeepSeek-V3: what
-        its engines over several nodes and its trainer wait for beside their kernels is not in the arithmetic."""
-    return f"{text(lead)}\n\n{table(header, rows)}\n\n{text(notes)}"
-
-
 def result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -426,6 +432,10 @@ def meanwhile(found: Mapping[str, Any], end: str = ":") -> str:
     percent = found["cpu_percent_elsewhere"]
     busy = f", while other processes had {percent:.0f} % of the machine's CPU time" if percent > QUIET_PERCENT else ""
     return busy + end
+
+
+def sizes(layout: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={size}" for name, size in layout.items())
 
 
 def compared(title: str, megarl: float, other: float, unit: str) -> list[str]:

@@ -19,6 +19,7 @@ from megarl.config.load import load  # noqa: E402
 from megarl.planning.hardware import GIB, read_cluster  # noqa: E402
 from megarl.planning.plan import describe_layout, plan_recipe  # noqa: E402
 from tests.h100_recipes import RECIPES, H100Recipe  # noqa: E402
+from tests.published_models import PARAMETERS  # noqa: E402
 
 
 def predict(recipe: H100Recipe) -> dict[str, Any]:
@@ -29,7 +30,11 @@ def predict(recipe: H100Recipe) -> dict[str, Any]:
     times, work = plan.times, plan.workload
     return {
         "recipe": recipe.name,
+        "model": recipe.model,
+        "parameters": PARAMETERS[recipe.model],
+        "algorithm": recipe.algorithm,
         "gpus": recipe.gpus,
+        "nodes": recipe.nodes,
         "placement": config.cluster.placement,
         "layout": describe_layout(config.actor.layout.model_dump()),
         "engines": None if config.is_offline else [config.rollout.replicas, config.rollout.tp],

@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads when it is imported
 
@@ -46,9 +46,7 @@ from megarl.resharding.transports.p2p import Sent
 from megarl.rollout.engine import Refitted
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
-MODEL = "DeepSeek-V3"
-LAYOUT = "{tp: 8, pp: 16, dp: 8, ep: 32, etp: 1, last_stage_layers: 1, sequence_parallel: true}"
-ENGINES, ENGINE_TP = 32, 8
+GPUS_PER_NODE = 8
 ANSWERING = 2
 """The processes that answer for all ranks and engines."""
 
@@ -56,11 +54,36 @@ PACKING = Packing(4096, 8, True, 1, 8, 1, TokenCost(attended=2e-5, scored=0.08))
 CALLS = ("open_store", "start", "run")
 
 
+class Case(NamedTuple):
+    model: str
+    layout: str
+    ranks: int
+    engines: int
+    engine_tp: int
+
+    @property
+    def nodes(self) -> int:
+        return (self.ranks + self.engines * self.engine_tp) // GPUS_PER_NODE
+
+
+CASES = {
+    "deepseek-v3": Case(
+        "DeepSeek-V3",
+        "{tp: 8, pp: 16, dp: 8, ep: 32, etp: 1, last_stage_layers: 1, sequence_parallel: true}",
+        ranks=1024,
+        engines=32,
+        engine_tp=8,
+    ),
+    "qwen2.5-0.5b": Case("Qwen2.5-0.5B", "{pp: 2, dp: 4}", ranks=8, engines=4, engine_tp=2),
+}
+
+
 class StubWorker:
     """Stands for a rank's worker in the calls of a refit, and for an engine."""
 
     def __init__(self, config: Config, hf_config: dict[str, Any]):
-        self._shards = [holder.shard for holder in vllm_holders(hf_config, ENGINE_TP, 1, config.model.dtype)]
+        holders = vllm_holders(hf_config, config.rollout.tp, 1, config.model.dtype)
+        self._shards = [holder.shard for holder in holders]
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         return [{name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()} for shard in self._shards]
@@ -118,13 +141,14 @@ class StubHandle:
 
 def main(scratch: Path) -> None:
     arguments = _parse()
+    case = CASES[arguments.case]
     result = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine(),
-        "model": MODEL,
-        "layout": LAYOUT,
-        "engines": f"{ENGINES} × tp={ENGINE_TP}",
-        **measure(scratch),
+        "model": case.model,
+        "layout": case.layout,
+        "engines": f"{case.engines} × tp={case.engine_tp}",
+        **measure(case, scratch),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -132,14 +156,14 @@ def main(scratch: Path) -> None:
     print(f"result: {arguments.out}")
 
 
-def measure(scratch: Path) -> dict[str, Any]:
-    lap, hf_config = Laps(), CONFIGS[MODEL]
+def measure(case: Case, scratch: Path) -> dict[str, Any]:
+    lap, hf_config = Laps(), CONFIGS[case.model]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(hf_config))
-        config = lap("read the recipe", config_of, folder)
-        placement = lap("place", partial(place, config, cores=96, on_gpus=True, gpus_per_node=8))
-        with Session(config_of(folder, "cluster.nodes=1"), scratch, scratch) as session:
+        config = lap("read the recipe", config_of, case, folder)
+        placement = lap("place", partial(place, config, cores=96, on_gpus=True, gpus_per_node=GPUS_PER_NODE))
+        with Session(config_of(case, folder, "cluster.nodes=1"), scratch, scratch) as session:
             stubs = [StubProcess.remote(Process("stub", i, 1), scratch, config, hf_config) for i in range(ANSWERING)]
             numbers = range(len(placement.trainers))
             ray.get([stub.prepare.remote(numbers[i::ANSWERING]) for i, stub in enumerate(stubs)])
@@ -154,23 +178,24 @@ def measure(scratch: Path) -> dict[str, Any]:
             export_plan = lap("plan of the export", make_plan, trainers.holders, [whole])
             refit = Refit(session, config, trainers, engines, export_plan)
             metrics: dict[str, Metric] = lap("first refit, with its plan", refit.run, 0)
-    assert metrics["engines/alive"].value == ENGINES
+    assert metrics["engines/alive"].value == case.engines
+    assert len(placement.trainers) == case.ranks
     return {"ranks": len(placement.trainers), "driver_cpu_seconds": lap.seconds}
 
 
-def config_of(folder: Path, *overrides: str) -> Config:
+def config_of(case: Case, folder: Path, *overrides: str) -> Config:
     settings = {
         "model.path": folder,
         "data.source": "arithmetic",
-        "actor.layout": LAYOUT,
-        "rollout.tp": ENGINE_TP,
-        "rollout.replicas": ENGINES,
+        "actor.layout": case.layout,
+        "rollout.tp": case.engine_tp,
+        "rollout.replicas": case.engines,
         "rollout.verify_refit": "off",
         "batch.prompts_per_step": 1024,
         "batch.prompts_per_update": 1024,
         "batch.samples_per_prompt": 16,
         "cluster.placement": "disaggregated",
-        "cluster.nodes": (1024 + ENGINES * ENGINE_TP) // 8,
+        "cluster.nodes": case.nodes,
         "cluster.object_store_mib": 400,
     }
     return load(BASE, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
@@ -189,6 +214,7 @@ def show(result: dict[str, Any]) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, default="deepseek-v3", help="a model and its layouts")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 

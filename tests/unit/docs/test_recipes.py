@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from itertools import groupby
 
+import pytest
 import yaml
 
 from tests.e2e.learning_cases import CASES
 from tests.paths import BASE, CONFIGS
 from tests.readme import section, text_of
-from tools.benchmarks import figures
+from tools.benchmarks import figures, published_steps
 
 
 def test_the_table_of_papers_has_every_recipe_of_one_and_keys_that_exist():
@@ -24,6 +27,28 @@ def test_the_table_of_papers_has_every_recipe_of_one_and_keys_that_exist():
 
 def test_every_case_that_is_seen_to_learn_has_a_result():
     assert figures.result("learning")["runs"].keys() == CASES.keys()
+
+
+def test_scaling_has_every_published_run_and_every_recipe_for_h100s():
+    lines = [line for line in section("configs/README.md", "Scaling").splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    published = [row for row in rows if row[2].startswith(("NeMo-RL", "verl"))]
+    recipes = [row for row in rows if "(h100/" in row[2]]
+    assert len(published) + len(recipes) == len(rows) - 2  # without the headers
+    shown = Counter((row[2].partition(",")[0], row[0], row[1].replace(" × ", "x"), row[5]) for row in published)
+    assert shown == Counter(
+        (case.who, case.model, case.gpus, f"{case.seconds:.0f} s") for case in published_steps.CASES
+    )
+    for row in published:
+        seconds, predicted = (float(cell.removesuffix(" s")) for cell in row[5:7])
+        assert float(row[8].split()[0]) == pytest.approx(predicted / seconds, abs=0.015)
+    missed = [row for row in published if row[8].endswith("(missed)")]
+    assert {(row[2], row[0], row[1].replace(" × ", "x")) for row in missed} == set(published_steps.MISSES)
+    files = {path.name for path in (CONFIGS / "h100").glob("*-*xh100-*.yaml")}
+    assert {row[2].rpartition("/")[2].rstrip(")") for row in recipes} == files
+    for table in (published, recipes):
+        models = [model for model, _ in groupby(row[0] for row in table)]
+        assert len(models) == len(set(models)), "the rows of a model stand together"
 
 
 def test_our_names_on_the_page_of_verl_are_keys_of_the_base_recipe():

@@ -17,6 +17,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config, Layout
 from megarl.megatron import cpu_support
 from megarl.megatron.model.build import build_chunk, transformer_config
+from megarl.megatron.model.head import replace_output_layer
 from tests.paths import BASE
 
 
@@ -41,7 +42,7 @@ def base_config() -> Config:
 
 
 def real_rank(config: dict, layout: Layout, rank: int) -> RealRank:
-    """Builds the rank's model with megarl's own builder, and takes the process group down again."""
+    """Builds the rank's model with megarl's own builder and head, and takes the process group down again."""
     cpu_support.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
@@ -60,6 +61,8 @@ def real_rank(config: dict, layout: Layout, rank: int) -> RealRank:
         megatron_config = transformer_config(actor, hf_config, torch.float32)
         with torch.device("meta"):
             chunks = [build_chunk(megatron_config, hf_config, stage, 16) for stage in range(layout.vpp)]
+            for chunk in chunks:
+                replace_output_layer(chunk, hf_config, temperature=1.0)
         shapes, layers, experts = {}, {}, {}
         for i, chunk in enumerate(chunks):
             # Parameters and persistent buffers; a layer's extra state is no weight.
