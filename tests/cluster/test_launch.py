@@ -3,6 +3,7 @@ machine does that nobody interrupts."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import subprocess
@@ -12,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.cluster.slurm import Slurm, slurm
-from tests.cluster.test_nodes import COMMON, learned, on_one_machine
+from tests.cluster.test_nodes import COMMON, check_same, on_one_machine
 from tests.e2e.run import write_recipe
 from tests.paths import ROOT
 
@@ -96,6 +96,22 @@ class Launched:
         file = self.folder / "metrics.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
+    @property
+    def effective_shares(self) -> list[float]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["cluster/effective_share"] for line in lines]
+
+    @property
+    def resumed(self) -> list[int]:
+        """The steps after which attempts have gone on."""
+        return [int(step) for step in re.findall(r"^0: run: .*, goes on after step (\d+)", self.log, re.MULTILINE)]
+
+    def wait_for_line(self, pattern: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.log, re.MULTILINE):
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.2)
+
     def wait_for_attempt(self, number: int) -> list[str]:
         """Waits until the first steps of this attempt are done, counted from 1, or of a later one. Returns its
         nodes."""
@@ -110,7 +126,7 @@ class Launched:
 
     def check_nothing_is_left(self) -> None:
         for machine in filter(lambda machine: machine.is_up, self.cluster.machines):
-            left = [line for line in machine.processes() if not line.startswith("slurmd -D")]
+            left = [line for line in machine.processes() if not line.startswith(("slurmd -D", "slurmstepd: "))]
             assert not left and not machine.files()
 
 
@@ -137,7 +153,8 @@ def test_what_slurm_does_not_have_is_said_before_a_job_is_queued(
 def test_an_error_of_the_user_is_the_last_line_and_is_not_tried_again(cluster: Slurm, shared: Path) -> None:
     """The second launch takes the name again: nothing of the run was done."""
     options = ["--nodes=2", "--time=10", "run.steps=2"]
-    run = Launched(cluster, shared, "wrong", *options, "rewards.functions=[{function: /no/such/file.py:f}]")
+    wrong = f"rewards.functions=[{{function: {shared}/rewards.py:nothing}}]"
+    run = Launched(cluster, shared, "wrong", *options, wrong)
     again = launch(cluster, shared, "wrong", *options)
     assert again.returncode == 2 and f"job {run.number} is " in again.stderr
     job = cluster.wait_for_state(run.number, "FAILED", seconds=ENDED_S)
@@ -146,6 +163,19 @@ def test_an_error_of_the_user_is_the_last_line_and_is_not_tried_again(cluster: S
     run.check_nothing_is_left()
     run = Launched(cluster, shared, "wrong", *options)
     cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
+    run.check_nothing_is_left()
+
+
+def test_a_job_whose_attempts_save_nothing_gives_up_with_the_cause(cluster: Slurm, shared: Path) -> None:
+    """Two attempts on one node fail at their first step, of which nobody has the time to sample; the third does not
+    begin."""
+    options = ["--nodes=1", "--time=10", "--stalled=2", "--restarts=5"]
+    run = Launched(cluster, shared, "stalled", *options, "actor.layout.pp=1", "cluster.timeouts.rollout=0.01")
+    job = cluster.wait_for_state(run.number, "FAILED", seconds=ENDED_S)
+    assert (job["ExitCode"], job["Restarts"], len(run.attempts)) == ("3:0", "0", 3)
+    last = run.log.splitlines()[-1]
+    assert last.startswith("job: 2 attempts have saved nothing after step 0, the cause told last: megarl: error: ")
+    assert "rollout: no answer from engine-0 in 0.01 s" in last
     run.check_nothing_is_left()
 
 
@@ -180,6 +210,7 @@ def test_a_job_whose_first_node_loses_its_cable_goes_back_into_the_queue(cluster
         assert time.monotonic() < deadline, (run.job, run.log)
         time.sleep(0.2)
     machine.mend()
+    assert len(run.wait_for_attempt(2)) == 2
     cluster.ask("scancel", run.number)
     cluster.wait_for_state(run.number, "CANCELLED", seconds=ENDED_S)
 
@@ -203,19 +234,25 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     cluster.wait_for_state(run.number, "PENDING", seconds=ENDED_S)
     cluster.ask("scontrol", "update", f"JobId={run.number}", "TimeLimit=30")
     assert "job: goes back into the queue, without n1: told to end" in run.log
+    saved = run.steps
     first, second = run.wait_for_attempt(3)
+    assert (run.resumed, run.job["ExcNodeList"]) == ([saved], "n1")
+    assert run.effective_shares and all(0 < share < 1 for share in run.effective_shares)
 
     machines[second].crash()
+    run.wait_for_line(rf"^job: megarl: error: .*: node {second} is lost", seconds=60)
     again = run.wait_for_attempt(4)
-    assert re.search(rf"^job: megarl: error: .*: node {second} is lost", run.log, re.MULTILINE)
     assert (run.job["Restarts"], again[0]) == ("1", first)  # in the same allocation
     assert second not in again
+    assert run.resumed == [saved, saved]
 
     urgent = cluster.ask(
         "sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--output=/dev/null", "--wrap=sleep 1"
     ).strip()
     run.wait_for_attempt(5)
     assert (cluster.job(urgent)["JobState"], run.job["Restarts"]) == ("COMPLETED", "2")
+    assert len(run.resumed) == 3 and run.resumed[2] > saved
+    assert "% of" in run.log and "of allocation went into steps that lasted" in run.log
 
     machines["n1"].run("mount", "-o", "remount,size=4g", "/dev/shm")
     cluster.ask("scancel", run.number)
@@ -227,9 +264,7 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     run = Launched(cluster, shared, "soak", *options, rewards, last)
     cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
     assert run.log.splitlines()[-1] == "job: done"
-    assert learned(run.folder) == learned(alone)
-    theirs, ours = (load_file(folder / "model/model.safetensors") for folder in (alone, run.folder))
-    assert theirs.keys() == ours.keys() and all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+    check_same(run.folder, alone)
     run.check_nothing_is_left()
 
 
@@ -260,9 +295,7 @@ def test_a_job_gets_to_its_last_step_through_twenty_seeded_faults(cluster: Slurm
     assert run.log.splitlines()[-1] == "job: done"
     assert len(run.attempts) == 1 + len(faults) and set(VICTIMS) == set(faults)
     alone = on_one_machine(shared, "alone-twenty", *COMMON, *keys)
-    assert learned(run.folder) == learned(alone)
-    theirs, ours = (load_file(folder / "model/model.safetensors") for folder in (alone, run.folder))
-    assert theirs.keys() == ours.keys() and all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+    check_same(run.folder, alone)
     run.check_nothing_is_left()
 
 
