@@ -1,5 +1,5 @@
-"""In bfloat16, what the trainer computes is what vLLM's own kernels compute, to the last bit: where one of them rounded
-at another place, each layer would take them further apart."""
+"""The trainer computes in bfloat16 what vLLM's own kernels compute, to the last bit: where one of them rounded at
+another place, each layer would take them further apart."""
 
 from __future__ import annotations
 
