@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.resharding.execute import Assembly, execute
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.piece import Holder
+from megarl.resharding.planning import messages
 from megarl.resharding.planning.check import check_plan
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.plan import Link, Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, schedule
-from megarl.resharding.transports import bucket_layout, shared_memory
+from megarl.resharding.transports import shared_memory
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.near_and_far import FarRendezvous, NearAndFar
 from megarl.resharding.transports.p2p import UNUSED_TAG, PointToPoint, Rendezvous
@@ -237,7 +238,7 @@ def test_large_moves_travel_without_a_copy(monkeypatch, layout, vllm_tp, replica
     """Nothing is allocated but the buffers, and these are smaller."""
     case = Case(layout, vllm_tp, replicas, 1024, nodes)
     by_buffers = run_ranks(len(case.members), take_part, case)
-    monkeypatch.setattr(bucket_layout, "ALONE_BYTES", 8)
+    monkeypatch.setattr(messages, "ALONE_BYTES", 8)
     straight = run_ranks(len(case.members), take_part, case)
     assert all(allocated == staged for staged, allocated, _ in straight)
     assert sum(staged for staged, *_ in straight) < 0.8 * sum(staged for staged, *_ in by_buffers)
@@ -443,7 +444,7 @@ def assembled(store: dist.Store, rank: int, case: Case) -> None:
 @pytest.mark.parametrize("nodes", [(0,), (1, 1, 1)], ids=["alone", "handed-on"])
 def test_parameters_that_nobody_has_yet_are_put_together(monkeypatch, nodes):
     """What a member hands on after its buffer was another's is not among its parameters."""
-    monkeypatch.setattr(bucket_layout, "ALONE_BYTES", 8)
+    monkeypatch.setattr(messages, "ALONE_BYTES", 8)
     case = Case(layout_of(tp=2), vllm_tp=1, replicas=len(nodes), bucket_bytes=256, nodes=nodes)
     assert any(bucket.onward for bucket in case.plan.buckets) == (len(nodes) > 1)
     case.plan = replace(case.plan, padding=())

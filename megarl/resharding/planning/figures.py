@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from megarl.resharding.piece import ITEM_BYTES, Holder, num_elements
 from megarl.resharding.planning.check import check_plan
 from megarl.resharding.planning.holdings import divide, holdings
+from megarl.resharding.planning.messages import num_messages
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, schedule
 
@@ -28,6 +29,9 @@ class Figures:
                           What stays on a device does not count
     predicted_seconds     the time until everything has travelled, in the order in which it is sent over a network
     floor_seconds         the busiest rank's bytes in or out, over the bandwidth of that link
+    neighbours            the ranks with which one rank exchanges messages, at most: with NCCL, each pair has a
+                          communicator
+    operations            the messages that one rank sends and receives over NCCL, at most
     peak_staging_bytes    bytes of buckets that a rank has in hand: the one on its way from or to another node, and the
                           next
     ranks_source, ranks_destination    the numbers of processes
@@ -41,6 +45,8 @@ class Figures:
     source_balance: float
     predicted_seconds: float
     floor_seconds: float
+    neighbours: int
+    operations: int
     peak_staging_bytes: int
     ranks_source: int
     ranks_destination: int
@@ -56,7 +62,7 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
     check_plan(plan, sources, destinations)
     need = _need(sources, destinations)
     by_link = _bytes_by_link(plan)
-    simulated = schedule(plan, bandwidth)
+    simulated, sent = schedule(plan, bandwidth), _sent(plan)
     return Figures(
         bytes_total=plan.num_bytes,
         bytes_wasted=plan.num_bytes - need.kept + max(0, by_link["inter"] - need.entering),
@@ -65,6 +71,8 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
         source_balance=_source_balance(plan, need.fair),
         predicted_seconds=simulated.seconds,
         floor_seconds=simulated.floor_seconds,
+        neighbours=max(map(len, sent.neighbours), default=0),
+        operations=max(sent.operations, default=0),
         peak_staging_bytes=_peak_staging(plan, simulated),
         ranks_source=len(sources),
         ranks_destination=len(destinations),
@@ -134,6 +142,27 @@ def _bytes_by_link(plan: Plan) -> dict[str, int]:
             node_link = "local" if plan.is_local(link) else "intra"
             moved[node_link if plan.nodes[link.source] == plan.nodes[link.destination] else "inter"] += bucket.num_bytes
     return moved
+
+
+class _Sent(NamedTuple):
+    """What each rank exchanges in messages: with whom, and how many."""
+
+    neighbours: list[set[int]]
+    operations: list[int]
+
+
+def _sent(plan: Plan) -> _Sent:
+    """Returns what is sent. Where both sides share devices, destinations read what is on their own node, and it is
+    not."""
+    sent = _Sent([set() for _ in plan.holders], [0] * len(plan.holders))
+    for bucket in (plan.far if plan.devices else plan).buckets:
+        count = num_messages(bucket)
+        for source, destination in (*bucket.links, *bucket.onward):
+            sent.neighbours[source].add(destination)
+            sent.neighbours[destination].add(source)
+            sent.operations[source] += count
+            sent.operations[destination] += count
+    return sent
 
 
 def _source_balance(plan: Plan, fair: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here, default_cache
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures, figures
+from megarl.resharding.planning.messages import LATENCY_S
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.results import kept
 from megarl.resharding.planning.schedule import Bandwidth
@@ -46,7 +47,7 @@ def read_speeds(ranks_per_node: int, bandwidth: str) -> Bandwidth:
     """Reads --bandwidth, and checks --nodes-of. Raises UserError for what cannot be read."""
     if ranks_per_node < 1:
         raise UserError(f"--nodes-of {ranks_per_node}: expected at least one rank on a node")
-    return Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")))
+    return Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")), latency=LATENCY_S)
 
 
 def plan_figures(
@@ -82,6 +83,7 @@ def table(found: Figures) -> str:
         "proof": "every element is written exactly once" if found.written_once else "FAILED",
         "busiest": f"source gives {found.source_balance:.3f} of the mean of its replicas",
         "time": _time(found.predicted_seconds, found.floor_seconds),
+        "network": f"{found.neighbours:,} neighbours and {found.operations:,} messages of the rank with most",
         "staging": f"{show_bytes(found.peak_staging_bytes)} per process at most",
         "plan": found.plan_hash[:16],
     }

@@ -10,16 +10,18 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from megarl.core.collector import without_collector
+from megarl.resharding.planning.messages import num_messages
 from megarl.resharding.planning.plan import Hop, Link, Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """The bytes per second that one process sends, and at the same time receives: to other nodes, and inside its
-    own."""
+    """The bytes per second that one process sends, and at the same time receives: to other nodes, and inside its own.
+    latency: the seconds of each message beside its bytes."""
 
     inter: float
     intra: float
+    latency: float = 0.0
 
 
 class Transfer(NamedTuple):
@@ -64,8 +66,8 @@ def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
     """Returns when each hop of an ordered plan begins and ends.
 
     Every process has a port for each direction, to other nodes and inside its own; each carries one bucket at a time,
-    in the plan's order. What is handed on starts when its bucket has arrived. Casting, packing, latency and copies on a
-    device take no time here.
+    in the plan's order. What is handed on starts when its bucket has arrived. Casting, packing and copies on a device
+    take no time here.
     """
     assert plan.order or not plan.buckets, "a plan without an order; see ordered"
     speeds = bandwidth.inter, bandwidth.intra
@@ -80,7 +82,7 @@ def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
             transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))
             continue
         start = max(free["out", out], free["in", into], arrived[arrival])
-        stop = start + seconds
+        stop = start + seconds + bandwidth.latency * num_messages(bucket)
         free["out", out] = free["in", into] = arrived[number, link.destination] = stop
         arrived[link.destination] = max(arrived[link.destination], stop)
         load["out", out] += seconds

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.resharding.piece import ITEM_BYTES, Place, num_elements, shape_of
+from megarl.core import device
+from megarl.resharding.piece import ITEM_BYTES, Place, shape_of
+from megarl.resharding.planning import messages
+from megarl.resharding.planning.messages import is_alone, move_bytes
 from megarl.resharding.planning.plan import Move
 from megarl.resharding.transports.transport import view
-
-ALONE_BYTES = 128 * 2**10
-"""The bytes from which a move is a message of its own: to copy it would take longer than a message takes to set out."""
-ALIGNMENT = 8
-"""The multiple of bytes that keeps moves aligned. A move of another size, which would leave those after it misaligned,
-is not alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self.move)
+        return move_bytes(self.move)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,11 +77,11 @@ def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.
     parameters   this holder's; a move of another one goes by way of the buffer
     """
     alone, together = [], []
-    offset = 0
-    for move, place in sorted(moves, key=lambda item: (not _is_alone(item[0]), *_size_key(item))):
-        in_place = _is_alone(move) and _lies_in_one_stretch(move, place, parameters)
-        (alone if _is_alone(move) else together).append(Part(move, place, None if in_place else offset))
-        offset += 0 if in_place else _num_bytes(move)
+    offset, least = 0, messages.ALONE_BYTES_OF_NCCL if device.uses_nccl() else messages.ALONE_BYTES
+    for move, place in sorted(moves, key=lambda item: (not is_alone(item[0], least), *_size_key(item))):
+        in_place = is_alone(move, least) and _lies_in_one_stretch(move, place, parameters)
+        (alone if is_alone(move, least) else together).append(Part(move, place, None if in_place else offset))
+        offset += 0 if in_place else move_bytes(move)
     return BucketLayout(tuple(alone), tuple(together), offset)
 
 
@@ -101,18 +98,10 @@ def lay_out_together(moves: Iterable[tuple[Move, Place]]) -> BucketLayout:
     offset = 0
     for move, place in sorted(moves, key=_size_key):
         parts.append(Part(move, place, offset))
-        offset += _num_bytes(move)
+        offset += move_bytes(move)
     return BucketLayout((), tuple(parts), offset)
 
 
 def _size_key(item: tuple[Move, Place]) -> tuple[int]:
     """Returns the key by which larger dtypes come first, so that all are aligned."""
     return (-ITEM_BYTES[item[0].destination_dtype],)
-
-
-def _is_alone(move: Move) -> bool:
-    return _num_bytes(move) >= ALONE_BYTES and _num_bytes(move) % ALIGNMENT == 0
-
-
-def _num_bytes(move: Move) -> int:
-    return num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype]

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megarl.resharding.planning.figures import figures
+from megarl.resharding.planning.messages import num_messages
+from megarl.resharding.planning.plan import Bucket
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import Bandwidth
 from tests.unit.resharding.planning.test_planner import holder
@@ -27,6 +29,8 @@ def test_a_plan_that_can_be_counted():
     assert found.floor_seconds == pytest.approx(6)  # 60 bytes out of s0
     assert found.predicted_seconds == pytest.approx(6 + 2 * 60 / 100)  # which its receiver then hands on, twice
     assert found.peak_staging_bytes == 60
+    # d0 and d1 receive a bucket of one source each, and hand it on to two others, from whom they have the other one.
+    assert found.neighbours == 3
     assert (found.ranks_source, found.ranks_destination) == (2, 3)
     assert len(found.plan_hash) == 64
 
@@ -37,6 +41,28 @@ def test_a_process_has_two_buckets_in_hand():
     plan = make_plan(sources, destinations, bucket_bytes=80)
     assert [bucket.num_bytes for bucket in plan.buckets] == [40, 80, 60]
     assert figures(plan, sources, destinations, SPEEDS).peak_staging_bytes == 140
+
+
+def test_operations_are_messages_of_their_own_or_one_for_all_small_moves():
+    """A move of 8 MiB and two small ones go to another node, and are handed on there."""
+    places = [((0, 2**21),), ((2**21, 2**21 + 10),), ((2**21 + 10, 2**21 + 30),)]
+    sources = [holder("s", *places)]
+    destinations = [holder(f"d{i}", *places, node=1) for i in range(2)]
+    plan = make_plan(sources, destinations, bucket_bytes=2**26)
+    moves = [move for bucket in plan.buckets for move in bucket.moves]
+    whole = Bucket((), (), tuple(moves), sum(bucket.num_bytes for bucket in plan.buckets))
+    assert [num_messages(replace(whole, moves=tuple(part))) for part in (moves, moves[:1], moves[1:])] == [2, 1, 1]
+    assert num_messages(whole, least=8) == 3
+    found = figures(plan, sources, destinations, SPEEDS)
+    assert (found.neighbours, found.operations) == (
+        2,
+        3,
+    )  # d0 has one of the source, hands it on, and has the other of d1
+    delayed = figures(plan, sources, destinations, replace(SPEEDS, latency=1000.0))
+    assert delayed.predicted_seconds - found.predicted_seconds == pytest.approx(
+        2 * 1000
+    )  # of the large one, and where it is handed on
+    assert delayed.floor_seconds == found.floor_seconds
 
 
 def test_bytes_that_enter_a_node_twice_are_wasted():
