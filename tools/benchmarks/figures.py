@@ -114,6 +114,7 @@ def figures() -> str:
         converting,
         linear_head,
         sampling,
+        rounding,
         memory,
         driver,
         start,
@@ -356,6 +357,19 @@ def sampling() -> str:
     notes = f"""megarl decodes each response once, at its end: {max(ends):.0f} ms for all of them together."""
     header = ["Log-probs of", "megarl", "vLLM, decoding each token"]
     return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}\n\n{text(notes)}"
+
+
+def rounding() -> str:
+    found = result("rounding")
+    means = found["mean_differences"]
+    *others, alone = [value for name, value in means.items() if not name.endswith("float32") or "sums" in name]
+    return text(
+        f"""In bfloat16 two computations of SmolLM2-135M that differ in nothing but the order of sums are
+        {min(others):.3f} to {max(others):.3f} nats a token apart, and its own decoding of one token at a time from the
+        pass over all of them {alone:.3f}: a trainer and an engine cannot be nearer unless they are the same bit by bit.
+        One of them is {means["bfloat16 - float32"]:.3f} from float32 (`python tools/benchmarks/rounding.py`, the mean
+        over {found["tokens"]} tokens)."""
+    )
 
 
 def driver() -> str:

