@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megarl.core import device
-
 LENGTH_STEP = 16
 """The step of document lengths. Documents whose lengths round up to the same multiple share a batch: less than 16
 padded positions each."""
@@ -146,21 +144,15 @@ def packed_attention(
     for bucket in documents.buckets:
         q, k, v = take(query, bucket.queries), take(key, bucket.keys), take(value, bucket.keys)
         attended = F.scaled_dot_product_attention(
-            *(_computed(x.transpose(1, 2)) for x in (q, k, v)),
+            *(x.transpose(1, 2) for x in (q, k, v)),
             attn_mask=bucket.visible,
             is_causal=bucket.visible is None,
             scale=scale,
             dropout_p=dropout,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        outputs.append(attended.to(query.dtype).transpose(1, 2).flatten(0, 1))
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return take(outputs[0] if len(outputs) == 1 else torch.cat(outputs), documents.outputs)[..., :value_dim]
-
-
-def _computed(values: torch.Tensor) -> torch.Tensor:
-    """Returns the values in the dtype in which attention is computed: on CPU float32. torch's kernel for bfloat16
-    rounds the softmax there, and vLLM's does not; a third of the results would be others."""
-    return values if device.on_cuda() else values.float()
 
 
 def plain_attention(

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -56,34 +55,9 @@ def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
     if rope["rope_type"] != "yarn":
         model.rotary_pos_emb.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
     if not uses_transformer_engine():
-        rope_utils._apply_rotary_pos_emb_bshd = rotate
         model.rotary_pos_emb.__class__ = PositionYarn if rope["rope_type"] == "yarn" else PositionRotary
         for reader in readers:
             reader.register_forward_pre_hook(_set_positions, with_kwargs=True)
-
-
-def rotate(
-    channels: torch.Tensor,
-    angles: torch.Tensor,
-    rotary_interleaved: bool = False,
-    mscale: float = 1.0,
-    **latent: bool,
-) -> torch.Tensor:
-    """Returns the channels of heads, […, d], the first of which are turned by their angles, [T, 1, 1, r].
-
-    It is Megatron's function, but for two things: it computes in float32, so that a result is rounded once, and rounds
-    cosines and sines to the channels' dtype, as vLLM's table has them.
-
-    latent   whether pairs of channels are neighbours at first, as in latent attention; versions of Megatron name it
-             differently
-    """
-    size = angles.shape[-1]
-    turned, rest = channels[..., :size].float(), channels[..., size:]
-    if any(latent.values()):
-        turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
-    cosines, sines = ((function(angles) * mscale).to(channels.dtype) for function in (torch.cos, torch.sin))
-    turned = turned * cosines.float() + rope_utils._rotate_half(turned, rotary_interleaved) * sines.float()
-    return torch.cat((turned.to(channels.dtype), rest), dim=-1)
 
 
 def _set_positions(reader: torch.nn.Module, _: tuple, keywords: dict[str, Any]) -> None:
