@@ -35,14 +35,14 @@ def check(dtype: torch.dtype, has_scale: bool, has_bias: bool, has_kept: bool, d
     own = torch.autograd.grad((ours * gradients).sum(), leaves[parts])
     expected = torch.autograd.grad((theirs * gradients).sum(), wide[parts])
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-    assert relative_error(ours.detach(), theirs.detach()) <= tolerance
+    assert relative_error(ours.detach(), theirs.detach()) <= 1e-5  # logits are float32 of either dtype
     for a, b in zip(own, expected, strict=True):
         assert relative_error(a.float().cpu(), b) <= tolerance
 
 
 def main() -> None:
     linear_head._tile_functions = lambda: head_tile_triton
-    linear_head.TOKENS_PER_TILE, linear_head.VOCABULARY_PER_TILE, head_tile_triton.BLOCK = 4, 30, 16
+    linear_head.CPU_TILE, head_tile_triton.BLOCK = (4, 30), 16
     for dtype in (torch.float32, torch.bfloat16):
         for case in CASES:
             check(dtype, *case)

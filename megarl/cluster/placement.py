@@ -176,6 +176,15 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
     if needed <= (len(nodes) - 1) * each:
         used = -(-needed // each)
         problems.append(f"{ranks}, and so {len(nodes) - used} of the nodes would be empty; set cluster.nodes={used}")
+    roles = config.cluster.roles
+    for role in sorted(roles.on_nodes):
+        given = roles.spans[role]
+        on_each = config.num_ranks[role] // len(given)
+        if on_each != each or given.stop > len(nodes):
+            problems.append(
+                f"cluster.roles.{role}={getattr(roles, role)}: {on_each} ranks on each of these, and the run has "
+                f"{len(nodes)} nodes, numbered from 0, of {each} devices; give as many as its ranks fill"
+            )
     engines = {} if config.is_offline else {ENGINE: ("rollout.tp", config.rollout.tp)}
     layouts = {NAMES[placed.section]: (f"{placed.section}.layout.tp", placed.layout.tp) for placed in config.all_placed}
     spans = device_spans(config)

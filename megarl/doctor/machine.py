@@ -20,6 +20,8 @@ LEAST_SHARED_GIB = 1
 LEAST_DISK_GIB, FULL_GIB = 10, 1
 """The free space below which a run may not get far, and below which it cannot begin: its logs and Ray's files."""
 
+RUN_DISK = "disk of runs"
+
 LEAST_FILES = 65536
 """Each process of Ray, and each pair of ranks, keeps sockets open."""
 
@@ -34,7 +36,7 @@ def look_at_machine(folder: Path) -> list[Finding]:
         processors(len(os.sched_getaffinity(0)), cgroup_cores(), os.cpu_count() or 1),
         memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup_bytes(CGROUP)),
         shared_memory(SHARED_MEMORY),
-        disk("disk of runs", folder),
+        disk(RUN_DISK, folder),
         disk("temporary files", Path(tempfile.gettempdir())),
         ports(EPHEMERAL.read_text() if EPHEMERAL.exists() else "", can_listen()),
         open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),

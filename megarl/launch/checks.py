@@ -15,6 +15,7 @@ from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.launch.named_files import Named, named_files
 from megarl.launch.request import CONTAINERS, HANDLING_S, Request
+from megarl.launch.script import mounts
 from megarl.planning.device_spans import device_spans, num_devices
 from megarl.planning.hardware import read_cluster
 from megarl.planning.plan import plan_recipe
@@ -104,21 +105,23 @@ def _doubtful_paths(request: Request, config: Config) -> Iterator[str]:
 
 
 def _named_here(request: Request, config: Config) -> list[Named]:
-    """Returns the run's folder, and the files that the recipe names, by their paths outside of the container."""
+    """Returns the run's folder, and the files that the recipe names, as far as they are not in an image, by their paths
+    outside of it."""
     named = [Named(RUN, config.run.folder, is_folder=True), *named_files(config)]
-    return [replace(each, path=_outside(each.path, request)) for each in named]
+    outside = [(each, _outside(each.path, request, config)) for each in named]
+    return [replace(each, path=path) for each, path in outside if path is not None]
 
 
-def _outside(path: str, request: Request) -> str:
-    """Returns the path that the container has mounted as this one; where it has none, the same."""
+def _outside(path: str, request: Request, config: Config) -> str | None:
+    """Returns the path that a container has mounted as this one, None for one in its image."""
     if request.container == "none":
         return path
-    for mount in request.mounts:
+    for mount in mounts(request, Path(config.run.folder).expanduser() / config.run.name):
         outside, _, inside = mount.partition(":")
         inside = inside.partition(":")[0] or outside
-        if Path(path).is_relative_to(inside):
-            return str(Path(outside) / Path(path).relative_to(inside))
-    return path
+        if Path(path).expanduser().absolute().is_relative_to(inside):
+            return str(Path(outside) / Path(path).expanduser().absolute().relative_to(inside))
+    return None
 
 
 def _existing(named: Named) -> Path:

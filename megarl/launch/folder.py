@@ -10,7 +10,7 @@ attempts/NUMBER   an attempt at the run, see run.attempts; touched as long as it
 preflight/NAME/   what each node of an attempt says of itself; each sees there that it shares files with the first
 driver            node and process of the task that drives
 verdict           how the attempt ended, why, and which nodes are bad, in a line each
-cause             why the last attempt ended that has begun
+cause             why the last attempt ended of which that is known
 bad_nodes         those of all attempts; the script's own
 """
 
@@ -91,8 +91,12 @@ class JobFolder:
 
     def judge(self, verdict: Verdict, cause: str, bad: Sequence[str] = ()) -> None:
         """Says how the attempt ended. cause: one line for people; bad: the nodes to do without."""
-        replace_text(self.path / "cause", f"{cause}\n")
+        if verdict != "stalled":  # that follows from the attempts before
+            replace_text(self.path / "cause", f"{cause}\n")
         replace_text(self.verdict, "".join(f"{line}\n" for line in (verdict, cause, *bad)))
+
+    def forget_cause(self) -> None:
+        (self.path / "cause").unlink(missing_ok=True)
 
     def last_cause(self) -> str:
         """Returns why the last attempt ended, "" where there was none."""

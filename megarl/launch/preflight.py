@@ -19,6 +19,7 @@ from megarl.core.files import replace_text
 from megarl.core.versions import installed_versions
 from megarl.doctor.examine import examine
 from megarl.doctor.gpus import ask
+from megarl.doctor.machine import RUN_DISK
 from megarl.launch.folder import Job, Verdict
 from megarl.launch.named_files import named_files
 
@@ -34,6 +35,7 @@ class NodeReport:
     missing    what the recipe names and is not there, also such lines
     versions   of its packages
     address    where the first node of several listens while the others look, and the port; None of any other
+    cut_off    why no connection leads from here to that address, None where one does
     """
 
     node: str
@@ -41,6 +43,7 @@ class NodeReport:
     missing: Sequence[str]
     versions: Mapping[str, str | None]
     address: tuple[str, int] | None = None
+    cut_off: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,12 @@ class Objection:
 
 def look_at_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
     """Examines this node, by its name. run: the run's folder."""
-    problems = [f"{each.name}: {each.found}; {each.fix}" for each in examine(run) if each.state == "problem"]
+    wrong = [each for each in examine(run) if each.state == "problem"]
+    problems = [f"{each.name}: {each.found}; {each.fix}" for each in wrong if each.name != RUN_DISK]
     remedy = "put it on the shared file system, or mount it into the container"
     missing = [named.missing(remedy) for named in named_files(config) if not named.is_there]
+    if len(problems) < len(wrong):  # the disk is the same one for all nodes
+        missing.append(f"run.folder={config.run.folder}: its disk is full, or it cannot be written; see megarl doctor")
     if (gpus := num_gpus()) < job.gpus:
         problems.append(f"{gpus} GPUs, and the run takes {job.gpus} of each node")
     return NodeReport(node, problems, missing, installed_versions(PACKAGES))
@@ -75,11 +81,12 @@ def reachable(report: NodeReport, config: Config) -> Iterator[NodeReport]:
         yield replace(report, problems=[*report.problems, str(error)])
         return
     with listener:
+        listener.listen(config.cluster.nodes)  # nobody is accepted: a connection that waits for it is one
         yield replace(report, address=listener.getsockname())
 
 
 def reaching(report: NodeReport, first: NodeReport) -> NodeReport:
-    """Returns a node's report, with a problem where no connection leads from it to the first one."""
+    """Returns a node's report, which says where no connection leads from it to the first one."""
     if first.address is None:
         return report
     host, port = first.address
@@ -87,10 +94,10 @@ def reaching(report: NodeReport, first: NodeReport) -> NodeReport:
         interface = interface_of(address_towards(host))
         socket.create_connection((host, port), CONNECT_S).close()
     except UserError as error:
-        return replace(report, problems=[*report.problems, str(error)])
+        return replace(report, cut_off=str(error))
     except OSError as error:
         line = f"no connection over {interface} to {host}, port {port}, of the first node: {error}; see a firewall"
-        return replace(report, problems=[*report.problems, line])
+        return replace(report, cut_off=line)
     return report
 
 
@@ -122,7 +129,8 @@ def find_objection(
     """Returns the objection to an attempt on these nodes, None where there is none.
 
     What is missing on all of them is an error of the user, and so is what is wrong on more than two; what is wrong on
-    some makes these bad. Of two versions of a package the one on more nodes counts, or the first node's.
+    some makes these bad. Of two versions of a package the one on more nodes counts, or the first node's. A first node
+    that none of several others reaches is the bad one.
     """
     there, many = {report.node for report in reports}, len(nodes) > 2
     if silent := [node for node in nodes if node not in there]:
@@ -132,9 +140,15 @@ def find_objection(
     common = set.intersection(*({*report.missing, *(report.problems if many else ())} for report in reports))
     if common:
         return Objection("user_error", "on all nodes: " + "; ".join(sorted(common)))
+    cut_off = {report.node: [report.cut_off] for report in reports if report.cut_off is not None}
+    if len(cut_off) == len(nodes) - 1 > 1:
+        return Objection("failed", f"node {nodes[0]}: no other reaches it; {reports[1].cut_off}", [nodes[0]])
     versions = [report.versions for report in reports]
     usual = max(versions, key=versions.count)
-    found = {each.node: [*each.problems, *each.missing, *_differing(each.versions, usual)] for each in reports}
+    found = {
+        each.node: [*each.problems, *each.missing, *cut_off.get(each.node, ()), *_differing(each.versions, usual)]
+        for each in reports
+    }
     wrong = {node: lines for node, lines in found.items() if lines}
     if not wrong:
         return None

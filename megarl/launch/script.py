@@ -74,17 +74,22 @@ def _command(request: Request) -> Sequence[str]:
     return (sys.executable, "-m", "megarl.cli") if request.container == "none" else ("megarl",)
 
 
-def _container(request: Request, run: Path) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the options of srun, and the command, by which a task is in the container. It sees the folder of runs and
-    the one from which the job was launched."""
+def mounts(request: Request, run: Path) -> list[str]:
+    """Returns the folders of outside that a container has, as SOURCE:DESTINATION: the one that the run's is in, the one
+    from which the job was launched, and those that are asked for."""
     own = [f"{folder}:{folder}" for folder in dict.fromkeys((str(run.parent), str(Path.cwd())))]
-    mounts = [*own, *request.mounts]
+    return [*own, *request.mounts]
+
+
+def _container(request: Request, run: Path) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the options of srun, and the command, by which a task is in the container."""
+    binding = mounts(request, run)
     if request.container == "pyxis":
-        return (f"--container-image={request.image}", f"--container-mounts={','.join(mounts)}"), ()
+        return (f"--container-image={request.image}", f"--container-mounts={','.join(binding)}"), ()
     if request.container == "enroot":
         variables = [f"--env={name}" for name in VARIABLES]
-        return (), ("enroot", "start", *variables, *(f"--mount={mount}" for mount in mounts), str(request.image))
+        return (), ("enroot", "start", *variables, *(f"--mount={mount}" for mount in binding), str(request.image))
     if request.container == "apptainer":
-        binds = [word for mount in mounts for word in ("--bind", mount)]
+        binds = [word for mount in binding for word in ("--bind", mount)]
         return (), ("apptainer", "exec", *(["--nv"] if request.gpus else []), *binds, str(request.image))
     return (), ()

@@ -136,6 +136,7 @@ def _write(request: Request, configs: Mapping[int, Config]) -> Path:
     """Writes what the tasks of a run read: its configs, by the number of nodes."""
     folder = JobFolder.of(RunFolder.of(configs[request.nodes]).path)
     folder.path.mkdir(parents=True, exist_ok=True)
+    folder.forget_cause()
     folder.write_job(Job(str(Path.cwd()), request.nodes, request.gpus, request.stalled))
     for nodes, config in configs.items():
         replace_text(folder.recipe_on(nodes), dump(config))

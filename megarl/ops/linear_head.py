@@ -27,8 +27,8 @@ from megarl.ops.head_tile import NEVER
 from megarl.ops.products import add_product, put_product
 from megarl.planning.memory import TILE
 
-TOKENS_PER_TILE, VOCABULARY_PER_TILE = TILE if device.on_cuda() else (1024, 4096)
-"""A GPU's matrix products want large tiles, a CPU's caches small ones."""
+CPU_TILE = (1024, 4096)
+"""The tokens × vocabulary of a tile: a CPU's caches want smaller ones than a GPU's matrix products."""
 
 
 def plain_log_prob_and_entropy(
@@ -122,9 +122,10 @@ class _Tokens:
 
     def split(self) -> Iterator[_Tokens]:
         """Yields the tokens of each tile."""
-        for start in range(0, len(self.targets), TOKENS_PER_TILE):
+        size, _ = _tile()
+        for start in range(0, len(self.targets), size):
             values = [getattr(self, field.name) for field in fields(self)]
-            yield _Tokens(*(None if value is None else value[start : start + TOKENS_PER_TILE] for value in values))
+            yield _Tokens(*(None if value is None else value[start : start + size] for value in values))
 
     def keeps(self, start: int, width: int) -> torch.Tensor | None:
         """Returns bool [n, width]: which tokens of the vocabulary are candidates, for the tile that begins at
@@ -145,7 +146,7 @@ class _LinearHead(torch.autograd.Function):
         tokens = _Tokens.of(hidden, targets, scale, candidate_ids, first_row)
         sums = hidden.new_zeros(4, len(targets), dtype=torch.float32)
         sums[0] = NEVER
-        for part, part_sums in zip(tokens.split(), sums.split(TOKENS_PER_TILE, 1), strict=False):
+        for part, part_sums in zip(tokens.split(), sums.split(_tile()[0], 1), strict=False):
             _fold(part, weight[:num_rows], bias, part_sums)
         if _sharded(group):
             _reduce(sums, group)
@@ -171,7 +172,7 @@ class _LinearHead(torch.autograd.Function):
             bias_grad = torch.zeros_like(bias, dtype=torch.float32)
         coefficients = _coefficients(gradient, tokens.scale, entropy)
         for number, part in enumerate(tokens.split()):
-            span = slice(number * TOKENS_PER_TILE, (number + 1) * TOKENS_PER_TILE)
+            span = slice(number * _tile()[0], (number + 1) * _tile()[0])
             _add_gradients(
                 part,
                 weight[: ctx.num_rows],
@@ -194,6 +195,10 @@ class _LinearHead(torch.autograd.Function):
 
 def _sharded(group: dist.ProcessGroup | None) -> bool:
     return group is not None and dist.get_world_size(group) > 1
+
+
+def _tile() -> tuple[int, int]:
+    return TILE if device.on_cuda() else CPU_TILE
 
 
 def _tile_functions() -> ModuleType:
@@ -264,10 +269,11 @@ def _tiles(
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yields first row, rows of the weight and logits, float32 [n, v], without the temperature, of each tile. The
     logits of all of them use the same memory. In bfloat16, logits near 20 would lie 0.06 to 0.13 apart."""
-    num_elements = len(tokens.targets) * min(VOCABULARY_PER_TILE, len(weight))
+    _, size = _tile()
+    num_elements = len(tokens.targets) * min(size, len(weight))
     buffer = tokens.hidden.new_empty(num_elements, dtype=torch.float32)
-    for start in range(0, len(weight), VOCABULARY_PER_TILE):
-        rows = weight[start : start + VOCABULARY_PER_TILE]
+    for start in range(0, len(weight), size):
+        rows = weight[start : start + size]
         logits = buffer[: len(tokens.targets) * len(rows)].view(-1, len(rows))
         put_product(logits, tokens.hidden, rows.t())
         if bias is not None:

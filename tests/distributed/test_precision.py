@@ -19,7 +19,7 @@ from megarl.megatron.optimizer import parts_of
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
 from tests.parity import RankResult, canonical, config_of, local_batch, random_groups, rank_batches, train
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 pytestmark = pytest.mark.newest
 
@@ -67,8 +67,12 @@ def started(store, rank: int, config: Config, folder: Path) -> RankResult:
     for part in parts_of(worker.optimizer):
         for weight, parameter, own in main_weights._main_weights(part):
             main[names[parameter]].view(-1)[own] = weight
-    for weight in main.values():
-        dist.all_reduce(weight, group=parallel_state.get_data_parallel_group())
+    groups = {
+        True: parallel_state.get_data_parallel_group(),
+        False: parallel_state.get_expert_data_parallel_group(),
+    }
+    for parameter, name in names.items():
+        dist.all_reduce(main[name], group=groups[getattr(parameter, "allreduce", True)])  # false of sharded experts
     return RankResult(worker.holder, {}, main, {})
 
 
@@ -109,6 +113,23 @@ def test_main_weights_begin_alike_under_every_layout(rounded_folder, layout):
     alone, main = start(rounded_folder), start(rounded_folder, f"actor.layout={layout}")
     for name, weight in alone.items():
         assert torch.equal(main[name], weight), name
+
+
+def test_main_weights_of_experts_and_beside_frozen_ones_begin_alike(tmp_path):
+    """Experts have an optimizer of their own under ep, and what is frozen has no main weights."""
+    folder = write_tiny_experts(tmp_path, num_layers=4)
+    weights = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    frozen = "actor.frozen=['*embed_tokens*', 'model.layers.1.*']"
+    alone = start(folder, frozen)
+    for layout in ("{dp: 2, ep: 2}", "{pp: 2, vpp: 2}"):
+        main = start(folder, frozen, f"actor.layout={layout}")
+        for name, weight in alone.items():
+            assert torch.equal(main[name], weight), (layout, name)
+    for name, weight in weights.items():
+        is_frozen = "embed_tokens" in name or name.startswith("model.layers.1.")
+        assert torch.equal(alone[name].bfloat16(), weight * (not is_frozen)), name
+        assert is_frozen or not torch.equal(alone[name], weight.float()), name
 
 
 @dataclass(frozen=True)

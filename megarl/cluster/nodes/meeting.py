@@ -27,6 +27,7 @@ PACKAGES = (
     "ray",
     "transformers",
     "transformer-engine",
+    "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )
 """The distributions whose versions are the same on all nodes, beside Python's and megarl's."""

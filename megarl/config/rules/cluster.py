@@ -61,21 +61,25 @@ def engines_are_where_placement_says(config: Config) -> str | None:
     engines, actor = spans.pop("rollout"), spans["actor"]
     if config.is_colocated and engines.start != actor.start:
         return (
-            f"{_shown('rollout', engines)}: colocated engines begin on the actor's first device, and "
-            f"{_shown('actor', actor)}; let both begin there, or set cluster.placement=disaggregated"
+            f"{_given(config, 'rollout')}: colocated engines begin on the actor's first device, and "
+            f"{_given(config, 'actor')}; let both begin there, or set cluster.placement=disaggregated"
         )
     shared = [] if config.is_colocated else [role for role, span in spans.items() if overlap(engines, span)]
     if not shared:
         return None
     return (
-        f"{_shown('rollout', engines)}: disaggregated engines share devices with no model, and "
-        f"{_shown(shared[0], spans[shared[0]])}; give them others, or set cluster.placement=colocated"
+        f"{_given(config, 'rollout')}: disaggregated engines share devices with no model, and "
+        f"{_given(config, shared[0])}; give them others, or set cluster.placement=colocated"
     )
 
 
 def _sizes(role: str) -> str:
     """Returns the keys by which a role has its number of ranks."""
     return "rollout.replicas x rollout.tp" if role == "rollout" else f"{role}.layout"
+
+
+def _given(config: Config, role: str) -> str:
+    return f"cluster.roles.{role}={getattr(config.cluster.roles, role)}"
 
 
 def _shown(role: str, span: range) -> str:

@@ -142,14 +142,15 @@ class Plan:
     @cached_property
     def near(self) -> Plan:
         """The part of the plan that its destinations can read at its sources, on their own node."""
-        return self._only(self._is_near, is_far=False)
+        return self._only(self.is_near, is_far=False)
 
     @cached_property
     def far(self) -> Plan:
         """The other part: what comes from other nodes, and what destinations hand on."""
-        return self._only(lambda link: not self._is_near(link), is_far=True)
+        return self._only(lambda link: not self.is_near(link), is_far=True)
 
-    def _is_near(self, link: Link) -> bool:
+    def is_near(self, link: Link) -> bool:
+        """Returns whether it leads from a source to a destination on the same node."""
         return link.source < self.num_sources and self.nodes[link.source] == self.nodes[link.destination]
 
     def _only(self, wanted: Callable[[Link], bool], is_far: bool) -> Plan:

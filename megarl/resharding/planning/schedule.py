@@ -82,7 +82,8 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
             transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))
             continue
         start = max(free["out", out], free["in", into], arrived[arrival])
-        stop = start + seconds + (bandwidth.latency * messages[number] if messages else 0)
+        is_sent = not (plan.devices and plan.is_near(link))  # else it is read where it lies
+        stop = start + seconds + (bandwidth.latency * messages[number] if messages and is_sent else 0)
         free["out", out] = free["in", into] = arrived[number, link.destination] = stop
         arrived[link.destination] = max(arrived[link.destination], stop)
         load["out", out] += seconds

@@ -252,6 +252,17 @@ def test_roles_are_on_the_devices_that_they_are_given(actor: str, rollout: str) 
     assert [is_alone(config, role) for role in ("actor", "critic")] == [False, False]
 
 
+@pytest.mark.parametrize("roles", ["{actor: nodes 0-1, rollout: nodes 2-3}", "{actor: node 0, rollout: node 4}"])
+def test_nodes_of_roles_are_those_of_the_run(roles: str) -> None:
+    """Eight ranks each, and four nodes of eight GPUs: half nodes, and one too many."""
+    keys = [layout(pp=1, dp=8), "rollout={tp: 2, replicas: 4}", "cluster.nodes=4", "cluster.placement=disaggregated"]
+    config = load(QUICKSTART, [*keys, f"cluster.roles={roles}"])
+    with pytest.raises(
+        UserError, match=r"cluster\.roles\..*=nodes? .*: [48] ranks on each of these, and the run has 4"
+    ):
+        place(config, 8, on_gpus=True, gpus_per_node=8)
+
+
 def test_models_with_devices_of_their_own_do_not_take_turns() -> None:
     keys = ("algorithm.advantage.estimator=gae", "cluster.placement=disaggregated", layout(pp=2))
     roles = "cluster.roles={actor: 1-2, critic: 0, rollout: 3}"

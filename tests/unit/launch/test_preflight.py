@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,8 +92,22 @@ def test_other_nodes_reach_the_first_one_while_it_waits_for_them() -> None:
     with reachable(first, on_two_nodes()) as first:
         host, port = first.address
         assert (host, reaching(other, first)) == ("127.0.0.1", other)
-    [problem] = reaching(other, first).problems
-    assert problem.startswith(f"no connection over lo to 127.0.0.1, port {port}, of the first node: ")
+    cut_off = reaching(other, first)
+    assert cut_off.cut_off.startswith(f"no connection over lo to 127.0.0.1, port {port}, of the first node: ")
+    last = reports()[2]
+    assert find_objection([first, cut_off, last], NODES, RUN, 60) == Objection(
+        "failed", f"node n1: {cut_off.cut_off}", ["n1"]
+    )
+    both = [first, cut_off, replace(last, cut_off=cut_off.cut_off)]
+    assert find_objection(both, NODES, RUN, 60).bad == ["n0"]
+
+
+def test_a_first_node_hears_more_nodes_than_a_socket_usually_does() -> None:
+    nodes = 300
+    config = load(ROOT / "configs/quickstart.yaml", [f"cluster.nodes={nodes}", "cluster.interface=lo"])
+    with reachable(reports()[0], config) as first, ExitStack() as connections:
+        for _ in range(nodes - 1):
+            connections.enter_context(socket.create_connection(first.address, timeout=1))
 
 
 def test_a_first_node_without_the_interface_is_a_problem_of_it() -> None:
@@ -116,9 +133,10 @@ def test_a_node_names_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "data.source=/no/data.jsonl",
         "rewards.functions=/no/such.py",
         "rewards.judge=/no/judge.py",
+        f"run.folder={config.run.folder}",
     ]
     assert "2 GPUs, and the run takes 8 of each node" in report.problems
-    assert any(line.startswith("disk of runs: ") and "GiB free" in line for line in report.problems)
+    assert any(line.startswith("temporary files: ") and "GiB free" in line for line in report.problems)
     assert {"python", "megarl", "torch", "nvidia-nccl-cu13"} <= report.versions.keys()
 
 

@@ -222,6 +222,7 @@ def test_files_in_a_container_are_looked_for_where_they_are_outside(tmp_path: Pa
     assert any("--image=registry/name:1: the nodes fetch it by this name" in line for line in lines)
     with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: there is no such file"):
         launch(ROOT / "configs/quickstart.yaml", request, keys[0], "data.source=/data/b.jsonl")
+    launch(ROOT / "configs/quickstart.yaml", request, *keys, "model.path=/of/the/image")  # the nodes look there
 
 
 def test_a_disk_of_this_machine_is_told_to_jobs_of_several_nodes(

@@ -16,8 +16,7 @@ from tests.closeness import relative_error
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles():
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(linear_head, "TOKENS_PER_TILE", 8)
-        monkeypatch.setattr(linear_head, "VOCABULARY_PER_TILE", 16)
+        monkeypatch.setattr(linear_head, "CPU_TILE", (8, 16))
         monkeypatch.setattr(head_tile, "BLOCK", 48)
         yield
 

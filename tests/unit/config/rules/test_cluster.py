@@ -30,12 +30,11 @@ APART = "cluster.placement=disaggregated"
         ),
         (
             [APART, "cluster.roles={actor: 0-1, rollout: 1}"],
-            "cluster.roles.rollout=1-1: disaggregated engines share devices with no model, and cluster.roles.actor=0-1",
+            "cluster.roles.rollout=1: disaggregated engines share devices with no model, and cluster.roles.actor=0-1",
         ),
         (
             ["cluster.roles={actor: 0-1, rollout: 1}"],
-            "cluster.roles.rollout=1-1: colocated engines begin on the actor's first device, and "
-            "cluster.roles.actor=0-1",
+            "cluster.roles.rollout=1: colocated engines begin on the actor's first device, and cluster.roles.actor=0-1",
         ),
         (["cluster.roles={actor: first, rollout: 1}"], "cluster.roles.actor=first"),
         (

@@ -92,4 +92,6 @@ def test_what_stays_on_a_device_takes_no_link_and_no_time():
     assert found.bytes_by_link == {"inter": 0, "intra": 160, "local": 160}
     assert (found.bytes_total, found.bytes_wasted, found.source_balance) == (320, 0, 1)
     assert found.predicted_seconds == found.floor_seconds == pytest.approx(160 / 100)
+    late = figures(plan, sources, destinations, replace(SPEEDS, latency=1000.0))
+    assert (late.predicted_seconds, late.operations) == (found.predicted_seconds, 0)  # it is read, not sent
     assert plan.plan_hash != make_plan([replace(s, device=None) for s in sources], destinations).plan_hash
