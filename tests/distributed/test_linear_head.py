@@ -46,7 +46,7 @@ def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple
     """Returns of one rank, by size and variant: value, this shard's part of the hidden gradient, and its own
     gradients."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    linear_head.TOKENS_PER_TILE, linear_head.VOCABULARY_PER_TILE, head_tile.BLOCK = 16, 24, 100
+    linear_head.CPU_TILE, head_tile.BLOCK = (16, 24), 100
     results = []
     for vocab, padded in SIZES:
         for truncated in (False, True):
