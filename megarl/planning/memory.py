@@ -251,9 +251,6 @@ def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
     logits exists at a time, and its gradient, which is written over them where it is of float32, too."""
     norm = rank_tokens * (2 * shape.hidden + 1) * FLOAT32
     rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)
-    tile = (
-        min(rank_rows, TILE[0])
-        * min(-(-shape.vocab // layout.tp), TILE[1])
-        * (FLOAT32 if num_bytes == FLOAT32 else FLOAT32 + num_bytes)
-    )
-    return norm + rows + tile
+    tile = min(rank_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1])
+    gradient = num_bytes if num_bytes < FLOAT32 else 0
+    return norm + rows + tile * (FLOAT32 + gradient)

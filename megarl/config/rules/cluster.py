@@ -31,8 +31,8 @@ def whole_nodes_have_as_many_devices_for_each_role(config: Config) -> str | None
         return None
     found = ", ".join(f"{role} {count}" for role, count in each.items())
     return (
-        f"cluster.roles: on each of their nodes are of {found} ranks, and a node has as many devices for one role as "
-        "for another; give each as many, or devices by their numbers"
+        f"cluster.roles: a node would have as many devices as these roles have ranks on each of theirs, and that is "
+        f"{found}; give each as many, or devices by their numbers"
     )
 
 

@@ -240,9 +240,12 @@ class TrainerWorker(ModelWorker, ABC):
 
     def _begin_main_weights(self, rounded: Mapping[str, torch.nn.Parameter]) -> None:
         """Sets the main weights of rounded parameters, from the folder those that it has in float32 throughout."""
+        if not rounded:
+            return
         tensors: dict[str, set[str | None]] = {name: set() for name in rounded}
         for piece in self.holder.pieces:
-            tensors.get(piece.local, set()).add(piece.canonical)
+            if piece.local in tensors:
+                tensors[piece.local].add(piece.canonical)
         with self._opened_folder() as (transport, source):
             finer = {name for name, dtype in source.dtypes.items() if ITEM_BYTES[dtype] > self.dtype.itemsize}
             exact = {name: rounded[name].main_grad for name, found in tensors.items() if found - {None} <= finer}

@@ -43,7 +43,8 @@ APART = "cluster.placement=disaggregated"
         ),
         (
             [APART, "cluster.roles={actor: node 0, rollout: node 2}"],
-            "cluster.roles: on each of their nodes are of actor 2, rollout 1 ranks",
+            "cluster.roles: a node would have as many devices as these roles have ranks on each of theirs, and that "
+            "is actor 2, rollout 1",
         ),
     ],
 )
