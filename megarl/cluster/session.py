@@ -224,19 +224,27 @@ class Session:
         """Raises the most telling of all errors, if anything has failed."""
         if any(pending.errors and not pending.lost for pending in self._under_way):
             self._settle(wanted)
+        if not (failed := self._failed()):
+            return
+        all_errors = [error for pending in self._under_way for error in pending.errors.values()]
+        # A lost node may be heard of first by those that were connected with its processes, or wanted its store.
+        users = any(rank(error) == 0 for error in all_errors)
+        lost = lost_nodes(self._others, 0.0 if users else VERDICT_S)
+        if self._others and not lost and not users:
+            self._settle(wanted)  # a process on another node, such as an engine's part, may have been lost, too
+            if not (failed := self._failed()):
+                return
+        for pending in failed:
+            write_stacks(pending.fatal_errors(), self.logs)
+        if lost:
+            self._meeting.note_lost(lost)
+            raise RunFailure(f"{failed[0].phase}: node {', '.join(lost)} is lost; see {self.logs}")
+        raise cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
+
+    def _failed(self) -> list[Pending]:
+        """Returns those whose errors end the run, the one with the most telling error first."""
         failed = [pending for pending in self._under_way if pending.fatal_errors()]
-        if failed:
-            for pending in failed:
-                write_stacks(pending.fatal_errors(), self.logs)
-            worst = min(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
-            errors = worst.fatal_errors()
-            all_errors = [error for pending in self._under_way for error in pending.errors.values()]
-            # A lost node may be heard of first by those that were connected with its processes, or wanted its store.
-            users = any(rank(error) == 0 for error in all_errors)
-            if lost := lost_nodes(self._others, 0.0 if users else VERDICT_S):
-                self._meeting.note_lost(lost)
-                raise RunFailure(f"{worst.phase}: node {', '.join(lost)} is lost; see {self.logs}")
-            raise cause(errors, worst.phase, self.logs)
+        return sorted(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
 
     def _settle(self, wanted: Pending) -> None:
         """Takes note of errors that follow soon, and of losses not noticed before: the cause is among them. Does not

@@ -183,6 +183,18 @@ def test_what_others_see_of_an_expendable_loss_is_no_failure(session: Session) -
     assert session.submit(calls, "refit", "refit", expendable=EXPENDABLE).result() == Answers({}, {"engine-0"})
 
 
+def test_a_loss_on_another_node_may_be_heard_of_late(
+    session: Session, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the session waits to hear of a lost node."""
+    monkeypatch.setattr(session, "_others", ("another node",))
+    monkeypatch.setattr(module, "lost_nodes", lambda others, patience_s: ray.sleep(patience_s) or [])
+    reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
+    calls = {"trainer-0": Call(1, reset), "engine-0": Call(10, ActorDiedError()), "engine-1": Call(19, "refitted")}
+    answers = session.submit(calls, "refit", "refit", expendable=EXPENDABLE).result()
+    assert answers == Answers({"engine-1": "refitted"}, {"engine-0"})
+
+
 def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(session: Session) -> None:
     calls = {"engine-0": Call(1, RayTaskError("f", "", KeyError("w"))), "engine-1": Call(NEVER)}
     with pytest.raises(RunFailure, match=r"^refit: engine-0: KeyError: 'w'; see /logs/engine-0.log$"):
