@@ -58,11 +58,14 @@ class Workers:
         self.actor.export(self.export_plan, out)
 
     @contextmanager
-    def sampling(self) -> Iterator[dict[str, Metric]]:
+    def sampling(self, is_last: bool) -> Iterator[dict[str, Metric]]:
         """Leaves the devices to the engines while it is inside, as far as the trained models' keys `offload` say, and
-        makes the engines sleep at the end. Yields the bytes that are free for them, as metrics."""
+        makes the engines sleep at the end. Yields the bytes that are free for them, as metrics.
+
+        is_last: whether a refit comes before they sample again
+        """
         yield self.trained.leave_all().result()
-        self.engines.sleep().result()
+        self.engines.sleep(keeps_weights=not is_last).result()
 
     def close(self) -> None:
         """Ends the process groups of all ranks. Engines are in none, and end with their processes."""

@@ -59,9 +59,12 @@ class Engine(Protocol):
     def has_lost_a_rank(self) -> bool:
         """Whether a process of its own has died, after which it can do nothing."""
 
-    def sleep(self) -> None:
-        """Gives its device's memory back: that of the weights, which move to host memory, until the next refit or
-        `generate`, that of the KV cache until the next `generate`. An engine that generates cannot sleep."""
+    def sleep(self, keeps_weights: bool) -> None:
+        """Gives its device's memory back: that of the weights until the next refit or `generate`, that of the KV cache
+        until the next `generate`. An engine that generates cannot sleep.
+
+        keeps_weights: whether they move to host memory; else they are lost, and version is None.
+        """
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """Returns for each worker what a refit writes: name -> shape and dtype."""

@@ -54,7 +54,8 @@ def collect_rollouts(
     while num_informative < wanted and rounds < config.batch.sampling_rounds:
         prompts = next_prompts(further_prompts(wanted - num_informative, num_informative, len(sampled), wanted))
         asked = requests(config, number, prompts, first=len(sampled))
-        with watch.phase("rollout"), workers.sampling() as offloaded:
+        is_last = rounds + 1 == config.batch.sampling_rounds
+        with watch.phase("rollout"), workers.sampling(is_last) as offloaded:
             groups = workers.engines.generate(asked, workers.rewards.listener).result(meanwhile)
         with watch.phase("reward"):
             samples = [sample for group in groups for sample in group]

@@ -149,8 +149,8 @@ class EngineSide:
 
         return asyncio.run(sample())
 
-    def sleep(self):
-        self.engine.sleep()
+    def sleep(self, keeps_weights: bool):
+        self.engine.sleep(keeps_weights)
 
     def record(self):
         """Records in `calls`, from now on, those of vLLM that wake it, put it to sleep or make it work."""
@@ -554,9 +554,14 @@ def check_refits_by_p2p(
 
 
 def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answers) -> None:
-    """Checks a refit of an engine that has slept: on CPU it keeps its memory, and takes the same way."""
+    """Checks a refit of an engine that has slept: on CPU it keeps its memory, and takes the same way. One that has lost
+    its weights does not sample before the refit."""
     engine, other = engines
-    engine.call("sleep")
+    engine.call("sleep", True)
+    assert engine.call("greedy", prompts()) == answers
+    engine.call("sleep", False)
+    with pytest.raises(RuntimeError, match="a refit must succeed before it generates"):
+        engine.call("greedy", prompts())
     engine.call("record")
     trainers.begin("send")
     other.send("refit", 6)

@@ -146,7 +146,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         """Starts the engines, checks whether their parameters are those of the model's family, which a plan can write,
         and makes them sleep."""
         started = super().start().then(lambda _: self._parameters_of_first())
-        return started.then(self._check_parameters).then(lambda _: self.sleep())
+        return started.then(self._check_parameters).then(lambda _: self.sleep(keeps_weights=False))
 
     def _parameters_of_first(self) -> Pending[list[dict[str, tuple[tuple[int, ...], str]]]]:
         return self._submit_to_first(
@@ -165,9 +165,12 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         if mismatched_params:
             self._take_whole_tensors(mismatched_params)
 
-    def sleep(self) -> Pending[None]:
-        """Gives the devices' memory back until the next refit, if rollout.sleep asks for it: see Engine.sleep."""
-        calls = self._calls("sleep", lambda engine: engine.sleep()) if self._sleeps else {}
+    def sleep(self, keeps_weights: bool) -> Pending[None]:
+        """Gives the devices' memory back until the next refit, if rollout.sleep asks for it: see Engine.sleep. Weights
+        that a refit replaces as a whole need not be kept; one that sends changes, or goes by vLLM's own loader, which
+        may leave some of its own as they are, needs them."""
+        keeps = keeps_weights or self._config.rollout.refit_delta or self.by_loader
+        calls = self._calls("sleep", lambda engine: engine.sleep(keeps)) if self._sleeps else {}
         asleep = self._submit_expendable("engines: giving memory back", "refit", "sleep", calls)
         return asleep.then(lambda answers: self.drop(answers.lost, "rollout"))
 
@@ -296,7 +299,8 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         actor = self._launch(self._processes[name])
         calls = [actor.start.remote()]
         if self._sleeps:
-            calls.append(self._call(actor, "sleep", cloudpickle.dumps(lambda engine: engine.sleep())))
+            keeps = self.by_loader
+            calls.append(self._call(actor, "sleep", cloudpickle.dumps(lambda engine: engine.sleep(keeps))))
         self._starting[name] = actor, calls
 
     def admit(self) -> None:

@@ -108,9 +108,11 @@ class VllmEngine:
             for name in numbered:
                 del self._under_way[name]
 
-    def sleep(self) -> None:
+    def sleep(self, keeps_weights: bool) -> None:
         assert not self._under_way, "asleep, it would lose the samples under way"
-        self._llm.sleep(level=1)
+        if not keeps_weights:
+            self.version = None
+        self._llm.sleep(level=1 if keeps_weights else 2)
 
     def _wake(self, *tags: Literal["weights", "kv_cache"]) -> None:
         for tag in tags:

@@ -110,8 +110,8 @@ class FakeEngines:
     def generate(self) -> None:
         self._log.append("wake KV cache, generate")
 
-    def sleep(self) -> Pending[None]:
-        self._log.append("sleep")
+    def sleep(self, keeps_weights: bool) -> Pending[None]:
+        self._log.append("sleep with weights" if keeps_weights else "sleep")
         return ready(None)
 
 
@@ -223,16 +223,17 @@ def test_engine_and_trainer_take_turns(prepare) -> None:
     workers.trained.present_actor()
     workers.refit.run(0)
     for version, rounds in ((1, 1), (2, 2)):
-        for _ in range(rounds):
-            with workers.sampling():
+        for number in range(rounds):
+            with workers.sampling(is_last=number + 1 == rounds):
                 engines.generate()
         workers.trained.run({"actor": lambda: trainers.do("train")})
         workers.trained.present_actor()
         workers.refit.run(version)
-    turn = ["offload gradients, optimizer", "wake KV cache, generate", "sleep"]
+    *first, _ = turn = ["offload gradients, optimizer", "wake KV cache, generate", "sleep"]
+    further = [*first, "sleep with weights", *turn]
     train = ["onload gradients, optimizer", "train"]
     refit = ["offload gradients", "wake weights, refit"]
-    assert log[:1] + log[3:] == [*refit, *turn, *train, *refit, *turn, *turn, *train, *refit]
+    assert log[:1] + log[3:] == [*refit, *turn, *train, *refit, *further, *train, *refit]
 
 
 class Starting:

@@ -83,8 +83,8 @@ class FakeEngine:
             own["model.other.weight"] = own.pop("model.norm.weight")
         return [own]
 
-    def sleep(self) -> bool:
-        FakeActor.asleep.append(self._name)
+    def sleep(self, keeps_weights: bool) -> bool:
+        FakeActor.asleep.append(f"{self._name} with weights" if keeps_weights else self._name)
         return True
 
     def connect(self, *arguments: Any) -> bool:
@@ -305,5 +305,16 @@ def test_engines_sleep_from_the_start_if_they_are_to(start, sleep: bool) -> None
     engines = start(2, f"rollout.sleep={str(sleep).lower()}")
     engines.start().result()
     assert FakeActor.asleep == (["engine-0", "engine-1"] if sleep else [])
-    engines.sleep().result()
+    engines.sleep(keeps_weights=False).result()
     assert FakeActor.asleep == (2 * ["engine-0", "engine-1"] if sleep else [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "keeps_weights", "kept"),
+    [([], False, False), ([], True, True), (["rollout.transport=p2p", "rollout.refit_delta=true"], False, True)],
+)
+def test_engines_sleep_with_weights_that_they_need_again(start, keys: list[str], keeps_weights: bool, kept: bool):
+    """Further rounds sample with them, and deltas are added to them."""
+    engines = start(1, "rollout.sleep=true", *keys)
+    engines.sleep(keeps_weights).result()
+    assert FakeActor.asleep == ["engine-0 with weights" if kept else "engine-0"]

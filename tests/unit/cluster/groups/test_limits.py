@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Limit, Callable[[Groups, Path], Any]]] = {
     "checksums of the weights": ("refit", lambda groups, _: groups.actor.checksums([], None)),
     "connecting for the refit": ("refit", lambda groups, _: groups.engines.connect(None, None)),
     "refit": ("refit", lambda groups, _: groups.refit.run(version=1)),
-    "engines: giving memory back": ("refit", lambda groups, _: groups.engines.sleep()),
+    "engines: giving memory back": ("refit", lambda groups, _: groups.engines.sleep(False)),
     "actor: to host memory": ("refit", lambda groups, _: groups.actor.offload(())),
     "actor: back from host memory": ("refit", lambda groups, _: groups.actor.onload(())),
     "actor: copy for the checkpoint": ("checkpoint", lambda groups, folder: groups.actor.save_checkpoint(folder)),

@@ -1,0 +1,83 @@
+"""What engines use of vLLM on GPUs is there, by its sources, which are the same for all devices: no CPU run calls
+it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+VLLM = Path(importlib.util.find_spec("vllm").origin).parent
+RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")
+"""vLLM takes one of them, by the model and the configuration."""
+
+
+@cache
+def tree(file: str) -> ast.Module:
+    return ast.parse((VLLM / file).read_text(encoding="utf-8"))
+
+
+def class_of(file: str, name: str) -> ast.ClassDef:
+    [found] = [node for node in tree(file).body if isinstance(node, ast.ClassDef) and node.name == name]
+    return found
+
+
+def parameters(file: str, name: str, method: str) -> list[str]:
+    [function] = [n for n in class_of(file, name).body if isinstance(n, ast.FunctionDef) and n.name == method]
+    return [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+
+
+def strings(file: str, name: str) -> set[str]:
+    """Returns the strings of what a module gives this name."""
+    given = [node for node in tree(file).body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    [value] = [node.value for node in given if ast.unparse(_target(node)) == name]
+    return {node.value for node in ast.walk(value) if isinstance(node, ast.Constant)}
+
+
+def _target(node: ast.Assign | ast.AnnAssign) -> ast.expr:
+    return node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_runners_have_what_a_refit_reads(runner: str) -> None:
+    assert parameters(runner, "GPUModelRunner", "get_model") == ["self"]
+    assigned = {
+        ast.unparse(n.targets[0]) for n in ast.walk(class_of(runner, "GPUModelRunner")) if isinstance(n, ast.Assign)
+    }
+    assert {"self.vllm_config", "self.model_config"} <= assigned
+
+
+def test_workers_sleep_by_level_and_wake_by_tag() -> None:
+    worker = "v1/worker/gpu_worker.py"
+    assert parameters(worker, "Worker", "sleep") == ["self", "level"]
+    assert parameters(worker, "Worker", "wake_up") == ["self", "tags"]
+    calls = [node for node in ast.walk(tree(worker)) if isinstance(node, ast.Call)]
+    pools = {
+        ast.literal_eval(call.keywords[0].value)
+        for call in calls
+        if ast.unparse(call.func).endswith("_maybe_get_memory_pool_context") and call.keywords
+    }
+    assert {"weights", "kv_cache"} <= pools  # the tags that VllmEngine wakes, one after the other
+    assert strings("v1/executor/abstract.py", "SLEEP_TAGS") == {"weights", "kv_cache"}  # others would sleep on
+
+
+def test_what_is_neither_weights_nor_cache_is_woken_with_either() -> None:
+    """Graphs and buffers of a worker must be there when the weights are, and no tag of ours names them."""
+    assert strings("device_allocator/__init__.py", "DEFERRABLE_TAGS") == {"weights", "kv_cache"}
+
+
+def test_experts_have_the_kernel_that_leaves_their_weights_in_place() -> None:
+    assert "triton" in strings("config/kernel.py", "MoEBackend")
+
+
+def test_a_head_in_float32_multiplies_bfloat16_on_cuda() -> None:
+    """Else each step would copy the head's weight."""
+    [apply] = [
+        node
+        for node in class_of("model_executor/layers/logits_processor.py", "LogitsProcessor").body
+        if isinstance(node, ast.FunctionDef) and node.name == "_apply_head"
+    ]
+    assert "torch.mm(flat, lm_head.weight.t(), out_dtype=self.head_dtype)" in ast.unparse(apply)
