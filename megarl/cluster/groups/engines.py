@@ -120,7 +120,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         tp, extra = config.rollout.tp, config.rollout.vllm_overrides
         super().__init__(session, config, model_folder, processes)
-        self._sleeps = config.rollout.sleep
+        self._sleeps, self._takes_deltas = config.rollout.sleep, config.rollout.refit_delta
         self._starts_again = not (config.is_colocated and device.on_cuda())
         self._losses: Counter[str] = Counter()
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
@@ -169,7 +169,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         """Gives the devices' memory back until the next refit, if rollout.sleep asks for it: see Engine.sleep. Weights
         that a refit replaces as a whole need not be kept; one that sends changes, or goes by vLLM's own loader, which
         may leave some of its own as they are, needs them."""
-        keeps = keeps_weights or self._config.rollout.refit_delta or self.by_loader
+        keeps = keeps_weights or self._takes_deltas or self.by_loader
         calls = self._calls("sleep", lambda engine: engine.sleep(keeps)) if self._sleeps else {}
         asleep = self._submit_expendable("engines: giving memory back", "refit", "sleep", calls)
         return asleep.then(lambda answers: self.drop(answers.lost, "rollout"))
