@@ -103,7 +103,7 @@ def gpus_suffice(config: Config) -> str | None:
     if needed <= there:
         return None
     ranks = [f"{len(span)} {role}" for role, span in spans.items()]
-    if config.cluster.roles.spans:
+    if config.cluster.roles.given:
         return (
             f"cluster.roles: the last GPU that it names is {needed - 1}, and this machine has {there}, from 0 on; name "
             "these, or lower dp of the layouts"

@@ -178,7 +178,7 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         problems.append(f"{ranks}, and so {len(nodes) - used} of the nodes would be empty; set cluster.nodes={used}")
     roles = config.cluster.roles
     for role in sorted(roles.on_nodes):
-        given = roles.spans[role]
+        given = roles.given[role]
         on_each = config.num_ranks[role] // len(given)
         if on_each != each or given.stop > len(nodes):
             problems.append(

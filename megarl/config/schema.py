@@ -280,10 +280,10 @@ class Roles(Section):
     rollout: Devices | None
 
     @property
-    def spans(self) -> dict[str, range]:
-        """The devices, or the nodes, of the roles that are given some."""
-        given = {role: text.split(" ")[-1].split("-") for role, text in self if text is not None}
-        return {role: range(int(numbers[0]), int(numbers[-1]) + 1) for role, numbers in given.items()}
+    def given(self) -> dict[str, range]:
+        """The numbers of the devices, or of the nodes, of the roles that are given some."""
+        numbers = {role: text.split(" ")[-1].split("-") for role, text in self if text is not None}
+        return {role: range(int(ends[0]), int(ends[-1]) + 1) for role, ends in numbers.items()}
 
     @property
     def on_nodes(self) -> set[str]:
@@ -407,7 +407,7 @@ class Config(Section):
     def role_devices(self) -> dict[str, range]:
         """The devices of the roles that cluster.roles gives some. A node has as many as the role's ranks that it is
         given for."""
-        spans, ranks = self.cluster.roles.spans, self.num_ranks
+        spans, ranks = self.cluster.roles.given, self.num_ranks
         for role in self.cluster.roles.on_nodes & ranks.keys():
             each = -(-ranks[role] // max(1, len(spans[role])))
             spans[role] = range(spans[role].start * each, spans[role].stop * each)

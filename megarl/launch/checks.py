@@ -116,11 +116,12 @@ def _outside(path: str, request: Request, config: Config) -> str | None:
     """Returns the path that a container has mounted as this one, None for one in its image."""
     if request.container == "none":
         return path
+    wanted = Path(path).expanduser().absolute()
     for mount in mounts(request, Path(config.run.folder).expanduser() / config.run.name):
         outside, _, inside = mount.partition(":")
         inside = inside.partition(":")[0] or outside
-        if Path(path).expanduser().absolute().is_relative_to(inside):
-            return str(Path(outside) / Path(path).expanduser().absolute().relative_to(inside))
+        if wanted.is_relative_to(inside):
+            return str(Path(outside) / wanted.relative_to(inside))
     return None
 
 
@@ -132,8 +133,8 @@ def _existing(named: Named) -> Path:
 
 def _kind(path: Path) -> str:
     """Returns the kind of the file system that a path is on."""
-    mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
-    above = [(len(where), kind) for _, where, kind, *_ in mounts if path.is_relative_to(where)]
+    mounted = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    above = [(len(where), kind) for _, where, kind, *_ in mounted if path.is_relative_to(where)]
     return max(above)[1]
 
 

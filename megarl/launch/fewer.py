@@ -11,7 +11,7 @@ def fewer_replicas(config: Config, nodes: int) -> list[str]:
     many of its nodes have. What a step learns stays the same, to rounding. Raises UserError where a share is no
     whole number."""
     whole = config.cluster.nodes
-    if config.cluster.roles.spans:
+    if config.cluster.roles.given:
         raise UserError("cluster.roles: its devices are for all nodes")
     counts = {f"{placed.section}.layout.dp": placed.layout.dp for placed in config.all_placed}
     if not config.is_offline:

@@ -61,7 +61,7 @@ def look_at_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
     problems = [f"{each.name}: {each.found}; {each.fix}" for each in wrong if each.name != RUN_DISK]
     remedy = "put it on the shared file system, or mount it into the container"
     missing = [named.missing(remedy) for named in named_files(config) if not named.is_there]
-    if len(problems) < len(wrong):  # the disk is the same one for all nodes
+    if any(each.name == RUN_DISK for each in wrong):  # it is the same one for all nodes
         missing.append(f"run.folder={config.run.folder}: its disk is full, or it cannot be written; see megarl doctor")
     if (gpus := num_gpus()) < job.gpus:
         problems.append(f"{gpus} GPUs, and the run takes {job.gpus} of each node")
@@ -141,7 +141,7 @@ def find_objection(
     if common:
         return Objection("user_error", "on all nodes: " + "; ".join(sorted(common)))
     cut_off = {report.node: [report.cut_off] for report in reports if report.cut_off is not None}
-    if len(cut_off) == len(nodes) - 1 > 1:
+    if many and len(cut_off) == len(nodes) - 1:
         return Objection("failed", f"node {nodes[0]}: no other reaches it; {reports[1].cut_off}", [nodes[0]])
     versions = [report.versions for report in reports]
     usual = max(versions, key=versions.count)

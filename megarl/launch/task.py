@@ -98,8 +98,8 @@ def main(run: Path) -> int:
     config = load(folder.recipe_on(len(task.nodes)))
     preflight = folder.preflight(task.attempt)
     report = look_at_node(task.node, run, job, config)
-    [first] = await_reports(preflight, task.nodes[:1], HEAR_S) or [None]
-    send_report(preflight, report if first is None else reaching(report, first))
+    first = await_reports(preflight, task.nodes[:1], HEAR_S)
+    send_report(preflight, reaching(report, first[0]) if first else report)
     joining = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + HEAR_S:g}"])
     signal.signal(signal.SIGTERM, lambda *_: joining.terminate())
     status = joining.wait()

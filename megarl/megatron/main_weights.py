@@ -13,7 +13,7 @@ bit the same, as every main weight still rounds to its parameter.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -45,24 +45,24 @@ def begin_main_weights(
     optimizer: MegatronOptimizer,
     parameters: Mapping[str, torch.nn.Parameter],
     holder: Holder,
-    exact: Mapping[str, torch.Tensor],
+    exact: Collection[str],
 ) -> None:
     """Sets the main weights of this rank, before the first update.
 
-    parameters   those of `rounded_parameters`. Their main_grad, which nothing needs before, is used for the values.
+    parameters   those of `rounded_parameters`. Their main_grad, which nothing needs before, has the values.
     holder       this rank's, by which places follow from tensors: they are the same under every layout
-    exact        values of some of the parameters that these are rounded from; may be in their main_grad
+    exact        those of which it has the values already that they are rounded from
     """
-    values = {name: exact.get(name, parameter.main_grad) for name, parameter in parameters.items()}
-    for name in parameters.keys() - exact.keys():
-        values[name].copy_(parameters[name])
+    inexact = {name: parameter for name, parameter in parameters.items() if name not in exact}
+    for parameter in inexact.values():
+        parameter.main_grad.copy_(parameter)
     for piece in holder.pieces:
-        if piece.canonical is not None and piece.local in values and piece.local not in exact:
-            _place(view(values[piece.local], piece.local_rectangle), piece.canonical, piece.canonical_rectangle)
-    flat = {parameter: values[name].flatten() for name, parameter in parameters.items()}
+        if piece.canonical is not None and piece.local in inexact:
+            values = view(inexact[piece.local].main_grad, piece.local_rectangle)
+            _place(values, piece.canonical, piece.canonical_rectangle)
     for part in parts_of(optimizer):
         for main, parameter, own in _main_weights(part):
-            main.copy_(flat[parameter][own])
+            main.copy_(parameter.main_grad.flatten()[own])
 
 
 def _place(values: torch.Tensor, tensor: str, rectangle: Rectangle) -> None:

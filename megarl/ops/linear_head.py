@@ -146,7 +146,8 @@ class _LinearHead(torch.autograd.Function):
         tokens = _Tokens.of(hidden, targets, scale, candidate_ids, first_row)
         sums = hidden.new_zeros(4, len(targets), dtype=torch.float32)
         sums[0] = NEVER
-        for part, part_sums in zip(tokens.split(), sums.split(_tile()[0], 1), strict=False):
+        num_tokens, _ = _tile()
+        for part, part_sums in zip(tokens.split(), sums.split(num_tokens, 1), strict=False):
             _fold(part, weight[:num_rows], bias, part_sums)
         if _sharded(group):
             _reduce(sums, group)
@@ -171,8 +172,9 @@ class _LinearHead(torch.autograd.Function):
         if needs_bias:
             bias_grad = torch.zeros_like(bias, dtype=torch.float32)
         coefficients = _coefficients(gradient, tokens.scale, entropy)
+        num_tokens, _ = _tile()
         for number, part in enumerate(tokens.split()):
-            span = slice(number * _tile()[0], (number + 1) * _tile()[0])
+            span = slice(number * num_tokens, (number + 1) * num_tokens)
             _add_gradients(
                 part,
                 weight[: ctx.num_rows],

@@ -54,7 +54,7 @@ def plan_recipe(
     count = models.actor.count
     if as_it_is:
         return Planned(_own(config, actor, models, workload, cluster), None, count)
-    if config.cluster.roles.spans:
+    if config.cluster.roles.given:
         raise UserError(
             "cluster.roles: its devices are those of the recipe's own layouts; leave it out to rank others, or give "
             "--as-it-is"

@@ -161,7 +161,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if config.checkpoint.may_be_saved:
         size = checkpoint_bytes(config, found.models.trained(config))
         rows["disk"] = f"{config.checkpoint.keep} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
-    if config.cluster.roles.spans:
+    if config.cluster.roles.given:
         places = "are on the devices of cluster.roles"
     else:
         places = "share their devices, from the first on" if config.is_colocated else "have devices of their own"

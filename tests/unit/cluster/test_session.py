@@ -186,7 +186,7 @@ def test_what_others_see_of_an_expendable_loss_is_no_failure(session: Session) -
 def test_a_loss_on_another_node_may_be_heard_of_late(
     session: Session, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes while the session waits to hear of a lost node."""
+    """It comes during the wait for news of a lost node."""
     monkeypatch.setattr(session, "_others", ("another node",))
     monkeypatch.setattr(module, "lost_nodes", lambda others, patience_s: ray.sleep(patience_s) or [])
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
