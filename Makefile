@@ -79,11 +79,12 @@ test-newest: $(NEWEST_DONE)
 	PYTHONPATH=$(VENV)/newest $(BEHIND) $(RUN) -m pytest tests/distributed tests/unit/megatron \
 		tests/unit/resharding/test_megatron_names.py -m newest $(SLOWEST)
 
-# Machines of a cluster, made of this one's namespaces, and Slurm: it wants root.
+# Machines of a cluster, made of this one's namespaces, and Slurm: it wants root. Each file has machines of its own, and
+# mostly waits.
 test-cluster: $(DONE)
 	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge slurmctld:slurmctld \
 		slurmd:slurmd sbatch:slurm-client
-	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=4 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
 
 # A job through twenty seeded faults: for a change of what goes on after them, as it takes a quarter of an hour.
 soak: test-cluster

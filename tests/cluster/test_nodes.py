@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,16 +20,11 @@ from safetensors.torch import load_file
 
 from megarl.cluster.supervision.interrupts import REPEAT_S
 from tests.cluster.machines import Machine, Machines
-from tests.e2e.run import write_recipe
+from tests.cluster.reference import COMMON, MEGARL, RUN_S, check_same, learned, on_one_machine
 from tests.paths import ROOT
 from tests.tiny_model import write_tiny_llama
 
-MEGARL = [sys.executable, "-m", "megarl.cli"]
-STEPS, RUN_S, END_S = 4, 240, 60
-MEASURED = ("time/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit/", "agreement/")
-"""Metrics that no two runs share, or that say how weights travel."""
-
-COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]
+STEPS, END_S = 4, 60
 RECIPES = {
     # Each node has a stage of the actor, and of the engine's ranks one, which takes both: one is sent. The critic's
     # ranks have all of it.
@@ -58,14 +52,6 @@ TRANSPORTS = {
     "colocated PPO on 2": "shared_memory in a node, p2p between them",
     "disaggregated GAE on 3": "p2p",
 }
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that all machines see, with a recipe in it."""
-    folder = tmp_path_factory.mktemp("shared")
-    write_recipe(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -130,28 +116,6 @@ def cluster_run(machines: list[Machine], shared: Path, name: str, *overrides: st
             run.tell(signal.SIGTERM)  # one that saves first ends at the second signal
         for process in run.processes:
             process.wait(END_S)
-
-
-def on_one_machine(shared: Path, name: str, *overrides: str) -> Path:
-    keys = [f"run.folder={shared}/runs", f"run.name={name}", *overrides]
-    command = [*MEGARL, "train", str(shared / "tiny.yaml"), *keys]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
-    assert done.returncode == 0, done.stderr
-    return shared / "runs" / name
-
-
-def learned(folder: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
-
-
-def check_same(run: Path, alone: Path) -> None:
-    """Metrics, samples and weights are the same bit for bit."""
-    assert learned(run) == learned(alone)
-    for file in sorted((alone / "rollouts").iterdir()):
-        assert (run / "rollouts" / file.name).read_text() == file.read_text()
-    theirs, ours = (load_file(folder / "model" / "model.safetensors") for folder in (alone, run))
-    assert theirs.keys() == ours.keys() and all(bool((ours[name] == theirs[name]).all()) for name in theirs)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -84,8 +84,8 @@ def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
     assert commands == [
         "make test",
         "make test-learn",
-        "make exhaustive-runs",
-        "make --jobs=2 test-cluster test-newest exhaustive-ranks",
+        "make --jobs=2 exhaustive-runs exhaustive-ranks test-newest",
+        "make test-cluster",
         "make resolve-gpu",
     ]
 

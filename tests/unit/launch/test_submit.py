@@ -1,5 +1,5 @@
 """`megarl launch --dry-run`: the jobs of recipes, and what is refused before a job is queued. What asks Slurm itself is
-tested with a real one by tests/cluster/test_launch.py."""
+tested with a real one by tests/cluster."""
 
 from __future__ import annotations
 

@@ -9,6 +9,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from megarl.config.load import load
+from megarl.rollout.vllm.engine import rollout_arguments
+from tests.paths import BASE
+from tests.tiny_model import write_tiny_llama
 
 VLLM = Path(importlib.util.find_spec("vllm").origin).parent
 RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")
@@ -81,3 +88,20 @@ def test_a_head_in_float32_multiplies_bfloat16_on_cuda() -> None:
         if isinstance(node, ast.FunctionDef) and node.name == "_apply_head"
     ]
     assert "torch.mm(flat, lm_head.weight.t(), out_dtype=self.head_dtype)" in ast.unparse(apply)
+
+
+def test_seeds_of_requests_are_numbers_in_a_tensor() -> None:
+    """The newer runner draws for all requests in one kernel. The older one has a generator for each seed, and loops
+    over them in every step; vLLM takes it where the newer one lacks something."""
+    states = ast.unparse(class_of("v1/worker/gpu/sample/states.py", "SamplingStates"))
+    assert "self.seeds = UvaBackedTensor(max_num_reqs, dtype=torch.int64)" in states
+    sampler = (VLLM / "v1/worker/gpu/sample").glob("*.py")
+    assert not [file.name for file in sampler if "Generator" in file.read_text(encoding="utf-8")]
+
+
+def test_engines_have_the_newer_runner(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=32"]
+    arguments = rollout_arguments(load(BASE, keys).rollout, folder, "bfloat16", seed=0)
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+    assert config._get_v2_model_runner_unsupported_features() == []

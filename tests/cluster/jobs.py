@@ -1,0 +1,104 @@
+"""Runs that are launched as jobs of a Slurm, as tests see them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.cluster.reference import COMMON
+from tests.cluster.slurm import Slurm
+from tests.paths import ROOT
+
+STARTED_S, ENDED_S = 300, 240
+ATTEMPT = "job: attempt on "
+REWARD = """
+import time
+from pathlib import Path
+
+
+def digit_shares(prompts, responses, answers):
+    if Path(__file__).with_name("slow").exists():
+        time.sleep(0.5)
+    return [sum(c.isdigit() for c in response) / max(1, len(response)) for response in responses]
+"""
+"""A reward by which a step takes half a second, while there is the file `slow`."""
+
+ELSEWHERE = "/var/tmp"
+"""A folder for temporary files: launch refuses runs in the one of a single machine, where the shared folder lies."""
+
+
+def write_rewards(shared: Path) -> None:
+    (shared / "rewards.py").write_text(REWARD)
+    (shared / "slow").touch()
+
+
+def launch(cluster: Slurm, shared: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON]
+    command = [sys.executable, "-m", "megarl.cli", "launch", str(shared / "tiny.yaml"), *keys, *arguments]
+    return cluster.run("env", f"TMPDIR={ELSEWHERE}", *command, "--gpus-per-node=0", "--grace=60", cwd=ROOT)
+
+
+class Launched:
+    """A run that was launched as a job."""
+
+    def __init__(self, cluster: Slurm, shared: Path, name: str, *arguments: str):
+        self.cluster, self.folder = cluster, shared / "runs" / name
+        done = launch(cluster, shared, name, *arguments)
+        assert done.returncode == 0, done.stderr
+        self.number = (self.folder / "launch/submitted").read_text().strip()
+
+    @property
+    def log(self) -> str:
+        file = self.folder / f"launch/job-{self.number}.log"
+        return file.read_text() if file.exists() else ""
+
+    @property
+    def job(self) -> dict[str, str]:
+        return self.cluster.job(self.number)
+
+    @property
+    def attempts(self) -> list[str]:
+        """The nodes of each attempt of the job."""
+        return [line.removeprefix(ATTEMPT) for line in self.log.splitlines() if line.startswith(ATTEMPT)]
+
+    @property
+    def steps(self) -> int:
+        file = self.folder / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    @property
+    def effective_shares(self) -> list[float]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["cluster/effective_share"] for line in lines]
+
+    @property
+    def resumed(self) -> list[int]:
+        """The steps after which attempts have gone on."""
+        return [int(step) for step in re.findall(r"^0: run: .*, goes on after step (\d+)", self.log, re.MULTILINE)]
+
+    def wait_for_line(self, pattern: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.log, re.MULTILINE):
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.2)
+
+    def wait_for_attempt(self, number: int) -> list[str]:
+        """Waits until the first steps of this attempt are done, counted from 1, or of a later one. Returns its
+        nodes."""
+        deadline = time.monotonic() + STARTED_S
+        while len(self.attempts) < number or not self._steps_of_newest_attempt():
+            assert time.monotonic() < deadline, (self.job, self.log)
+            time.sleep(0.2)
+        return self.attempts[-1].split()
+
+    def _steps_of_newest_attempt(self) -> bool:
+        return bool(re.search(r"^0: +\d+/\d+ ", self.log[self.log.rindex(ATTEMPT) :], re.MULTILINE))
+
+    def check_nothing_is_left(self) -> None:
+        for machine in filter(lambda machine: machine.is_up, self.cluster.machines):
+            left = [line for line in machine.processes() if not line.startswith(("slurmd -D", "slurmstepd: "))]
+            assert not left and not machine.files()

@@ -1,0 +1,41 @@
+"""The same run on this machine alone, the reference of runs over several, and what must be the same in both."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from tests.paths import ROOT
+
+MEGARL = [sys.executable, "-m", "megarl.cli"]
+RUN_S = 240
+MEASURED = ("time/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit/", "agreement/")
+"""Metrics that no two runs share, or that say how weights travel."""
+
+COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]
+
+
+def on_one_machine(shared: Path, name: str, *overrides: str) -> Path:
+    keys = [f"run.folder={shared}/runs", f"run.name={name}", *overrides]
+    command = [*MEGARL, "train", str(shared / "tiny.yaml"), *keys]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
+    assert done.returncode == 0, done.stderr
+    return shared / "runs" / name
+
+
+def learned(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+
+
+def check_same(run: Path, alone: Path) -> None:
+    """Metrics, samples and weights are the same bit for bit."""
+    assert learned(run) == learned(alone)
+    for file in sorted((alone / "rollouts").iterdir()):
+        assert (run / "rollouts" / file.name).read_text() == file.read_text()
+    theirs, ours = (load_file(folder / "model" / "model.safetensors") for folder in (alone, run))
+    assert theirs.keys() == ours.keys() and all(bool((ours[name] == theirs[name]).all()) for name in theirs)

@@ -1,0 +1,109 @@
+"""Jobs of a real Slurm that get to their last step through all that clusters do to them, and learn what one machine
+does that nobody interrupts."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.jobs import ENDED_S, STARTED_S, Launched
+from tests.cluster.reference import COMMON, check_same, on_one_machine
+from tests.cluster.slurm import Slurm
+
+SEED, STEPS_OF_SOAK = 20, 250
+VICTIMS = (
+    "ray::TrainerActor",
+    "ray::EngineActor",
+    "ray::RewardActor",
+    "raylet/raylet",
+    "gcs_server",
+    "megarl.cli train",
+)
+"""What the command lines have of the processes that the soak kills."""
+
+
+@pytest.mark.timeout(1500)
+def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path) -> None:
+    """A node without shared memory, the time limit, a node that crashes, a job that goes before. It is cancelled then,
+    and launched again for its last steps, and ends bit for bit as a run that nobody interrupts."""
+    cluster.wait_for_nodes(ENDED_S)  # of the jobs before
+    machines = {machine.name: machine for machine in cluster.machines}
+    machines["n1"].run("mount", "-o", "remount,size=64m", "/dev/shm")
+    options = ["--nodes=2", "--spares=1", "--time=30"]
+    rewards = f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]"
+    run = Launched(cluster, shared, "soak", *options, rewards, "run.steps=1000000")
+    assert run.wait_for_attempt(2) == ["n0", "n2"]  # the preflight has looked at n1
+    assert "job: node n1: shared memory: 0.06 GiB free; enlarge it" in run.log
+
+    hours, minutes, seconds = map(int, run.job["RunTime"].split(":"))
+    limit = (3600 * hours + 60 * minutes + seconds + 45) // 60 + 1
+    cluster.ask("scontrol", "update", f"JobId={run.number}", f"TimeLimit={limit}")  # the signal is due within a minute
+    cluster.wait_for_state(run.number, "PENDING", seconds=ENDED_S)
+    cluster.ask("scontrol", "update", f"JobId={run.number}", "TimeLimit=30")
+    assert "job: goes back into the queue, without n1: told to end" in run.log
+    saved = run.steps
+    first, second = run.wait_for_attempt(3)
+    assert (run.resumed, run.job["ExcNodeList"]) == ([saved], "n1")
+    assert run.effective_shares and all(0 < share < 1 for share in run.effective_shares)
+
+    machines[second].crash()
+    run.wait_for_line(rf"^job: megarl: error: .*: node {second} is lost", seconds=60)
+    again = run.wait_for_attempt(4)
+    assert (run.job["Restarts"], again[0]) == ("1", first)  # in the same allocation
+    assert second not in again
+    assert run.resumed == [saved, saved]
+
+    urgent = cluster.ask(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--output=/dev/null", "--wrap=sleep 1"
+    ).strip()
+    run.wait_for_attempt(5)
+    assert (cluster.job(urgent)["JobState"], run.job["Restarts"]) == ("COMPLETED", "2")
+    assert len(run.resumed) == 3 and run.resumed[2] > saved
+    assert "% of" in run.log and "of allocation went into steps that lasted" in run.log
+
+    machines["n1"].run("mount", "-o", "remount,size=4g", "/dev/shm")
+    cluster.ask("scancel", run.number)
+    cluster.wait_for_state(run.number, "CANCELLED", seconds=ENDED_S)
+    saved = int((run.folder / "checkpoints/latest").read_text().strip().removeprefix("step_"))
+    (shared / "slow").unlink()
+    last = f"run.steps={saved + 3}"
+    alone = on_one_machine(shared, "alone", *COMMON, rewards, last)
+    run = Launched(cluster, shared, "soak", *options, rewards, last)
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
+    assert run.log.splitlines()[-1] == "job: done"
+    check_same(run.folder, alone)
+    run.check_nothing_is_left()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_a_job_gets_to_its_last_step_through_twenty_seeded_faults(cluster: Slurm, shared: Path) -> None:
+    """A process of the run is killed on one of its nodes, at any time of a step, again and again: each time another
+    attempt of the job goes on after the last checkpoint, two of them after the queue. It ends as a run that nobody
+    interrupts."""
+    cluster.wait_for_nodes(ENDED_S)  # of the jobs before
+    (shared / "slow").touch()
+    chance = random.Random(SEED)
+    rewards = f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]"
+    keys = [rewards, "checkpoint.every_steps=1", f"run.steps={STEPS_OF_SOAK}"]
+    run = Launched(
+        cluster, shared, "twenty", "--nodes=2", "--spares=1", "--time=60", "--restarts=9", "--stalled=5", *keys
+    )
+    machines = {machine.name: machine for machine in cluster.machines}
+    faults = [chance.choice(VICTIMS) for _ in range(20)]
+    for number, victim in enumerate(faults, 1):
+        nodes = run.wait_for_attempt(number)
+        time.sleep(chance.uniform(0, 2))
+        there = [machines[n] for n in nodes if any(victim in line for line in machines[n].processes())]
+        chance.choice(there).run("pkill", "--signal", "KILL", "--full", victim)
+        print(f"fault {number}: {victim} on {nodes}, after {run.steps} steps", flush=True)
+    (shared / "slow").unlink()
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
+    assert run.log.splitlines()[-1] == "job: done"
+    assert len(run.attempts) == 1 + len(faults) and set(VICTIMS) == set(faults)
+    alone = on_one_machine(shared, "alone-twenty", *COMMON, *keys)
+    check_same(run.folder, alone)
+    run.check_nothing_is_left()
