@@ -15,6 +15,7 @@ from megarl.core import device
 from megarl.megatron import parallel
 from megarl.megatron.model import kernels
 from megarl.megatron.model.architecture import FORM, architecture
+from megarl.megatron.model.dispatcher import DISPATCHER, check_dispatcher
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.model.layer_spec import block_spec, replace_activations, uses_transformer_engine
 from megarl.megatron.model.precision import precision
@@ -166,8 +167,10 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
     key = f"{section}.megatron_overrides.model"
     extra = checked(key, settings.megatron_overrides.model, config_class, ours)
     fields = {name: value for group in groups.values() for name, value in group.items()}
-    defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING
-    return build(described(section, key, extra), config_class, {**fields, **defaults, **extra})
+    defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING | DISPATCHER
+    fields |= defaults | extra
+    check_dispatcher(key, fields, settings.layout)
+    return build(described(section, key, extra), config_class, fields)
 
 
 def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
@@ -189,9 +192,7 @@ def parallelism(layout: Layout) -> dict[str, Any]:
         num_layers_in_first_pipeline_stage=first,
         # Of two stages the second follows from the first; Megatron divides by the stages between two given ones.
         num_layers_in_last_pipeline_stage=layout.last_stage_layers if first is None or layout.pp > 2 else None,
-        # Packs differ in length; megatron-core asks for this dispatcher then, of dense models too.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=True,  # packs differ in length
         # The interleaved schedule releases outputs before their sends are complete: the next stage would get garbage.
         deallocate_pipeline_outputs=layout.vpp == 1,
         # Batched point-to-point communication is silently wrong with virtual stages on a pipeline of two.
