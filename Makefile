@@ -8,12 +8,13 @@ VENV := .venv
 DONE := $(VENV)/.installed
 NEWEST_DONE := $(VENV)/newest/.installed
 RUN := $(VENV)/bin/python
+GPU_PYTHON ?= python
 SLOWEST := --durations=10
 # What computes yields to whole runs beside it, which have deadlines.
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs exhaustive-ranks \
-	test-newest test-cluster soak resolve-gpu lint clean
+	test-newest test-cluster test-gpu soak resolve-gpu lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
@@ -28,6 +29,7 @@ help:
 	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (15)"
 	@echo "make soak        test-cluster, and then a job that twenty seeded faults hit (30)"
 	@echo "make resolve-gpu  the packages of the container for H100s go together, by pip's resolver (1)"
+	@echo "make test-gpu    what needs one, two and eight GPUs, as far as the machine has them; fails without one"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)
@@ -93,6 +95,11 @@ soak: test-cluster
 # The container for H100s: pip asks for what it would install, for another Python than this one.
 resolve-gpu: $(DONE)
 	@$(RUN) tools/environment/resolve.py
+
+# On a machine with GPUs, in an environment for them (launch/container): GPU_PYTHON is its Python.
+test-gpu:
+	@$(GPU_PYTHON) -c 'import sys, torch; found = torch.cuda.device_count(); sys.exit(None if found else "torch finds no GPU")'
+	$(GPU_PYTHON) -m pytest tests/gpu --timeout=1800 -rs $(SLOWEST)
 
 lint: $(DONE)
 	$(VENV)/bin/ruff check

@@ -24,10 +24,10 @@ DEADLINE_S = 600
 REHEARSES = os.environ.get("MEGARL_REHEARSAL") == "1"
 
 
-def needs_gpus(count: int, can_rehearse: bool = True) -> list[pytest.MarkDecorator]:
-    """Returns the marks of a test for so many GPUs."""
+def needs_gpus(count: int, can_rehearse: bool = True) -> pytest.MarkDecorator:
+    """Returns the mark of a test for so many GPUs."""
     missing = torch.cuda.device_count() < count and not (REHEARSES and can_rehearse)
-    return [pytest.mark.gpu, pytest.mark.skipif(missing, reason=f"needs {count} CUDA devices: torch finds fewer")]
+    return pytest.mark.skipif(missing, reason=f"needs CUDA devices: {count}, and torch finds fewer")
 
 
 def run_on_gpus(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -17,12 +17,10 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.cuda_memory import CudaMemory, publish
 from megarl.resharding.transports.local import LocalMemory
+from tests.gpu.gpus import needs_gpus
 from tests.unit.resharding.cases import config_of, random_checkpoint
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch finds none"),
-]
+pytestmark = needs_gpus(1, can_rehearse=False)
 CONFIG = config_of()
 SOURCE, TARGET = huggingface_holder(CONFIG), vllm_holder(CONFIG, 1, 0, replica=0)
 DEADLINE_S = 120

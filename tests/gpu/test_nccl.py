@@ -16,12 +16,10 @@ from megarl.resharding.execute import execute
 from megarl.resharding.transports.delta_p2p import DeltaRendezvous
 from megarl.resharding.transports.p2p import Rendezvous
 from tests.distributed.test_p2p import Case
+from tests.gpu.gpus import needs_gpus
 from tests.unit.resharding.cases import layout_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: torch finds fewer"),
-]
+pytestmark = needs_gpus(2, can_rehearse=False)
 DEADLINE_S = 120
 TIMEOUT_S = 20.0
 

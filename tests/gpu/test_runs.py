@@ -1,0 +1,160 @@
+"""Whole runs on GPUs, started as a user starts them: on one that engine and trainer share, on two, and on eight."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.run import Run
+from tests.e2e.run import write_recipe as write_endless_recipe
+from tests.e2e.test_train import metrics_of, write_recipe
+from tests.gpu.gpus import needs_gpus
+from tests.tiny_model import write_tiny_model
+
+NEAR = 0.05
+"""The bound of the mean difference of trainer's and engine's log-probs, in nats a token, in bfloat16."""
+
+COLOCATED = ("cluster.placement=colocated", "rollout.sleep=true")
+MIB = 2**20
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=256,
+    num_attention_heads=4,
+    num_hidden_layers=2,
+    intermediate_size=512,
+    max_position_embeddings=256,
+)
+HEADS = dict(num_key_value_heads=2, head_dim=64)
+ROUTED = dict(moe_intermediate_size=256, num_experts_per_tok=2)
+MODELS = {
+    "dense": ("qwen3", HEADS),
+    "experts": ("qwen3_moe", HEADS | ROUTED | dict(num_experts=4, norm_topk_prob=True)),
+    # The sizes of heads are DeepSeek-V3's: kernels know no others.
+    "latent": (
+        "deepseek_v3",
+        dict(
+            num_key_value_heads=4,
+            q_lora_rank=64,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            first_k_dense_replace=1,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+        )
+        | ROUTED,
+    ),
+}
+
+
+def model_in(folder: Path, name: str) -> Path:
+    kind, more = MODELS[name]
+    return write_tiny_model(folder / "model", kind, **SIZES | more)
+
+
+def train(folder: Path, model: Path, *overrides: str, seconds: float = 600) -> Path:
+    """Runs `megarl train` to its end. Returns the run's folder."""
+    command = [sys.executable, "-m", "megarl.cli", "train", str(write_recipe(folder, model)), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return folder / "runs" / "tiny"
+
+
+def train_verified(folder: Path, name: str, *overrides: str) -> list[dict]:
+    """Three steps in bfloat16, after each of which checksums of all of the engine's weights are compared with the
+    trainer's. Returns their metrics."""
+    keys = ("run.steps=3", "model.dtype=bfloat16", "rollout.verify_refit=always", *overrides)
+    steps = metrics_of(train(folder, model_in(folder, name), *keys))
+    assert [step["weights/version"] for step in steps] == [1, 2, 3]
+    assert all(step["mismatch/logprob_abs_mean"] <= NEAR for step in steps)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("name", "offload", "eager"),
+    [
+        ("dense", "[]", True),
+        ("dense", "[gradients, optimizer]", False),
+        ("dense", "[parameters, gradients, optimizer]", False),
+        ("experts", "[parameters, gradients, optimizer]", False),
+        ("latent", "[parameters, gradients, optimizer]", False),
+    ],
+)
+@needs_gpus(1, can_rehearse=False)
+def test_engine_and_trainer_take_turns_on_a_gpu(tmp_path, name, offload, eager):
+    """The engine sleeps, wakes, takes weights, and samples by CUDA graphs unless it is eager: these have the addresses
+    of the weights that were there first. What stays on the GPU is read again, what has moved is published anew."""
+    steps = train_verified(
+        tmp_path, name, *COLOCATED, f"actor.offload={offload}", f"rollout.vllm_overrides={{enforce_eager: {eager}}}"
+    )
+    assert all(step["refit/gb"] > 0 and step["refit/staging_mib"] == 0 for step in steps)
+    parts = offload.strip("[]").split(", ") if offload != "[]" else []
+    assert all(steps[-1][f"memory/actor_{part}_offloaded_gb"] > 0 for part in parts)
+
+
+@needs_gpus(2)
+def test_an_engine_over_two_gpus_reads_weights_of_both(tmp_path):
+    steps = train_verified(tmp_path, "dense", *COLOCATED, "actor.layout.dp=2", "rollout.tp=2")
+    assert all(step["refit/gb"] > 0 for step in steps)
+
+
+@needs_gpus(2)
+def test_weights_are_sent_to_an_engine_on_another_gpu(tmp_path):
+    steps = train_verified(tmp_path, "experts", "cluster.placement=disaggregated")
+    assert all(step["refit/sent_gb"] > 0 for step in steps)
+
+
+@needs_gpus(2)
+def test_a_killed_rank_ends_the_run_and_frees_its_gpus(tmp_path):
+    recipe = write_endless_recipe(tmp_path)
+    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
+    with Run(recipe, tmp_path, "actor.layout.dp=2", "cluster.placement=colocated") as run:
+        run.wait_for_step(2)
+        run.named("trainer-1").kill()
+        assert run.end() == 1
+        assert "trainer-1 died" in run.errors[-1]
+    after = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
+    assert all(now >= before - 64 * MIB for now, before in zip(after, free, strict=True))
+
+
+@needs_gpus(8, can_rehearse=False)
+@pytest.mark.timeout(3600)
+def test_a_model_of_8b_on_eight_gpus_goes_on_in_another_layout(tmp_path):
+    """Random weights of Qwen3-8B's sizes. The phases of a step and the peak of the GPUs' memory are printed."""
+    sizes = dict(
+        vocab_size=151936,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=36,
+        intermediate_size=12288,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    model = write_tiny_model(tmp_path / "model", "qwen3", **sizes)
+    keys = [
+        *COLOCATED,
+        *("model.dtype=bfloat16", "actor.optimizer.lr=1.0e-6", "actor.tokens_per_microbatch=8192"),
+        *("actor.recompute=selective", "actor.offload=[parameters, gradients, optimizer]"),
+        *("rollout.context_length=2048", "rollout.max_new_tokens=1024", "rollout.kv_cache_gib=20", "rollout.tp=2"),
+        "rollout.replicas=4",
+    ]
+    first = "actor.layout={tp: 2, sequence_parallel: true, dp: 4}"
+    keys += ["checkpoint.every_steps=5", "rollout.verify_refit=always"]
+    run = train(tmp_path, model, *keys, first, "run.steps=5", seconds=1500)
+    for step in metrics_of(run):
+        print(json.dumps({name: value for name, value in step.items() if name.startswith(("time/", "memory/"))}))
+        assert step["mismatch/logprob_abs_mean"] <= NEAR
+    other = "actor.layout={tp: 4, sequence_parallel: true, pp: 2}"
+    steps = metrics_of(train(tmp_path, model, *keys, other, "run.steps=6", "resume=auto", seconds=1500))
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["mismatch/logprob_abs_mean"] <= NEAR
