@@ -7,6 +7,8 @@ NEWEST := tools/environment/newest-megatron.lock
 VENV := .venv
 DONE := $(VENV)/.installed
 NEWEST_DONE := $(VENV)/newest/.installed
+CONTAINER := launch/container/gpu-py312.lock
+ENGINE_DONE := $(VENV)/transformer-engine/.installed
 RUN := $(VENV)/bin/python
 GPU_PYTHON ?= python
 SLOWEST := --durations=10
@@ -49,11 +51,11 @@ test-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 # The unit tests come last and on two cores: the whole runs beside them end first.
-test-ranks: $(DONE)
+test-ranks: $(DONE) $(ENGINE_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
-test-fast: $(DONE)
+test-fast: $(DONE) $(ENGINE_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
 
 test-learn: $(DONE)
@@ -75,7 +77,15 @@ $(NEWEST_DONE): $(DONE) $(NEWEST)
 		--ignore-requires-python --python-version 3.12 --platform manylinux_2_28_x86_64 --requirement $(NEWEST)
 	@touch $(NEWEST_DONE)
 
-test-newest: $(NEWEST_DONE)
+# Transformer Engine's Python, 1 MB, without its compiled part, which has no wheel. It stays out of the environment, in
+# which Megatron would take it for the whole.
+$(ENGINE_DONE): $(DONE) $(CONTAINER)
+	rm -rf $(VENV)/transformer-engine
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/transformer-engine --no-deps --only-binary=:all: \
+		$$(grep '^transformer-engine==' $(CONTAINER))
+	@touch $(ENGINE_DONE)
+
+test-newest: $(NEWEST_DONE) $(ENGINE_DONE)
 	@PYTHONPATH=$(VENV)/newest $(RUN) -W ignore -c 'import megatron.core as m; print("megatron-core", m.__version__); \
 		assert "megatron-core==" + m.__version__.split("+")[0] in open("$(NEWEST)").read()'
 	PYTHONPATH=$(VENV)/newest $(BEHIND) $(RUN) -m pytest tests/distributed tests/unit/megatron \

@@ -6,3 +6,5 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 BASE = CONFIGS / "base.yaml"
 QUICKSTART = CONFIGS / "quickstart.yaml"
+TRANSFORMER_ENGINE = ROOT / ".venv" / "transformer-engine"
+"""Transformer Engine's Python sources, which `make` unpacks there before the targets that read them."""

@@ -1,0 +1,92 @@
+"""The names that megarl takes from Megatron's layers of Transformer Engine, and Megatron from Transformer Engine, are
+there, by their sources: Megatron goes another way without a word where one is not."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT, TRANSFORMER_ENGINE
+
+pytestmark = pytest.mark.newest
+
+MEGATRON = Path(next(iter(importlib.util.find_spec("megatron").submodule_search_locations))) / "core"
+LAYERS = "megatron.core.extensions.transformer_engine"
+READERS = ("extensions/transformer_engine.py", "fp8_utils.py", "optimizer/__init__.py", "optimizer/clip_grads.py")
+READERS += ("optimizer/distrib_optimizer.py", "optimizer/optimizer.py")
+GONE = {
+    "transformer_engine.pytorch.attention._SplitAlongDim",  # torch.split instead
+    "transformer_engine.pytorch.attention.apply_rotary_pos_emb",  # of older versions
+    "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",  # of older versions
+    "transformer_engine.pytorch.module.base.get_workspace",  # 0.16.1 then multiplies in the router by torch
+}
+"""What this Transformer Engine does not have, and Megatron does without."""
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def imported(file: Path, package: str) -> set[str]:
+    """Returns the dotted names that a file imports from the modules of a package, wherever in it."""
+    nodes = [node for node in ast.walk(tree(file)) if isinstance(node, ast.ImportFrom) and node.level == 0]
+    return {f"{n.module}.{a.name}" for n in nodes if f"{n.module}.".startswith(f"{package}.") for a in n.names}
+
+
+def source(module: str) -> Path | None:
+    """Returns the file of a module of Transformer Engine."""
+    place = TRANSFORMER_ENGINE / module.replace(".", "/")
+    files = [file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()]
+    return files[0] if files else None
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yields the statements of a module, those under its conditions and attempts included."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            handlers = [statement for handler in getattr(node, "handlers", ()) for statement in handler.body]
+            yield from statements([*node.body, *handlers, *node.orelse])
+
+
+def defined(file: Path) -> set[str]:
+    names = set()
+    for node in statements(tree(file).body):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef():
+                names.add(node.name)
+            case ast.Assign():
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            case ast.ImportFrom(names=[ast.alias(name="*")], level=1):
+                names |= defined(source_beside(file, node.module))
+            case ast.Import() | ast.ImportFrom():
+                names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def source_beside(file: Path, module: str) -> Path:
+    return next(path for path in (file.parent / module / "__init__.py", file.parent / f"{module}.py") if path.is_file())
+
+
+def is_there(name: str) -> bool:
+    module, _, own = name.rpartition(".")
+    file = source(module)
+    return source(name) is not None or (file is not None and own in defined(file))
+
+
+def test_megatron_has_the_layers_that_megarl_takes() -> None:
+    taken = set().union(*(imported(file, LAYERS) for file in (ROOT / "megarl").rglob("*.py")))
+    assert f"{LAYERS}.TENorm" in taken
+    assert {name.rpartition(".")[2] for name in taken} <= defined(MEGATRON / "extensions/transformer_engine.py")
+
+
+def test_transformer_engine_has_what_megatron_takes() -> None:
+    taken = set().union(*(imported(MEGATRON / file, "transformer_engine") for file in READERS))
+    assert "transformer_engine.pytorch.optimizers.FusedAdam" in taken
+    assert {name for name in taken if not is_there(name)} == GONE
