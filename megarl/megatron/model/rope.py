@@ -43,6 +43,38 @@ class PositionYarn(YarnRotaryEmbedding):
         return angles[self.positions], factor
 
 
+class DocumentRotary(RotaryEmbedding):
+    """An embedding that gives the rotary angles of the longest document's positions: rows of one table, which grows.
+    Megatron's keeps a table for each of up to 32 lengths."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> torch.Tensor:
+        if self.table is None or len(self.table) < max_seq_len:
+            self.table = self.get_emb(_power_of_two(max_seq_len))
+        # No more rows: as many as the pack has tokens would be taken for the angles of its order.
+        return self.table[:max_seq_len]
+
+
+class DocumentYarn(YarnRotaryEmbedding):
+    """A DocumentRotary with YaRN's scaling."""
+
+    table: torch.Tensor | None = None
+    factor: float
+
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
+    ) -> tuple[torch.Tensor, float]:
+        if self.table is None or len(self.table) < max_seq_len:
+            self.table, self.factor = self.get_emb(_power_of_two(max_seq_len))
+        return self.table[:max_seq_len], self.factor
+
+
+def _power_of_two(least: int) -> int:
+    """Returns the smallest power of two that is not less."""
+    return 1 << (least - 1).bit_length()
+
+
 def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
     """Gives the model, and with latent attention all of its layers, the one embedding that config.json describes."""
     shape, rope = ModelShape.of(hf_config), rope_parameters(completed(hf_config))
@@ -54,8 +86,9 @@ def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
             attention.rotary_pos_emb = model.rotary_pos_emb
     if rope["rope_type"] != "yarn":
         model.rotary_pos_emb.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
+    ours, yarn = (DocumentRotary, DocumentYarn) if uses_transformer_engine() else (PositionRotary, PositionYarn)
+    model.rotary_pos_emb.__class__ = yarn if rope["rope_type"] == "yarn" else ours
     if not uses_transformer_engine():
-        model.rotary_pos_emb.__class__ = PositionYarn if rope["rope_type"] == "yarn" else PositionRotary
         for reader in readers:
             reader.register_forward_pre_hook(_set_positions, with_kwargs=True)
 

@@ -1,0 +1,32 @@
+"""The table of rotary angles of packs one after another, against Megatron's own for each length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+from megarl.megatron import parallel
+from megarl.megatron.model.rope import DocumentRotary, DocumentYarn
+from tests.unit.resharding.cases import layout_of
+
+pytestmark = pytest.mark.newest
+
+LENGTHS = (9, 5, 16, 200, 33, 129)
+"""Tokens of the longest document of each pack."""
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(RotaryEmbedding, DocumentRotary), (YarnRotaryEmbedding, DocumentYarn)])
+def test_one_table_has_the_angles_of_all_lengths(theirs, ours):
+    with parallel.pretended(layout_of(), 0):
+        fresh, kept = (theirs(16, rotary_percent=1.0, use_cpu_initialization=True) for _ in range(2))
+        kept.__class__ = ours
+        for length in LENGTHS:
+            torch.testing.assert_close(kept(length, packed_seq=True), fresh(length, packed_seq=True), rtol=0, atol=0)
+            rows = kept(length) if ours is DocumentRotary else kept(length)[0]
+            assert rows.data_ptr() == kept.table.data_ptr()
+        table = kept.table
+        for length in LENGTHS:
+            kept(length)
+        assert kept.table is table and len(table) == 256
