@@ -126,8 +126,7 @@ def test_published_models_on_every_rank_that_differs(model, layout):
 
 
 def test_layers_of_transformer_engine():
-    """The layers are built in a process of its own, in which Megatron finds a Transformer Engine that has parameters
-    only."""
+    """The layers are built in a process of its own, in which Megatron finds Transformer Engine."""
     cases = [
         (CONFIGS["SmolLM2-135M"], layout_of(tp=3, pp=2), 5),
         (CONFIGS["Llama-3.1-8B"] | {"attention_bias": True, "mlp_bias": True}, layout_of(tp=4), 1),
@@ -142,7 +141,7 @@ def test_layers_of_transformer_engine():
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 0),
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.resharding.transformer_engine_stub"],
+        [sys.executable, "-m", "tests.unit.resharding.transformer_engine_world"],
         cwd=ROOT,
         input=json.dumps([(config, layout.model_dump(), rank) for config, layout, rank in cases]),
         capture_output=True,
