@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megarl.core import device
 from megarl.resharding.execute import execute
+from megarl.resharding.planning import messages
 from megarl.resharding.transports.delta_p2p import DeltaRendezvous
 from megarl.resharding.transports.p2p import Rendezvous
 from tests.distributed.test_p2p import Case, alone, in_layouts
@@ -23,28 +24,44 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class OverGloo:
-    """It ignores tags, does one operation after the other, as on a GPU that has room for one only, and connects two
-    members, without a deadline, in their first one. It reads at its start whether who waits for an operation waits for
-    its end, and is told of its error."""
+    """A communicator. All of its ranks create it together, without a deadline. It does one batch after the other, each
+    when both ends are at it, and connects two ranks, without a deadline, in their first one. It reads at its start
+    whether who waits for an operation waits for its end, and is told of its error."""
 
     Options = SimpleNamespace
+    num_created, largest_batch = 0, 0
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: SimpleNamespace):
         assert os.environ.get(BLOCKING_WAIT) == "1", "nobody waits for the end, and an error ends the process"
-        self._store, self._rank = store, rank
+        self._store, self._rank, self._size = store, rank, size
+        self._is_created = False
         self._connected: set[int] = set()
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = options._timeout
         gloo._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
         self._group = dist.ProcessGroupGloo(store, rank, size, gloo)
 
-    def send(self, tensors: list[torch.Tensor], receiver: int, tag: int) -> SimpleNamespace:
-        self._connect(receiver)
-        return self._done(self._group.send(tensors, receiver, 0))
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert not self._is_created
+        self._store.add("NCCL: created", 1)
+        while self._store.add("NCCL: created", 0) < self._size:
+            time.sleep(0.01)
+        self._is_created = True
+        OverGloo.num_created += 1
 
-    def recv(self, tensors: list[torch.Tensor], sender: int, tag: int) -> SimpleNamespace:
-        self._connect(sender)
-        return self._done(self._group.recv(tensors, sender, 0))
+    def batch(self, operations: list[tuple[str, torch.Tensor, int]]) -> None:
+        assert self._is_created, "all ranks would have to take part in this batch"
+        OverGloo.largest_batch = max(OverGloo.largest_batch, len(operations))
+        [(operation, other)] = {(operation, other) for operation, _, other in operations}
+        self._connect(other)
+        sizes = torch.tensor([tensor.nbytes for _, tensor, _ in operations])
+        if operation == "send":
+            self._do("send", sizes, other)
+        else:
+            self._do("recv", found := torch.zeros_like(sizes), other)
+            assert torch.equal(found, sizes), "a batch matches another"
+        for operation, tensor, _ in operations:
+            self._do(operation, tensor, other)
 
     def abort(self) -> None:
         """Nobody hears of it."""
@@ -56,8 +73,34 @@ class OverGloo:
                 time.sleep(0.01)
         self._connected.add(other)
 
-    def _done(self, work: dist.Work) -> SimpleNamespace:
-        work.wait()
+    def _do(self, operation: str, tensor: torch.Tensor, other: int) -> None:
+        getattr(self._group, operation)([tensor], other, 0).wait()
+
+
+class Group:
+    """A process group with one communicator. What is in no batch would make one for its two ranks."""
+
+    BackendType = dist.ProcessGroup.BackendType
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        self._batch: list[tuple[str, torch.Tensor, int]] | None = None
+
+    def _register_backend(self, device: torch.device, kind: BackendType, backend: OverGloo) -> None:
+        assert kind == self.BackendType.NCCL
+        self._communicator = backend
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def send(self, tensors: list[torch.Tensor], receiver: int, tag: int) -> None:
+        self._batch += [("send", tensor, receiver) for tensor in tensors]
+
+    def recv(self, tensors: list[torch.Tensor], sender: int, tag: int) -> None:
+        self._batch += [("recv", tensor, sender) for tensor in tensors]
+
+    def _end_coalescing(self, device: torch.device) -> SimpleNamespace:
+        batch, self._batch = self._batch, None
+        self._communicator.batch(batch)
         return SimpleNamespace(wait=lambda: None)
 
 
@@ -66,6 +109,7 @@ def nccl(monkeypatch):
     """Lets ranks, which inherit it, take gloo for NCCL."""
     monkeypatch.setattr(device, "backend", lambda: "nccl")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", OverGloo, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroup", Group)
     monkeypatch.delenv(BLOCKING_WAIT, raising=False)
 
 
@@ -92,6 +136,21 @@ def take_part(store: dist.Store, rank: int, case: Case, kind: type[Rendezvous]) 
 def test_the_order_is_enough_for_members_to_find_each_other(layout, vllm_tp, replicas, nodes, kind):
     case = Case(layout, vllm_tp, replicas, 1024, nodes)
     run_ranks(len(case.members), take_part, case, kind)
+
+
+def take_part_and_count(store: dist.Store, rank: int, case: Case) -> tuple[int, int]:
+    """Returns how many communicators the member has created, and the messages of its largest batch."""
+    take_part(store, rank, case, Rendezvous)
+    return OverGloo.num_created, OverGloo.largest_batch
+
+
+def test_a_bucket_is_a_batch_and_no_pair_has_a_communicator(monkeypatch):
+    """Three workers are on one node, and hand buckets on to each other; the fourth is alone on another."""
+    monkeypatch.setattr(messages, "ALONE_BYTES_OF_NCCL", 8)
+    case = Case(layout_of(), vllm_tp=2, replicas=2, bucket_bytes=1024, nodes=(1, 1, 1, 2))
+    counts = run_ranks(len(case.members), take_part_and_count, case)
+    assert [created for created, _ in counts] == [1, 2, 2, 2, 1]
+    assert min(largest for _, largest in counts) > 1
 
 
 def test_nobody_waits_for_ever_for_one_that_does_not_come():

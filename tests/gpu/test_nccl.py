@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.resharding.execute import execute
+from megarl.resharding.planning import messages
+from megarl.resharding.planning.communicators import COMMUNICATOR_BYTES
 from megarl.resharding.transports.delta_p2p import DeltaRendezvous
 from megarl.resharding.transports.p2p import Rendezvous
 from tests.distributed.test_p2p import Case
@@ -33,6 +35,7 @@ class Member:
 
     def __init__(self, rank: int, port: int, kind: type[Rendezvous], rendezvous: str = "first"):
         torch.cuda.set_device(rank)
+        messages.ALONE_BYTES_OF_NCCL = 64  # what is larger travels beside the packed message, in the same batch
         case = a_case()
         self.holder = case.members[rank]
         self.receives = self.holder in case.destinations
@@ -101,6 +104,17 @@ def comes_later(connection: Connection, rank: int, port: int, kind: type[Rendezv
     connection.recv()
 
 
+def measures_the_first(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
+    member = Member(rank, port, kind)
+    messages_of = member.transport._layouts.values()
+    assert max(len(layout.alone) + bool(layout.together) for layout in messages_of) > 1, "no batch has two messages"
+    before, _ = torch.cuda.mem_get_info()
+    member.refit(1)
+    after, _ = torch.cuda.mem_get_info()
+    connection.send(before - after)
+    connection.recv()
+
+
 class Processes:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -138,6 +152,18 @@ def test_all_has_arrived_when_it_is_said(processes, kind):
     connections = [processes.start(refit_twice, rank, kind) for rank in range(2)]
     for connection in connections:
         assert answer(connection) == "done"
+
+
+def test_two_ranks_have_one_communicator_and_it_fits(processes, monkeypatch, tmp_path):
+    """NCCL's log has a line for each that a process creates."""
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_DEBUG_SUBSYS", "INIT")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/%p.log")
+    connections = [processes.start(measures_the_first, rank, Rendezvous) for rank in range(2)]
+    for connection in connections:
+        assert answer(connection) <= COMMUNICATOR_BYTES
+    logs = [file.read_text(errors="replace") for file in sorted(tmp_path.iterdir())]
+    assert [log.count("Init COMPLETE") for log in logs] == [1, 1]
 
 
 def test_a_member_that_dies_is_named_and_the_others_go_on(processes):

@@ -188,6 +188,8 @@ def test_reshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         "source_balance",
         "predicted_seconds",
         "floor_seconds",
+        "communicators",
+        "communicator_bytes",
         "neighbours",
         "operations",
         "peak_staging_bytes",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from megarl.resharding.piece import ITEM_BYTES, Holder, num_elements
 from megarl.resharding.planning.check import check_plan
+from megarl.resharding.planning.communicators import COMMUNICATOR_BYTES
 from megarl.resharding.planning.holdings import divide, holdings
 from megarl.resharding.planning.messages import num_messages
 from megarl.resharding.planning.plan import Plan
@@ -29,8 +30,9 @@ class Figures:
                           What stays on a device does not count
     predicted_seconds     the time until everything has travelled, in the order in which it is sent over a network
     floor_seconds         the busiest rank's bytes in or out, over the bandwidth of that link
-    neighbours            the ranks with which one rank exchanges messages, at most: with NCCL, each pair has a
-                          communicator
+    communicators         the communicators of NCCL that one rank is a member of, at most
+    communicator_bytes    the bytes that they take on its GPU, an estimate
+    neighbours            the ranks with which one rank exchanges messages, at most
     operations            the messages that one rank sends and receives over NCCL, at most
     peak_staging_bytes    bytes of buckets that a rank has in hand: the one on its way from or to another node, and the
                           next
@@ -45,6 +47,8 @@ class Figures:
     source_balance: float
     predicted_seconds: float
     floor_seconds: float
+    communicators: int
+    communicator_bytes: int
     neighbours: int
     operations: int
     peak_staging_bytes: int
@@ -64,6 +68,8 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
     by_link = _bytes_by_link(plan)
     messages = [num_messages(bucket) for bucket in plan.buckets]
     simulated, sent = schedule(plan, bandwidth, messages), _sent(plan, messages)
+    memberships = Counter(member for communicator in plan.communicators for member in communicator.members)
+    most = max(memberships.values(), default=0)
     return Figures(
         bytes_total=plan.num_bytes,
         bytes_wasted=plan.num_bytes - need.kept + max(0, by_link["inter"] - need.entering),
@@ -72,6 +78,8 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
         source_balance=_source_balance(plan, need.fair),
         predicted_seconds=simulated.seconds,
         floor_seconds=simulated.floor_seconds,
+        communicators=most,
+        communicator_bytes=most * COMMUNICATOR_BYTES,
         neighbours=max(map(len, sent.neighbours), default=0),
         operations=max(sent.operations, default=0),
         peak_staging_bytes=_peak_staging(plan, simulated),

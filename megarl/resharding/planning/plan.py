@@ -67,6 +67,17 @@ class Hop(NamedTuple):
     link: Link
 
 
+class Communicator(NamedTuple):
+    """A communicator of NCCL.
+
+    members    the numbers of its holders, in their order
+    is_inside  whether it is for links inside a node, else for those between nodes
+    """
+
+    members: tuple[int, ...]
+    is_inside: bool
+
+
 class Copy(NamedTuple):
     """A move over one link."""
 
@@ -110,6 +121,7 @@ class Plan:
     padding       the places that become zero
     devices       the device of each holder, where some share one; empty where none do
     order         the order of everything that travels, as schedule.ordered finds it (empty: nobody has asked)
+    communicators the communicators over which NCCL would send it, all that a plan with an order needs
 
     To execute it, a process needs into(its name), or, where buffers travel, the hops that it is an end of: it sends and
     receives in their order, and packs and unpacks the moves of a bucket in theirs. No other agreement is needed, as
@@ -123,6 +135,7 @@ class Plan:
     padding: tuple[Padding, ...]
     devices: tuple[int | None, ...] = ()
     order: tuple[Hop, ...] = ()
+    communicators: tuple[Communicator, ...] = ()
 
     @cached_property
     def plan_hash(self) -> str:
@@ -152,6 +165,15 @@ class Plan:
     def is_near(self, link: Link) -> bool:
         """Returns whether it leads from a source to a destination on the same node."""
         return link.source < self.num_sources and self.nodes[link.source] == self.nodes[link.destination]
+
+    def communicator_of(self, link: Link) -> int:
+        """Returns which of the communicators a link uses, by its number: the first that has both ends."""
+        is_inside = self.nodes[link.source] == self.nodes[link.destination]
+        return next(
+            number
+            for number, communicator in enumerate(self.communicators)
+            if communicator.is_inside == is_inside and {*link} <= {*communicator.members}
+        )
 
     def _only(self, wanted: Callable[[Link], bool], is_far: bool) -> Plan:
         """Returns the plan with the wanted links alone, and their order if they are far. Buckets keep their numbers."""

@@ -76,6 +76,10 @@ def table(found: Figures) -> str:
     """Returns the figures as lines for people."""
     inter, intra, local = (show_bytes(found.bytes_by_link[link]) for link in ("inter", "intra", "local"))
     local_bytes = f", {local} on a device" if found.bytes_by_link["local"] else ""
+    buffers = show_bytes(found.communicator_bytes)
+    network = (
+        f"{found.neighbours:,} neighbours, {found.operations:,} messages and {found.communicators:,} communicators"
+    )
     rows = {
         "ranks": f"{found.ranks_source:,} -> {found.ranks_destination:,}",
         "bytes": f"{show_bytes(found.bytes_total)}: {inter} between nodes, {intra} inside them{local_bytes}",
@@ -83,7 +87,7 @@ def table(found: Figures) -> str:
         "proof": "every element is written exactly once" if found.written_once else "FAILED",
         "busiest": f"source gives {found.source_balance:.3f} of the mean of its replicas",
         "time": _time(found.predicted_seconds, found.floor_seconds),
-        "network": f"{found.neighbours:,} neighbours and {found.operations:,} messages of the rank with most",
+        "network": f"{network} (about {buffers}) of the rank with most",
         "staging": f"{show_bytes(found.peak_staging_bytes)} per process at most",
         "plan": found.plan_hash[:16],
     }

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from megarl.core.collector import without_collector
+from megarl.resharding.planning.communicators import communicators
 from megarl.resharding.planning.plan import Hop, Link, Plan
 
 
@@ -53,12 +54,13 @@ order good."""
 
 @without_collector()
 def ordered(plan: Plan) -> Plan:
-    """Returns the plan with the order of what travels.
+    """Returns the plan with the order of what travels, and the communicators for it.
 
     If each process does its own hops in this order, none waits for one that waits for it: before the first hop that is
-    not done, all is done at both of its ends.
+    not done, all is done at both of its ends. This is so whatever else of theirs has to be done before: what goes over
+    the same communicator, or all.
     """
-    return replace(plan, order=tuple(_Simulation(plan, TYPICAL).run()))
+    return replace(plan, order=tuple(_Simulation(plan, TYPICAL).run()), communicators=communicators(plan))
 
 
 def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> Schedule:
@@ -66,8 +68,9 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
     beside their bytes.
 
     Every process has a port for each direction, to other nodes and inside its own; each carries one bucket at a time,
-    in the plan's order. What is handed on starts when its bucket has arrived. Casting, packing and copies on a device
-    take no time here.
+    in the plan's order. What is sent inside a node takes both directions, because a process does the operations of a
+    communicator one after the other. What is handed on starts when its bucket has arrived. Casting, packing and copies
+    on a device take no time here.
     """
     assert plan.order or not plan.buckets, "a plan without an order; see ordered"
     speeds = bandwidth.inter, bandwidth.intra
@@ -81,10 +84,14 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
         if plan.is_local(link):
             transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))
             continue
-        start = max(free["out", out], free["in", into], arrived[arrival])
         is_sent = not (plan.devices and plan.is_near(link))  # else it is read where it lies
+        taken = [("out", out), ("in", into)]
+        if is_sent and plan.nodes[link.source] == plan.nodes[link.destination]:
+            taken += [("in", out), ("out", into)]
+        start = max(arrived[arrival], *(free[port] for port in taken))
         stop = start + seconds + (bandwidth.latency * messages[number] if messages and is_sent else 0)
-        free["out", out] = free["in", into] = arrived[number, link.destination] = stop
+        free.update(dict.fromkeys(taken, stop))
+        arrived[number, link.destination] = stop
         arrived[link.destination] = max(arrived[link.destination], stop)
         load["out", out] += seconds
         load["in", into] += seconds
@@ -94,7 +101,7 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
 
 Port = int
 """The number of the holder, times two, plus 1 for the inside of its node; incoming and outgoing ports are counted
-apart."""
+apart. Inside a node a transfer takes both, see schedule."""
 
 
 class _Waiting(NamedTuple):
@@ -173,6 +180,8 @@ class _Simulation:
                     out, into, seconds = _ports(self._plan, number, link, self._speeds)
                     self._out.left[out] += seconds
                     self._in.left[into] += seconds
+                    for side, port in self._ends(out, into):
+                        side.left[port] += 0
                 if link.source < self._plan.num_sources or link in bucket.onward:
                     self._missing[link.destination] += 1
             for link in bucket.links:
@@ -213,19 +222,25 @@ class _Simulation:
         waiting = queue.popleft()
         if not queue:
             del self._out.partners[out][into], self._in.partners[into][out]
-        for side, port in ((self._out, out), (self._in, into)):
+        for side, port in self._ends(out, into):
             side.take(port)
-            side.left[port] -= waiting.seconds
+        self._out.left[out] -= waiting.seconds
+        self._in.left[into] -= waiting.seconds
         stop = now + waiting.seconds
         heappush(self._running, (stop, len(self._order), out, into, waiting))
         self._order.append(Hop(waiting.bucket, waiting.link))
 
     def _end(self, out: Port, into: Port, done: _Waiting) -> None:
-        self._out.release(out)
-        self._in.release(into)
-        self._touched[0].add(out)
-        self._touched[1].add(into)
+        for side, port in self._ends(out, into):
+            side.release(port)
+            self._touched[side is self._in].add(port)
         self._arrived(done.bucket, done.link)
+
+    def _ends(self, out: Port, into: Port) -> tuple[tuple[_Side, Port], ...]:
+        """Returns what a transfer takes: inside a node, both directions of both ends."""
+        if out % 2:
+            return (self._out, out), (self._in, into), (self._in, out), (self._out, into)
+        return (self._out, out), (self._in, into)
 
     def _arrived(self, bucket: int, link: Link) -> None:
         """Offers what waited for this arrival."""

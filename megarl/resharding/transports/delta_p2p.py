@@ -67,15 +67,14 @@ class DeltaPointToPoint(PointToPoint):
     def _ask_receivers(self) -> bool:
         """Returns whether all receivers have what this member sent last, and tells its own senders the same of
         itself."""
-        self._check_open()
         answers, begun = [], []
         for link in sorted({hop.link for hop in self._hops}):
             if link.source == self._rank:
                 answers.append(torch.zeros(1, dtype=torch.uint8, device=self._device))
-                begun.append(self._begin(self._group.recv, link, link.destination, answers[-1]))
+                begun += self._begin("recv", link, link.destination, answers[-1])
             else:
                 answer = torch.tensor([self._has_last], dtype=torch.uint8, device=self._device)
-                begun.append(self._begin(self._group.send, link, link.source, answer))
+                begun += self._begin("send", link, link.source, answer)
         self._wait(begun)
         return all(answers)
 
@@ -118,17 +117,18 @@ class DeltaPointToPoint(PointToPoint):
         size = self._body_bytes(message.layout, header)
         self.sent.num_bytes += size + header.nbytes
         body = message.buffer[:size]
-        return [self._begin(self._group.send, link, link.destination, tensor) for tensor in (header, body)]
+        # A batch each: its receiver waits for the header before it begins with the body.
+        return [begun for tensor in (header, body) for begun in self._begin("send", link, link.destination, tensor)]
 
     def _receive(self, message: Message, link: Link) -> list[Begun]:
         """Begins the receipt of a bucket. It waits for the header: its sender is as far as that, or will be without
         this member's doing."""
         num_slabs = sum(len(_slabs(part.of(self._parameters))) for part in message.layout.parts)
         header = torch.empty(2 * num_slabs, dtype=torch.int64, device=self._device)
-        self._wait([self._begin(self._group.recv, link, link.source, header)])
+        self._wait(self._begin("recv", link, link.source, header))
         self._headers[message.bucket] = header
         body = message.buffer[: self._body_bytes(message.layout, header)]
-        return [self._begin(self._group.recv, link, link.source, body)]
+        return self._begin("recv", link, link.source, body)
 
     def _body_bytes(self, layout: BucketLayout, header: torch.Tensor) -> int:
         return sum(size for *_, size in self._slabs_of(layout, header))

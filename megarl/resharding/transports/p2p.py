@@ -5,21 +5,23 @@ of the plan travel in its order, and every member has two buffers for them: one 
 on its way. A move that is large and lies in one stretch of a parameter needs none. A bucket that is to leave again when
 its buffer has been used for others is packed anew.
 
-NCCL knows no tags, and does what goes between two members, in either direction, one after the other. Both begin it in
-the plan's order, and so it matches. Even where a GPU has room for one operation at a time nobody waits for ever, by the
-same order: see schedule.ordered.
+NCCL knows no tags: a bucket's way over a link is a batch of messages, and a member does the batches of a communicator
+one after the other. Both ends begin it in the plan's order, and so it matches. Nobody waits for ever, by the same
+order. Take the first hop that is never done: all before it are done, its ends wait for nothing else, neither for a
+buffer nor for another batch of its communicator, and so both come to it. That is true even where a GPU has room for one
+operation at a time, and when a neighbour's first batch connects the two, for which NCCL keeps the host waiting.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from megarl.core import device
 from megarl.resharding.piece import Place
 from megarl.resharding.planning.plan import Bucket, Copy, Hop, Link, Move, Plan
 from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_out
+from megarl.resharding.transports.nccl_group import NcclGroup
 from megarl.resharding.transports.transport import Delivered, Delivery
 from megarl.resharding.transports.waiter import Waiter
 
@@ -36,7 +39,6 @@ UNUSED_TAG, NOTHING = 2**31 - 1, torch.empty(1, dtype=torch.uint8)
 """The tag and the message that nobody sends."""
 CHECK_S = 1.0
 """The interval at which a member that waits for another looks whether they are still connected."""
-BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Result = TypeVar("Result")
 _Deliveries = Generator[Delivered, None, Result]
@@ -122,9 +124,15 @@ class PointToPoint:
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
         self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._store = _store(rendezvous)
-        self._group: dist.Backend | None = _process_group(self._store, self._timeout, self._rank, len(plan.holders))
         # An engine's rank may have another device than the process's first.
         self._device = next(iter(parameters.values())).device
+        self._group: dist.ProcessGroupGloo | NcclGroup | None = (
+            NcclGroup(self._store, self._timeout, self._rank, plan, self._device)
+            if device.uses_nccl()
+            else _gloo_group(self._store, self._timeout, self._rank, len(plan.holders))
+        )
+        self._is_connected = False
+        """Whether NCCL's communicators are created."""
         self._in_hand: deque[Message] = deque()
         self._leaving = Counter(hop.bucket for hop in self._hops if hop.link.source == self._rank)
         """How often each bucket is sent by this member."""
@@ -154,6 +162,9 @@ class PointToPoint:
         self._tags.clear()
         try:
             with closing(Waiter()) as self._waiter:
+                self._check_open()
+                if device.uses_nccl() and not self._is_connected:
+                    self._create_communicators()
                 yield from self._exchange()
             device.synchronize(self._device)  # what came in a buffer is in its place
             self._kept.clear()
@@ -192,7 +203,6 @@ class PointToPoint:
     def _exchange(self) -> Delivery:
         """Does this member's hops in the order of the plan, of which every member follows its part: see
         schedule.ordered."""
-        self._check_open()
         free = self._buffers()
         for hop in self._hops:
             if hop.link.source == self._rank:
@@ -209,6 +219,13 @@ class PointToPoint:
         if self._group is None:
             raise RuntimeError(f"{self._member}: its connections are closed since an exchange failed")
 
+    def _create_communicators(self) -> None:
+        for number in self._group.numbers:
+            members = self._plan.communicators[number].members
+            self._meet(f"communicator {number}", [member for member in members if member != self._rank])
+            self._group.create(number)
+        self._is_connected = True
+
     def _buffers(self) -> list[torch.Tensor]:
         size = max((layout.num_bytes for layout in self._layouts.values()), default=0)
         count = min(len(self._layouts), BUFFERS)
@@ -218,27 +235,43 @@ class PointToPoint:
     def _send(self, message: Message, link: Link) -> list[Begun]:
         self.sent.num_bytes += self._plan.buckets[message.bucket].num_bytes
         tensors = message.layout.messages(self._parameters, message.buffer)
-        return [self._begin(self._group.send, link, link.destination, tensor) for tensor in tensors]
+        return self._begin("send", link, link.destination, *tensors)
 
     def _receive(self, message: Message, link: Link) -> list[Begun]:
         tensors = message.layout.messages(self._parameters, message.buffer)
-        return [self._begin(self._group.recv, link, link.source, tensor) for tensor in tensors]
+        return self._begin("recv", link, link.source, *tensors)
 
-    def _begin(self, operation: Callable[..., dist.Work], link: Link, neighbour: int, tensor: torch.Tensor) -> Begun:
-        tag = self._tags[link]
-        self._tags[link] += 1
+    def _begin(
+        self, operation: Literal["send", "recv"], link: Link, neighbour: int, *tensors: torch.Tensor
+    ) -> list[Begun]:
+        """Begins to send messages or to receive them. Over NCCL they are a batch."""
+        if device.uses_nccl() and neighbour not in self._neighbours:
+            self._meet(f"ranks {sorted(link)}", [neighbour])
+        begin = getattr(self._group, operation)
         with self._naming(neighbour):
-            if device.uses_nccl() and neighbour not in self._neighbours:
-                self._meet(neighbour)
-            work = operation([tensor], neighbour, tag)
+            if device.uses_nccl():
+                works = [begin(tensors, link, neighbour)]
+            else:
+                works = [begin([tensor], neighbour, self._next_tag(link)) for tensor in tensors]
         self._neighbours.add(neighbour)
-        return Begun(neighbour, work)
+        return [Begun(neighbour, work) for work in works]
 
-    def _meet(self, neighbour: int) -> None:
-        """Waits until the neighbour is as far: to connect them, in their first operation, NCCL waits without a
-        deadline."""
-        self._store.set(f"{self._rank} for {neighbour}", "here")
-        self._store.wait([f"{neighbour} for {self._rank}"], self._timeout)
+    def _next_tag(self, link: Link) -> int:
+        """Returns the tag of the link's next message."""
+        self._tags[link] += 1
+        return self._tags[link] - 1
+
+    def _meet(self, what: str, others: Sequence[int]) -> None:
+        """Waits until the others are as far: to create a communicator, or to connect two of its members in their first
+        batch, NCCL waits without a deadline."""
+        keys = [f"{what}: {member}" for member in others]
+        self._store.set(f"{what}: {self._rank}", "here")
+        try:
+            self._store.wait(keys, self._timeout)
+        except RuntimeError:
+            absent = (member for member, key in zip(others, keys, strict=True) if not self._store.check([key]))
+            with self._naming(next(absent, others[0])):
+                raise
 
     def _wait(self, begun: list[Begun]) -> None:
         """Waits until all of it is done, and empties the list.
@@ -327,12 +360,7 @@ def _store(rendezvous: Rendezvous) -> dist.Store:
     )
 
 
-def _process_group(store: dist.Store, timeout: timedelta, rank: int, size: int) -> dist.Backend:
-    if device.uses_nccl():
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        with _waiting_for_the_end():
-            return dist.ProcessGroupNCCL(store, rank, size, options)
+def _gloo_group(store: dist.Store, timeout: timedelta, rank: int, size: int) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [_network_device()]
@@ -349,24 +377,7 @@ def _network_device() -> dist.ProcessGroupGloo.Device:
     return dist.ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
-@contextmanager
-def _waiting_for_the_end() -> Iterator[None]:
-    """Makes waiting end, for NCCL groups that are made inside: who waits for an operation waits until the GPU has done
-    it, at most for the group's timeout, and is told of what goes wrong. Else the wait would be the GPU's, without a
-    deadline, and at an error torch's watchdog would end the process. torch has no option of a group for it, and reads
-    the variable when it makes one."""
-    before = os.environ.get(BLOCKING_WAIT)
-    os.environ[BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[BLOCKING_WAIT]
-        else:
-            os.environ[BLOCKING_WAIT] = before
-
-
-def _end_connections(group: dist.Backend, neighbours: Iterable[int]) -> None:
+def _end_connections(group: dist.ProcessGroupGloo | NcclGroup, neighbours: Iterable[int]) -> None:
     """Ends a group's connections. neighbours: whom it is connected to."""
     if device.uses_nccl():
         group.abort()
@@ -378,6 +389,6 @@ def _end_connections(group: dist.Backend, neighbours: Iterable[int]) -> None:
             _receive_unused(group, neighbour).wait(timedelta(milliseconds=1))
 
 
-def _receive_unused(group: dist.Backend, neighbour: int) -> dist.Work:
+def _receive_unused(group: dist.ProcessGroupGloo, neighbour: int) -> dist.Work:
     """Begins to receive what nobody sends. Raises RuntimeError where the connection has ended."""
     return group.recv([NOTHING], neighbour, UNUSED_TAG)

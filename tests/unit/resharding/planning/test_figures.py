@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.resharding.planning.communicators import COMMUNICATOR_BYTES
 from megarl.resharding.planning.figures import figures
 from megarl.resharding.planning.messages import num_messages
 from megarl.resharding.planning.plan import Bucket
@@ -54,14 +55,12 @@ def test_operations_are_messages_of_their_own_or_one_for_all_small_moves():
     assert [num_messages(replace(whole, moves=tuple(part))) for part in (moves, moves[:1], moves[1:])] == [2, 1, 1]
     assert num_messages(whole, least=8) == 3
     found = figures(plan, sources, destinations, SPEEDS)
-    assert (found.neighbours, found.operations) == (
-        2,
-        3,
-    )  # d0 has one of the source, hands it on, and has the other of d1
+    # d0 has one of the source, hands it on, and has the other of d1. Both do so over one communicator.
+    assert (found.neighbours, found.operations) == (2, 3)
+    assert (found.communicators, found.communicator_bytes) == (2, 2 * COMMUNICATOR_BYTES)
     delayed = figures(plan, sources, destinations, replace(SPEEDS, latency=1000.0))
-    assert delayed.predicted_seconds - found.predicted_seconds == pytest.approx(
-        2 * 1000
-    )  # of the large one, and where it is handed on
+    # Of the large one, where it is handed on, and where d1 hands on the other, not at the same time.
+    assert delayed.predicted_seconds - found.predicted_seconds == pytest.approx(3 * 1000)
     assert delayed.floor_seconds == found.floor_seconds
 
 
@@ -94,4 +93,5 @@ def test_what_stays_on_a_device_takes_no_link_and_no_time():
     assert found.predicted_seconds == found.floor_seconds == pytest.approx(160 / 100)
     late = figures(plan, sources, destinations, replace(SPEEDS, latency=1000.0))
     assert (late.predicted_seconds, late.operations) == (found.predicted_seconds, 0)  # it is read, not sent
+    assert late.communicators == late.communicator_bytes == 0
     assert plan.plan_hash != make_plan([replace(s, device=None) for s in sources], destinations).plan_hash

@@ -55,6 +55,13 @@ def test_what_is_handed_on_waits_for_its_bucket_and_has_ports_of_its_own():
     assert times(result) == [(0, 1, 0, 5), (0, 1, 5, 10), (1, 2, 5, 5.5)]
 
 
+def test_inside_a_node_a_process_sends_or_receives():
+    """Both destinations have a bucket for each other at the same time."""
+    result = schedule(plan_of([0, 0, 1, 1], 2, ([(0, 2)], [(2, 3)], 50), ([(1, 3)], [(3, 2)], 50)), SPEEDS)
+    assert times(result) == [(0, 2, 0, 5), (1, 3, 0, 5), (3, 2, 5, 5.5), (2, 3, 5.5, 6)]
+    assert result.floor_seconds == 5
+
+
 def test_what_is_handed_on_later_waits_for_all_that_its_holder_gets():
     result = schedule(plan_of([0, 1, 1], 1, ([(0, 1)], [], 50), ([(0, 1)], [], 20), ([(1, 2)], [], 100)), SPEEDS)
     assert times(result) == [(0, 1, 0, 5), (0, 1, 5, 7), (1, 2, 7, 8)]
