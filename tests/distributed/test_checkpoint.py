@@ -300,8 +300,9 @@ def save_offloaded(store, rank: int, config: Config, model: Path, folder: Path, 
     return Saved(worker.finish_checkpoint(folder), result)
 
 
+@pytest.mark.newest
 def test_an_offloaded_optimizer_is_saved_as_it_is(model, tmp_path):
-    """In bfloat16, where main weights are away, too. The run that it is compared with offloads nothing."""
+    """Main weights are part of it, with bfloat16. The run that it is compared with offloads nothing."""
     keys = ("model.dtype=bfloat16", "actor.layout.dp=2")
     resident, offloading = (config_of(model, *keys, f"actor.offload=[{parts}]") for parts in ("", ", ".join(AWAY)))
     (tmp_path / "begun" / "actor").mkdir(parents=True)

@@ -73,8 +73,8 @@ def write_recipe(folder: Path, model: Path) -> Path:
 
 
 def turns_of(run: Path) -> list[str]:
-    """Returns the tasks of the first trainer rank and the first engine that take memory or give it, in their order, from
-    the first refit on."""
+    """Returns the tasks of the first trainer rank and the first engine that take or give memory, from the first refit
+    on."""
     trace = sorted(read_trace(run / "logs/attempt_1"), key=lambda span: span.begin)
     tasks = {
         "trainer-0": {"offload", "onload", "update", "save_checkpoint"},

@@ -239,7 +239,7 @@ ELSEWHERE = "cluster.roles={actor: 0, rollout: 0, reward_model: 1}"
     ids=["one round", "rounds", "reward model elsewhere", "reward model beside, one round", "reward model beside"],
 )
 def test_engine_and_trainer_take_turns(prepare, keys: list[str], rounds: int, sampled: list[str]) -> None:
-    """In a step both make room for the other once. Only where a reward model scores on the engine's devices does that
+    """Both make room for the other once in a step. Only where a reward model scores on the engine's devices does that
     sleep after each round, with its weights if there may be another."""
     workers, engines, log = prepare(True, f"actor.offload=[{PARTS}]", *keys)
     trainers = workers.actor

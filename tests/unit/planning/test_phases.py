@@ -137,7 +137,7 @@ ELSEWHERE = "cluster.roles={actor: 0-7, rollout: 0-7, reward_model: 8}"
     ],
 )
 def test_weights_of_sleeping_engines_are_on_the_host_where_no_refit_comes_first(keys, kept):
-    """Between rounds engines sleep for a reward model on their GPUs only."""
+    """Engines sleep between rounds for a reward model on their GPUs only."""
     host = plan_of(DENSE, "16xH100", *KEYS, *keys).host
     assert ("sleeping engines: weights" in host) == kept
 
