@@ -14,13 +14,17 @@ from megarl.core.metrics import Metric
 PARTS = ("parameters", "gradients", "optimizer")
 """The parts of a model's state that the keys `offload` may name."""
 
+UNREAD = ("gradients", "optimizer")
+"""Those of which a refit reads nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainedModels:
     """The groups of ranks by role, the actor's among them.
 
     A part of a model's state that its key `offload` names is in host memory while engines sample, until a task brings
-    it back. It is there, too, while another model computes that has devices in common with it.
+    it back. It is there, too, while another model computes that has devices in common with it, and, but for the actor's
+    weights, while engines take these.
 
     sharing   for each role, those that have devices in common with it, on which they take turns
     """
@@ -57,14 +61,14 @@ class TrainedModels:
         return join([*returning, task()]).then(lambda results: results[-1])
 
     def present_actor(self) -> None:
-        """Has the actor's weights on its devices, to be read, and the gradients given up that keys name: engines that
-        share the devices wake to take weights."""
+        """Has the actor's weights on its devices, to be read, and the gradients and optimizers away that keys name:
+        engines that share the devices wake to take weights."""
         self.leave_to("actor")
-        groups = [group for group in self.groups.values() if "gradients" in group.offloads]
-        giving = [group.offload(("gradients",)) for group in groups]
+        groups = [group for group in self.groups.values() if group.offloads.intersection(UNREAD)]
+        leaving = [group.offload(UNREAD) for group in groups]
         actor = self.groups["actor"]
         returning = [actor.onload(("parameters",))] if "parameters" in actor.offloads else []
-        for pending in [*giving, *returning]:
+        for pending in [*leaving, *returning]:
             pending.result()
 
     def leave_all(self) -> Pending[dict[str, Metric]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 from megarl.core.timing import ElapsedTime
-from megarl.planning.device_spans import sharing
+from megarl.planning.device_spans import reward_model_is_beside_engines, sharing
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
@@ -40,6 +39,8 @@ class Workers:
     rewards: RewardGroup
     refit: Refit
     export_plan: Plan
+    rewards_need_room: bool
+    """Whether a reward model has devices in common with the engines."""
 
     @property
     def actor(self) -> TrainerGroup:
@@ -57,15 +58,24 @@ class Workers:
         self.trained.present_actor()
         self.actor.export(self.export_plan, out)
 
-    @contextmanager
-    def sampling(self, is_last: bool) -> Iterator[dict[str, Metric]]:
-        """Leaves the devices to the engines while it is inside, as far as the trained models' keys `offload` say, and
-        makes the engines sleep at the end. Yields the bytes that are free for them, as metrics.
+    def leave_to_engines(self) -> dict[str, Metric]:
+        """Leaves the devices to the engines, which wake when they sample, as far as the trained models' keys `offload`
+        say. Returns the bytes that are free for them, as metrics."""
+        return self.trained.leave_all().result()
+
+    def leave_to_rewards(self, is_last: bool) -> None:
+        """Makes the engines sleep after a round of sampling if a reward model has devices in common with them.
 
         is_last: whether a refit comes before they sample again
         """
-        yield self.trained.leave_all().result()
-        self.engines.sleep(keeps_weights=not is_last).result()
+        if self.rewards_need_room:
+            self.engines.sleep(keeps_weights=not is_last).result()
+
+    def leave_to_trainers(self) -> None:
+        """Makes the engines sleep after the last round of a step, if they do not yet. A refit comes before they sample
+        again."""
+        if not self.rewards_need_room:
+            self.engines.sleep(keeps_weights=False).result()
 
     def close(self) -> None:
         """Ends the process groups of all ranks. Engines are in none, and end with their processes."""
@@ -124,6 +134,7 @@ def launch_workers(
         rewards=rewards,
         refit=Refit(session, config, actor, engines, export_plan),
         export_plan=export_plan,
+        rewards_need_room=reward_model_is_beside_engines(config),
     )
 
 

@@ -4,6 +4,7 @@ gradients are given up, as every update begins with zeros."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Literal
 
@@ -30,41 +31,47 @@ class Offload:
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None = None):
         """optimizer: the model's optimizer, None for a model that is not trained, which has parameters only."""
         self._chunks, self._optimizer = chunks, optimizer
-        self._away: dict[Part, list[tuple[torch.UntypedStorage, torch.Tensor | int]]] = {}
-        """The storages that are away, each with its bytes in host memory, or their number where they were given up."""
+        self._away: dict[Part, dict[int, tuple[torch.UntypedStorage, torch.Tensor | int]]] = {}
+        """The storages that are away, by address, each with its bytes in host memory, or their number where they were
+        given up."""
         self._hosts: dict[int, torch.Tensor] = {}
         """Host memory of the bytes of each storage while it is away."""
 
     def move_out(self, part: Part) -> int:
-        """Moves a part away, if it is not yet, and returns the bytes that are free on the device for it. Raises
+        """Moves away what of a part is there, and returns the bytes that are free on the device for all of it. Raises
         UserError where the part is published."""
-        if part in self._away:
-            return sum(kept if isinstance(kept, int) else kept.numel() for _, kept in self._away[part])
-        storages = list(self._storages(part))
-        if any(storage.device.type == "cpu" and storage.is_shared() for storage in storages):
+        there = [storage for storage in self._storages(part) if storage.nbytes()]
+        if any(storage.device.type == "cpu" and storage.is_shared() for storage in there):
             raise UserError(f"offload: the {part} are published in shared memory, where engines read them; keep them")
         keep = torch.UntypedStorage.nbytes if part == "gradients" else self._to_host
-        self._away[part] = [(storage, keep(storage)) for storage in storages]
-        num_bytes = sum(storage.nbytes() for storage in storages)
+        away = self._away.setdefault(part, {})
+        away |= {storage._cdata: (storage, keep(storage)) for storage in there}
         device.synchronize()  # the copies are done before the memory is anybody else's
-        for storage in storages:
+        for storage in there:
             storage.resize_(0)
         device.release_cache()
-        return num_bytes
+        return sum(kept if isinstance(kept, int) else kept.numel() for _, kept in away.values())
 
     def move_in(self, part: Part) -> int:
         """Moves a part back, and returns the bytes that this takes on the device. Does nothing for a part that is
         there."""
-        away = self._away.pop(part, [])
+        away = self._away.pop(part, {}).values()
         for storage, kept in away:
-            if isinstance(kept, int):
-                storage.resize_(kept)
-                _bytes(storage).zero_()
-            else:
-                storage.resize_(kept.numel())
-                _bytes(storage).copy_(kept, non_blocking=True)
+            _restore(storage, kept)
         device.synchronize()
         return sum(storage.nbytes() for storage, _ in away)
+
+    @contextmanager
+    def lent(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Has those of these tensors that are away on the device while it is inside, to be read."""
+        wanted = {tensor.untyped_storage()._cdata for tensor in tensors}
+        lent = [away[address] for away in self._away.values() for address in wanted.intersection(away)]
+        for storage, kept in lent:
+            _restore(storage, kept)
+        yield
+        device.synchronize()  # who has read is done before the memory is anybody else's
+        for storage, _ in lent:
+            storage.resize_(0)
 
     def _to_host(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Copies a storage to host memory: with a GPU, to the same memory each time, because locking it takes long."""
@@ -102,6 +109,16 @@ class Offload:
             yield from chain.from_iterable(group["params"] for group in part.optimizer.param_groups)
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _restore(storage: torch.UntypedStorage, kept: torch.Tensor | int) -> None:
+    """Fills a storage that is away, with zeros where its bytes were given up."""
+    if isinstance(kept, int):
+        storage.resize_(kept)
+        _bytes(storage).zero_()
+    else:
+        storage.resize_(kept.numel())
+        _bytes(storage).copy_(kept, non_blocking=True)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

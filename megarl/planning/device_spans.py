@@ -48,6 +48,12 @@ def sharing(config: Config) -> dict[Role, frozenset[Role]]:
     }
 
 
+def reward_model_is_beside_engines(config: Config) -> bool:
+    """Returns whether a reward model has devices in common with the engines, which leave them to it when it scores."""
+    spans = device_spans(config)
+    return overlap(spans[ENGINE], spans.get(NAMES["reward_model"], range(0)))
+
+
 def is_alone(config: Config, role: MegatronRole) -> bool:
     """Returns whether a model's devices have ranks of no other role, neither a model's nor an engine's."""
     spans = device_spans(config)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.config.schema import Config, Role, Trained
 from megarl.core.spans import overlap
-from megarl.planning.device_spans import ENGINE, NAMES, device_spans
+from megarl.planning.device_spans import ENGINE, NAMES, device_spans, reward_model_is_beside_engines
 from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.memory import RankMemory, forward_bytes, item_bytes, stage_memory
 from megarl.planning.object_store import object_store_mib
@@ -190,8 +190,9 @@ def refusal(load: Load, cluster: Cluster) -> str:
 
 def host_parts(config: Config, models: Models, workload: Workload, cluster: Cluster) -> dict[str, float]:
     """Returns the bytes of a node's host memory, by what they are for: states that are offloaded, or whose optimizer is
-    stepped there; the reference's weights; the copy that a background save writes from; weights of sleeping engines;
-    the samples of a step. A node is taken to be full of ranks that hold as much as the fullest."""
+    stepped there; the reference's weights; the copy that a background save writes from; weights of sleeping engines
+    that need them again; the samples of a step. A node is taken to be full of ranks that hold as much as the
+    fullest."""
     ranks = min(cluster.num_gpus, cluster.gpus_per_node)
     parts: dict[str, float] = {}
     for role, model in models.trained.items():
@@ -208,11 +209,18 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         _add(parts, "reference: weights", ranks * max(actor))
     if not workload.is_offline:
-        if config.rollout.sleep:
+        if config.rollout.sleep and _engines_keep_weights(config):
             weights = models.actor.engine_bytes(config.rollout.tp, config.model.dtype)
             _add(parts, "sleeping engines: weights", ranks * weights)
         _add(parts, "samples of a step", object_store_mib(config) * 2**20)
     return parts
+
+
+def _engines_keep_weights(config: Config) -> bool:
+    """Returns whether sleeping engines have their weights in host memory: see EngineGroup.sleep."""
+    rollout = config.rollout
+    between_rounds = config.batch.sampling_rounds > 1 and reward_model_is_beside_engines(config)
+    return between_rounds or rollout.refit_delta or rollout.vllm_overrides.get("quantization") is not None
 
 
 def _add(parts: dict[str, Any], name: str, size: float) -> None:

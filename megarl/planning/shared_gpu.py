@@ -72,7 +72,8 @@ def engine_loads(
     config: Config, models: Mapping[Role, Mapping[str, float]], engine: float, always: Mapping[str, float]
 ) -> list[Load]:
     """Returns the loads of the phases in which the engine is awake: while it takes weights, while each model but the
-    actor is saved, and last while it samples.
+    actor is saved, and last while it samples. In the first, and in a save, nothing but a model's weights is back that
+    may leave (TrainedModels.present_actor, Saver.save); they leave before the KV cache wakes.
 
     models   the states of each trained model with a rank on the GPU, by the names that the key `offload` has for them
     engine   bytes of the engine's weights
@@ -80,18 +81,17 @@ def engine_loads(
     """
 
     def beside(present: Role) -> dict[str, float]:
-        """What is there while this model's states are, but for gradients that are given up: see TrainedModels."""
+        """What is there while this model's weights are."""
         there = {}
         for role, states in models.items():
-            given_up = {"gradients"}.intersection(config.placed(role).offload)
-            kept = states if role == present else staying(config, role, states)
-            parts = [part for part in kept if part not in given_up]
+            kept = staying(config, role, states)
+            parts = [part for part in states if part in kept or (role == present and part == "parameters")]
             if parts:
                 names = ", ".join(parts).replace("parameters", "weights")
                 there[f"{role}: {names}"] = sum(states[part] for part in parts)
         return {**there, "engine: weights": engine, **always}
 
-    remedy = "give the layouts more tp, pp or ep, or offload gradients"
+    remedy = "give the layouts more tp, pp or ep, or offload gradients and optimizer"
     phases: dict[Role, str] = {"actor": "while the engine takes weights"}
     if config.checkpoint.may_be_saved:
         phases |= {role: f"while the {role} is saved" for role in models if role != "actor"}

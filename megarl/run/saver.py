@@ -18,9 +18,6 @@ from megarl.core.checkpoint import NAME, FileRecord
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import Models
 
-SAVED = ("parameters", "optimizer")
-"""The parts of a model's state that a checkpoint holds."""
-
 POLL_S = 0.05
 """The interval at which the files of a checkpoint are looked for after an interrupt."""
 
@@ -53,7 +50,8 @@ class Saver:
                 folder = self._checkpoints.begin(step)
                 groups = trained.groups
                 self._unfinished = Unfinished([*groups.values()], step, run, folder, time.perf_counter())
-                trained.run({role: partial(group.save_checkpoint, folder) for role, group in groups.items()}, SAVED)
+                saving = {role: partial(group.save_checkpoint, folder) for role, group in groups.items()}
+                trained.run(saving, parts=("parameters",))
             print(f"checkpoint: copied after step {step}, and written to {folder.parent}", flush=True)
         metrics, self._metrics = self._metrics, {}
         return metrics

@@ -45,18 +45,22 @@ def collect_rollouts(
 ) -> Rollouts:
     """Samples prompts_per_step prompts, and further ones in place of those whose samples all have one outcome, until
     enough of them are informative or batch.sampling_rounds have passed: DAPO's dynamic sampling
-    (https://arxiv.org/abs/2503.14476, eq. 11). The metrics are of all that was sampled."""
+    (https://arxiv.org/abs/2503.14476, eq. 11). The metrics are of all that was sampled.
+
+    No trained model computes between rounds, so that the devices change hands once for all of them."""
     wanted = config.batch.prompts_per_step
     sampled: list[list[RemoteSample]] = []
     scores: list[Score] = []
     process_rewards: Scores = {}
     rounds = num_informative = 0
+    with watch.phase("rollout"):
+        offloaded = workers.leave_to_engines()
     while num_informative < wanted and rounds < config.batch.sampling_rounds:
         prompts = next_prompts(further_prompts(wanted - num_informative, num_informative, len(sampled), wanted))
         asked = requests(config, number, prompts, first=len(sampled))
-        is_last = rounds + 1 == config.batch.sampling_rounds
-        with watch.phase("rollout"), workers.sampling(is_last) as offloaded:
+        with watch.phase("rollout"):
             groups = workers.engines.generate(asked, workers.rewards.listener).result(meanwhile)
+            workers.leave_to_rewards(is_last=rounds + 1 == config.batch.sampling_rounds)
         with watch.phase("reward"):
             samples = [sample for group in groups for sample in group]
             round_scores, token_rewards = workers.rewards.score(samples, number, rollouts).result()
@@ -65,6 +69,8 @@ def collect_rollouts(
         process_rewards |= token_rewards
         scored, metrics = select(config, sampled, scores)
         rounds, num_informative = rounds + 1, sum(map(is_informative, scored))
+    with watch.phase("rollout"):
+        workers.leave_to_trainers()
     metrics |= offloaded | {"rollout/rounds": Metric(rounds), "rollout/prompts": Metric(len(sampled))}
     return Rollouts(sampled, choose(scored, wanted), process_rewards, metrics)
 

@@ -278,6 +278,42 @@ def test_what_is_written_are_the_weights_of_the_moment_of_the_save(model, tmp_pa
     assert all(torch.equal(loaded[name], held.weights[name]) for name in loaded)
 
 
+AWAY = ("gradients", "optimizer")
+
+
+def save_offloaded(store, rank: int, config: Config, model: Path, folder: Path, begun: Path) -> Saved:
+    """Saves before the first update, which makes the optimizer's state, and after some, each time with all of it away,
+    and still away afterwards."""
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    worker.offload(AWAY)
+    worker.save_checkpoint(begun, "actor")
+    worker.finish_checkpoint(begun)
+    made = worker.offload(AWAY)
+    for number in range(SAVED_AFTER):
+        worker.onload(AWAY)
+        update(worker, config, number)
+        assert worker.offload(AWAY) == made
+    worker.save_checkpoint(folder, "actor")
+    assert not any(tensor.untyped_storage().nbytes() for tensor in worker._offload._optimizer_tensors())
+    worker.onload(AWAY)
+    result = update(worker, config, SAVED_AFTER)
+    return Saved(worker.finish_checkpoint(folder), result)
+
+
+@pytest.mark.newest
+def test_an_offloaded_optimizer_is_saved_as_it_is(model, tmp_path):
+    """Main weights are part of it, with bfloat16. The run that it is compared with offloads nothing."""
+    keys = ("model.dtype=bfloat16", "actor.layout.dp=2")
+    resident, offloading = (config_of(model, *keys, f"actor.offload=[{parts}]") for parts in ("", ", ".join(AWAY)))
+    (tmp_path / "begun" / "actor").mkdir(parents=True)
+    offloaded, checkpoint = saved_by(
+        offloading, model, tmp_path / "offloaded", tmp_path / "begun", function=save_offloaded
+    )
+    uninterrupted, _ = saved_by(resident, model, tmp_path / "resident")
+    assert_same_weights(offloaded, uninterrupted)
+    assert_same_weights(run_ranks(2, go_on, resident, model, checkpoint), uninterrupted)
+
+
 def save_and_draw(store, rank: int, config: Config, model: Path, folder: Path) -> tuple[list[FileRecord], list[float]]:
     """Saves before any update, with generators that have moved on, and draws from them once more."""
     worker = ActorWorker(config, model, rank, store, threads=1)

@@ -15,6 +15,11 @@ def digit_share_of_turns(prompt: str, response: str, answer: object) -> list[flo
     return [digit_share(prompt, response, answer)]
 
 
+def digit_share_of_even_sums(prompt: str, response: str, answer: object) -> float:
+    """Returns 0 whatever the response is to half of the prompts, which then tell nothing."""
+    return digit_share(prompt, response, answer) if int(answer) % 2 == 0 else 0.0
+
+
 def even_share(prompt: str, response: str, answer: object) -> float:
     """Returns the share of even digits. A random model starts near 0.1."""
     return sum(character in "02468" for character in response) / max(len(response), 1)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.cluster.trace import read_trace
 from megarl.config.value_head import KEY
-from tests.e2e.test_train import REWARD, metrics_of, train_in
+from tests.e2e.test_train import REWARD, ROUNDS, TURNS, metrics_of, train_in
 
 pytestmark = pytest.mark.slow
 STEPS, WARMUP = 16, 2
@@ -112,18 +112,19 @@ def test_the_critic_may_be_a_head_on_the_actor(series, model, tmp_path):
 @pytest.mark.exhaustive
 def test_a_run_with_a_critic_goes_on_bit_by_bit(series, model, tmp_path):
     """One thread a process, as several add up numbers in an order of their own. The run in parts has in host memory
-    what does not compute."""
+    what does not compute, at the saves as well, and its engine sleeps after the rounds of a step."""
     overrides = [
         *("algorithm.advantage.estimator=gae", "algorithm.kl.coefficient=0.05", "batch.prompts_per_update=4"),
         *("actor.threads=1", "critic.threads=1", "rollout.threads=1", "checkpoint.every_steps=1", "run.export=false"),
+        *ROUNDS,
     ]
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
     whole = metrics_of(train_in(series, tmp_path / "whole", model, "run.steps=2", *overrides))
-    turns = [*overrides, "actor.offload=[gradients, optimizer]", "critic.offload=[parameters, gradients, optimizer]"]
+    turns = [*overrides, *TURNS, "critic.offload=[parameters, gradients, optimizer]"]
     train_in(series, tmp_path / "parts", model, "run.steps=1", *turns)
     parts = metrics_of(train_in(series, tmp_path / "parts", model, "run.steps=2", "resume=auto", *turns))
-    assert parts[-1]["memory/critic_optimizer_offloaded_gb"] > 0
+    assert parts[-1]["memory/critic_optimizer_offloaded_gb"] > 0 and parts[-1]["rollout/rounds"] == 2
     learned = {name for name in whole[-1] if name.partition("/")[0] in ("reward", "policy", "value", "kl")}
     assert len(learned) > 15
     assert {name: parts[-1][name] for name in learned} == {name: whole[-1][name] for name in learned}

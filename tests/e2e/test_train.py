@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.cluster.trace import read_trace
 from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
 from tests.e2e.series import Series
 from tests.e2e.test_conversion import assert_log_probs_are_of, sampled
@@ -25,6 +26,8 @@ OFFLOAD = "actor.offload=[gradients, optimizer]"
 TURNS = (OFFLOAD, "rollout.sleep=true")
 """Trainers and engines make room for each other."""
 REWARD = Path(__file__).with_name("digits.py")
+ROUNDS = ("batch.sampling_rounds=2", f"rewards.functions=[{{function: '{REWARD}:digit_share_of_even_sums'}}]")
+"""Half of the prompts tell nothing: others are sampled in their place."""
 METRICS = {
     *("step", "reward/mean", "reward/std", "response/length_mean", "policy/entropy", "policy/grad_norm"),
     *("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "time/rollout", "time/train", "time/refit"),
@@ -67,6 +70,18 @@ def write_recipe(folder: Path, model: Path) -> Path:
         )
     )
     return recipe
+
+
+def turns_of(run: Path) -> list[str]:
+    """Returns the tasks of the first trainer rank and the first engine that take or give memory, from the first refit
+    on."""
+    trace = sorted(read_trace(run / "logs/attempt_1"), key=lambda span: span.begin)
+    tasks = {
+        "trainer-0": {"offload", "onload", "update", "save_checkpoint"},
+        "engine-0": {"refit", "generate", "sleep"},
+    }
+    turns = [span.task for span in trace if span.task in tasks.get(span.process, ())]
+    return turns[turns.index("refit") :]
 
 
 def metrics_of(run: Path) -> list[dict]:
@@ -160,7 +175,7 @@ def test_run_folder_is_complete(learned):
     ("overrides", "ranks"),
     [
         pytest.param(["actor.layout.tp=3", "actor.layout.sequence_parallel=true"], 3, marks=pytest.mark.exhaustive),
-        (["actor.layout.dp=2", "batch.prompts_per_update=4", "algorithm.kl.coefficient=0.01", *TURNS], 2),
+        (["actor.layout.dp=2", "batch.prompts_per_update=4", "algorithm.kl.coefficient=0.01", *TURNS, *ROUNDS], 2),
         pytest.param(["actor.layout.cp=2", "actor.layout.pp=2", "actor.layout.vpp=2"], 4, marks=pytest.mark.exhaustive),
     ],
     ids=["tp3-sp", "dp2-two-updates-kl-offload-sleep", "cp2-pp2-vpp2"],
@@ -179,6 +194,10 @@ def test_other_layouts_run(series, tmp_path, overrides, ranks):
         )
         assert gradients == again > 0 == before
         assert moments == pytest.approx(gradients, rel=0.1)  # two in float32, shared by two ranks
+        assert [step["rollout/rounds"] for step in steps] == [2, 2]
+        rollout = ["offload", "generate", "generate", "sleep"]
+        step = [*rollout, "onload", "update", "update", "offload", "refit"]
+        assert turns_of(run) == ["refit", *step, *step, "save_checkpoint", "offload"]  # the last for the export
     if "algorithm.kl.coefficient=0.01" in overrides:
         # The second update of a step sees a policy that has moved away from the one that sampled, and from the start.
         assert all(step["kl/loss_token_k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)

@@ -12,7 +12,7 @@ import torch
 
 from tests.e2e.run import Run
 from tests.e2e.run import write_recipe as write_endless_recipe
-from tests.e2e.test_train import metrics_of, write_recipe
+from tests.e2e.test_train import metrics_of, turns_of, write_recipe
 from tests.gpu.gpus import needs_gpus
 from tests.tiny_model import write_tiny_model
 
@@ -98,6 +98,11 @@ def test_engine_and_trainer_take_turns_on_a_gpu(tmp_path, name, offload, eager):
     assert all(step["refit/gb"] > 0 and step["refit/staging_mib"] == 0 for step in steps)
     parts = offload.strip("[]").split(", ") if offload != "[]" else []
     assert all(steps[-1][f"memory/actor_{part}_offloaded_gb"] > 0 for part in parts)
+    # As far as the key says, all is away in the rollout, nothing in the update, gradients and optimizer in the refit.
+    away, back = (["offload"], ["onload"]) if parts else ([], [])
+    present = [*away, *(back if "parameters" in parts else [])]
+    step = [*away, "generate", "sleep", *back, "update", *present, "refit"]
+    assert turns_of(tmp_path / "runs" / "tiny")[: 1 + 3 * len(step)] == ["refit", *step, *step, *step]
 
 
 @needs_gpus(2)

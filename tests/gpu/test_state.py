@@ -66,10 +66,13 @@ def test_offload_frees_what_it_says(folder):
 
 
 def save_and_go_on(store, rank: int, config: Config, folder: Path, hidden: Path) -> tuple:
-    """Returns the files of a checkpoint after the first update, the weights then, and those after the second."""
+    """Saves after the first update, with the optimizer's state away. Returns the checkpoint's files, the weights then,
+    and those after the second update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     before = update(worker, config, 0)
+    worker.offload(("optimizer",))
     worker.save_checkpoint(hidden, "actor")
+    worker.onload(("optimizer",))
     return worker.finish_checkpoint(hidden), before, update(worker, config, 1)
 
 
@@ -85,7 +88,7 @@ def load_and_go_on(store, rank: int, config: Config, folder: Path, checkpoint: C
 def test_the_optimizer_goes_on_from_a_checkpoint(folder, tmp_path):
     """Its first update after a load is the one of the process that saved: with moments that begin anew it would be
     several times as large."""
-    config = config_of(folder, "model.dtype=bfloat16", "actor.optimizer.lr=0.01")
+    config = config_of(folder, "model.dtype=bfloat16", "actor.optimizer.lr=0.01", "actor.offload=[optimizer]")
     checkpoints = Checkpoints(tmp_path)
     hidden = checkpoints.begin(1)
     (hidden / "actor").mkdir()

@@ -210,7 +210,7 @@ def loss(name: str, value: float) -> dict[str, Metric]:
 
 def workers_of(actor: Group, critic: Group | None = None) -> Workers:
     groups = {"actor": actor} | ({} if critic is None else {"critic": critic})
-    return Workers(TrainedModels(groups, dict.fromkeys(groups, ())), None, None, None, None, None)
+    return Workers(TrainedModels(groups, dict.fromkeys(groups, ())), None, None, None, None, None, False)
 
 
 def rollouts_of(groups) -> Rollouts:

@@ -6,7 +6,8 @@ several times, and reads parameters after a bucket with padding at its end from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -26,13 +27,18 @@ KEYS = ("param", "exp_avg", "exp_avg_sq")
 Parameter = torch.nn.Parameter
 Shard = ShardedTensor | ShardedTensorFactory
 
+Lent = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
+"""A function that has tensors on the device for as long as its result is entered: Offload.lent."""
+
 
 @torch.no_grad()
 def sharded(
-    optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], is_loading: bool
+    optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], is_loading: bool, lent: Lent = nullcontext
 ) -> dict[int, dict[str, Shard]]:
-    """Returns the sharded state, by the number of the parameter on this rank. All ranks call this together. models: the
-    parameters' shards.
+    """Returns the sharded state, by the number of the parameter on this rank. All ranks call this together.
+
+    models   the parameters' shards
+    lent     has the state of a parameter on the device for as long as it is read, where it is offloaded
 
     For saving, the state is copied to the host memory of one rank of each data-parallel group, and the others have
     none. For loading, every rank has tensors for all of it.
@@ -41,7 +47,7 @@ def sharded(
         number: {
             key: sharded_like(models[parameter], f"optimizer.state.{key}", tensor) for key, tensor in tensors.items()
         }
-        for number, (parameter, tensors) in enumerate(_whole_tensors(optimizer, is_loading))
+        for number, (parameter, tensors) in enumerate(_whole_tensors(optimizer, is_loading, lent))
     }
 
 
@@ -76,20 +82,28 @@ class Bucket:
     places: dict[Parameter, slice]
     own: Mapping[Parameter, Mapping[str, Any]]
 
-    def gather(self, key: str) -> torch.Tensor | None:
+    def gather(self, key: str, lent: Lent) -> torch.Tensor | None:
         """Gathers all elements of one kind of state on the first rank of the data-parallel group: float32 on the host,
         None on the other ranks."""
         group = self.part.data_parallel_group_gloo
         shard = torch.empty(self.num_elements // group.size())
         for parameter, ranges in self.own.items():
-            state = self.part._get_main_param_and_optimizer_states(parameter)[key]
-            shard[ranges["gbuf_local"].start : ranges["gbuf_local"].end].copy_(state)
+            with lent(self._state(parameter)):
+                state = self.part._get_main_param_and_optimizer_states(parameter)[key]
+                shard[ranges["gbuf_local"].start : ranges["gbuf_local"].end].copy_(state)
         if group.size() == 1:
             return shard
         whole = torch.empty(self.num_elements) if group.rank() == 0 else None
         parts = None if whole is None else list(whole.chunk(group.size()))
         dist.gather(shard, parts, group=group, group_dst=0)
         return whole
+
+    def _state(self, parameter: Parameter) -> list[torch.Tensor]:
+        """Returns all that the optimizer has of this rank's part of a parameter."""
+        group, number = self.part.model_param_group_index_map[parameter]
+        main = self.part.optimizer.param_groups[group]["params"][number]
+        state = self.part.optimizer.state[main].values()
+        return [main, *(value for value in state if isinstance(value, torch.Tensor))]
 
 
 def _buckets(optimizer: MegatronOptimizer) -> Iterator[Bucket]:
@@ -110,10 +124,10 @@ def _buckets(optimizer: MegatronOptimizer) -> Iterator[Bucket]:
 
 
 def _whole_tensors(
-    optimizer: MegatronOptimizer, is_loading: bool
+    optimizer: MegatronOptimizer, is_loading: bool, lent: Lent
 ) -> Iterator[tuple[Parameter, dict[str, torch.Tensor]]]:
     for bucket in _buckets(optimizer):
-        whole = {key: torch.empty(bucket.num_elements) if is_loading else bucket.gather(key) for key in KEYS}
+        whole = {key: torch.empty(bucket.num_elements) if is_loading else bucket.gather(key, lent) for key in KEYS}
         if all(tensor is not None for tensor in whole.values()):
             for parameter, place in bucket.places.items():
                 yield parameter, {key: tensor[place].view(parameter.shape) for key, tensor in whole.items()}

@@ -38,7 +38,7 @@ from megarl.core.checkpoint import FileRecord, seal, write_note
 from megarl.core.errors import UserError
 from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
-from megarl.megatron.checkpoint.optimizer_state import Shard, sharded_like
+from megarl.megatron.checkpoint.optimizer_state import Lent, Shard, sharded_like
 from megarl.megatron.model.build import named_tensors
 from megarl.megatron.weight_snapshots import WeightSnapshots
 
@@ -103,14 +103,16 @@ def save(
     weight_snapshots: WeightSnapshots,
     counters: Mapping[str, float],
     folder: Path,
+    lent: Lent,
 ) -> Saving:
     """Starts saving into an empty folder, on all ranks together. Returns when everything is in host memory.
 
-    counters: further values that `load` returns, the same on all ranks; num_updates among them.
+    counters   further values that `load` returns, the same on all ranks; num_updates among them
+    lent       see optimizer_state.sharded
     """
     models = _sharded_models(chunks)
     # This copies by itself. It looks parameters up by identity, so those of the model are copied after it.
-    moments = optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=False)
+    moments = optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=False, lent=lent)
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
     for shard in _shards([models, snapshots]):
         if is_main_replica(shard.replica_id):

@@ -218,9 +218,15 @@ class TrainerWorker(ModelWorker, ABC):
             random_state.seed_anew(self._config.run.seed, self.num_updates)
 
     def save_checkpoint(self, checkpoint: Path, role: Role) -> None:
-        """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on."""
+        """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on. An
+        optimizer's state that is away comes back parameter by parameter: an engine may be awake on the device."""
         self._saving = sharded.save(
-            self.chunks, self.optimizer, self._weight_snapshots, self._counters(), checkpoint / role
+            self.chunks,
+            self.optimizer,
+            self._weight_snapshots,
+            self._counters(),
+            checkpoint / role,
+            self._offload.lent,
         )
 
     def checkpoint_written(self) -> bool:

@@ -18,6 +18,7 @@ from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.load import load
 from megarl.core import device
+from megarl.planning.device_spans import reward_model_is_beside_engines
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.rollout.engine import Refitted
 from tests.paths import BASE
@@ -137,7 +138,8 @@ def prepare(monkeypatch: pytest.MonkeyPatch):
         trainers, engines = FakeTrainers(log, config.actor.offload), FakeEngines(log)
         refit = Refit(FakeSession(engines), config, trainers, engines, export_plan=None)
         trained = TrainedModels({"actor": trainers}, {"actor": ()})
-        return Workers(trained, None, engines, None, refit, None), engines, log
+        beside = reward_model_is_beside_engines(config)
+        return Workers(trained, None, engines, None, refit, None, beside), engines, log
 
     return prepare
 
@@ -179,14 +181,17 @@ def test_engines_on_several_nodes_read_what_is_near_and_are_sent_the_rest(prepar
     assert engines.told[-1] == ("vllm:0.0",) and log[-1] == "wake weights, refit"
 
 
+PUBLISHED = ["publish on gpu for vllm:0.0, vllm:1.0", "connect CudaMemory"]
+
+
 @pytest.mark.parametrize("offload", ["[gradients]", "[parameters]"])
 def test_weights_that_move_are_published_for_each_refit(prepare, offload: str) -> None:
     workers, engines, log = prepare(True, f"actor.offload={offload}")
-    published, refit = ["publish on gpu for vllm:0.0, vllm:1.0", "connect CudaMemory"], "wake weights, refit"
+    refit = "wake weights, refit"
     for version in (1, 2):
         workers.refit.run(version)
-    again = published if offload == "[parameters]" else []
-    assert log == [*published, refit, *again, refit]
+    again = PUBLISHED if offload == "[parameters]" else []
+    assert log == [*PUBLISHED, refit, *again, refit]
     engines.dying = {"engine-0"}
     log.clear()
     workers.refit.run(3)
@@ -216,24 +221,47 @@ def test_an_engine_that_was_lost_and_is_back_is_connected_anew(prepare) -> None:
     assert engines.told == 2 * [("vllm:0.0", "vllm:1.0")]
 
 
-def test_engine_and_trainer_take_turns(prepare) -> None:
-    """The second of two steps has another round of sampling."""
-    workers, engines, log = prepare(True, "actor.offload=[gradients, optimizer]")
+PARTS = "gradients, optimizer, parameters"
+ROUND = ["wake KV cache, generate", "score"]
+BESIDE = "reward_model={path: rm}"
+ELSEWHERE = "cluster.roles={actor: 0, rollout: 0, reward_model: 1}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "rounds", "sampled"),
+    [
+        ([], 1, [*ROUND, "sleep"]),
+        ([], 3, [*ROUND, *ROUND, *ROUND, "sleep"]),
+        ([BESIDE, ELSEWHERE], 2, [*ROUND, *ROUND, "sleep"]),
+        ([BESIDE], 1, [ROUND[0], "sleep", "score"]),
+        ([BESIDE], 2, [ROUND[0], "sleep with weights", "score", ROUND[0], "sleep", "score"]),
+    ],
+    ids=["one round", "rounds", "reward model elsewhere", "reward model beside, one round", "reward model beside"],
+)
+def test_engine_and_trainer_take_turns(prepare, keys: list[str], rounds: int, sampled: list[str]) -> None:
+    """Both make room for the other once in a step. Only where a reward model scores on the engine's devices does that
+    sleep after each round, with its weights if there may be another."""
+    workers, engines, log = prepare(True, f"actor.offload=[{PARTS}]", *keys)
     trainers = workers.actor
-    workers.trained.present_actor()
-    workers.refit.run(0)
-    for version, rounds in ((1, 1), (2, 2)):
-        for number in range(rounds):
-            with workers.sampling(is_last=number + 1 == rounds):
-                engines.generate()
-        workers.trained.run({"actor": lambda: trainers.do("train")})
+
+    def sync(version: int) -> None:
         workers.trained.present_actor()
         workers.refit.run(version)
-    *first, _ = turn = ["offload gradients, optimizer", "wake KV cache, generate", "sleep"]
-    further = [*first, "sleep with weights", *turn]
-    train = ["onload gradients, optimizer", "train"]
-    refit = ["offload gradients", "wake weights, refit"]
-    assert log[:1] + log[3:] == [*refit, *turn, *train, *refit, *further, *train, *refit]
+
+    sync(0)
+    for version in (1, 2):
+        log.append("step")
+        workers.leave_to_engines()
+        for number in range(rounds):
+            engines.generate()
+            workers.leave_to_rewards(is_last=number + 1 == rounds)
+            log.append("score")
+        workers.leave_to_trainers()
+        workers.trained.run({"actor": lambda: trainers.do("train")})
+        sync(version)
+    refit = ["offload gradients, optimizer", "onload parameters", *PUBLISHED, "wake weights, refit"]
+    step = ["step", f"offload {PARTS}", *sampled, f"onload {PARTS}", "train", *refit]
+    assert log == [*refit, *step, *step]
 
 
 class Starting:

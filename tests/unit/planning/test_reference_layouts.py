@@ -53,7 +53,7 @@ def test_verls_engines_of_eight_need_gradients_that_are_away_in_a_refit():
     loads = {load.phase.partition(",")[0]: load for load in plan.loads}
     refit = loads["while the engine takes weights"]
     assert plan.cluster.memory_bytes < refit.total < 1.1 * plan.cluster.memory_bytes
-    assert refit.arithmetic.startswith("41.7 (actor: weights, gradients, optimizer) + 5")
+    assert refit.arithmetic.startswith("41.7 (actor: weights, gradients) + 5")
 
 
 def test_235b_on_128_h20_with_a_bad_split():

@@ -27,9 +27,18 @@ def test_weights_gradients_and_optimizer_beside_the_engines_weights():
     load = fullest("rollout.kv_cache_gib=1")
     assert load.phase == "while the engine samples"
     assert sum(load.parts.values()) == 20 * PARAMETERS + GIB
-    load = fullest("rollout.kv_cache_gib=1", "actor.offload=[optimizer]")
+    load = fullest("rollout.kv_cache_gib=1", "actor.offload=[parameters]")
     assert load.phase == "while the engine takes weights"
     assert load.parts == {"actor: weights, gradients, optimizer": 18 * PARAMETERS, "engine: weights": 2 * PARAMETERS}
+
+
+@pytest.mark.parametrize(("away", "name", "size"), [("gradients", "optimizer", 14), ("optimizer", "gradients", 6)])
+def test_gradients_and_optimizer_have_left_when_the_engine_takes_weights(away: str, name: str, size: int):
+    load = fullest("rollout.kv_cache_gib=1", f"actor.offload=[parameters, {away}]")
+    assert load.phase == "while the engine takes weights"
+    assert load.parts == {f"actor: weights, {name}": size * PARAMETERS, "engine: weights": 2 * PARAMETERS}
+    load = fullest("rollout.kv_cache_gib=1", "actor.offload=[parameters, gradients, optimizer]")
+    assert load.parts == {"actor: weights": 2 * PARAMETERS, "engine: weights": 2 * PARAMETERS}
 
 
 def test_what_stays_while_the_engine_samples():
@@ -44,7 +53,7 @@ def test_what_stays_while_the_engine_samples():
 
 
 def test_float32_has_no_main_weights_of_its_own():
-    load = fullest("model.dtype=float32", "actor.offload=[optimizer]", "rollout.kv_cache_gib=0.1")
+    load = fullest("model.dtype=float32", "actor.offload=[parameters]", "rollout.kv_cache_gib=0.1")
     assert load.parts == {"actor: weights, gradients, optimizer": 16 * PARAMETERS, "engine: weights": 4 * PARAMETERS}
 
 
@@ -55,13 +64,13 @@ def test_ranks_of_other_models_on_the_same_gpu():
         "rollout.replicas=2",
         "rollout.kv_cache_gib=1",
     )
-    offload = ("actor.offload=[optimizer]", "critic.offload=[optimizer]")
-    first, second = (fullest(*settings, *offload, gpu=gpu, critic=True).parts for gpu in range(2))
-    # Fullest is where the critic is saved, whose optimizer is back, and that of the actor away.
-    assert first["actor: weights, gradients"] == 2 * PARAMETERS + 4 * PARAMETERS
-    assert first["critic: weights, gradients, optimizer"] == 18 * PARAMETERS
+    offload = "critic.offload=[parameters, optimizer]"
+    first, second = (fullest(*settings, offload, gpu=gpu, critic=True).parts for gpu in range(2))
+    # Fullest is where the critic is saved, whose weights are back. Of its optimizer only a parameter's is at a time.
     own = 2 * PARAMETERS + 4 * PARAMETERS + 6 * PARAMETERS  # the optimizer is shared out over two ranks
-    assert second["actor: weights, gradients, optimizer"] == own
+    assert first["actor: weights, gradients, optimizer"] == own
+    assert first["critic: weights, gradients"] == 2 * PARAMETERS + 4 * PARAMETERS
+    assert second["actor: optimizer"] == 6 * PARAMETERS
     assert not any("critic" in part for part in second), "it has one rank"
 
 
@@ -79,7 +88,7 @@ def test_ranks_of_other_models_on_the_same_gpu():
 def test_a_reward_model_stays_unless_it_is_offloaded(settings: str, parts: dict[str, float]):
     few, many = (
         fullest(
-            f"reward_model={settings}", f"rollout.kv_cache_gib={size}", "actor.offload=[optimizer]", reward=QWEN_1_5B
+            f"reward_model={settings}", f"rollout.kv_cache_gib={size}", "actor.offload=[parameters]", reward=QWEN_1_5B
         )
         for size in (1, 60)
     )

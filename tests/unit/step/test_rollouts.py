@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import pytest
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.pending import ready
 from megarl.config.load import load
-from megarl.core.metrics import values
+from megarl.core.metrics import Metric, values
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, SampleInfo, Score
 from megarl.step.rollouts import collect_rollouts
@@ -23,10 +22,12 @@ class Engines:
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
+        self.turns: list[str] = []
 
     def generate(self, groups, listener):
         assert listener == "the rewards"
         self.asked.append([group[0].prompt.id for group in groups])
+        self.turns.append("generate")
         return ready([[RemoteSample(self.info(r), ref=r.sample_id) for r in group] for group in groups])
 
     @staticmethod
@@ -51,12 +52,16 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         ]
         return ready((scores, {sample.info.id: f"of {sample.info.id}" for sample in samples}))
 
-    def sampling(is_last: bool):
-        assert is_last == (len(engines.asked) + 1 == rounds), "only after the last round that may be is a refit certain"
-        return nullcontext({})
+    def leave_to_rewards(is_last: bool):
+        assert is_last == (len(engines.asked) == rounds), "only after the last round that may be is a refit certain"
+        engines.turns.append("score")
 
     workers = SimpleNamespace(
-        engines=engines, rewards=SimpleNamespace(score=score, listener="the rewards"), sampling=sampling
+        engines=engines,
+        rewards=SimpleNamespace(score=score, listener="the rewards"),
+        leave_to_engines=lambda: engines.turns.append("to engines") or {"memory/free_gb": Metric(3.0)},
+        leave_to_rewards=leave_to_rewards,
+        leave_to_trainers=lambda: engines.turns.append("to trainers"),
     )
     rollouts = collect_rollouts(
         load(BASE, overrides + batch),
@@ -68,6 +73,8 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         lambda: None,
     )
     chosen = [group[0].sample.info.prompt_id if group else "none" for group in rollouts.chosen]
+    assert engines.turns == ["to engines", *(["generate", "score"] * len(engines.asked)), "to trainers"]
+    assert rollouts.metrics["memory/free_gb"].value == 3.0
     return engines.asked, chosen, rollouts
 
 
