@@ -17,6 +17,8 @@ Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
 EXPERTS = ".mlp.experts."
 """The part of a name that tells routed experts' parameters."""
+ROUTER = ".mlp.router."
+"""Likewise a router's."""
 TILE = (4096, 8192)
 """The tokens × vocabulary of a tile of the head's logits on a GPU, of which megarl/ops/linear_head.py makes one at a
 time."""
@@ -54,23 +56,28 @@ class RankMemory:
 class RankParameters:
     """The parameters that a rank holds.
 
-    count     all of them, the vocabulary's padding included
-    experts   those of routed experts
-    layers    for each of its layers, whether it has experts
-    is_last   whether it has the final norm, so that its stage is the last
+    count      all of them, the vocabulary's padding included
+    experts    those of routed experts
+    matrices   those that layers multiply activations with, but for routers
+    layers     for each of its layers, whether it has experts
+    is_last    whether it has the final norm, so that its stage is the last
     """
 
     count: int
     experts: int
+    matrices: int
     layers: tuple[bool, ...]
     is_last: bool
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any], layout: Layout, rank: int) -> RankParameters:
-        sizes = {name: prod(size) for name, size in megatron_holder(hf_config, layout, rank).shapes.items()}
+        shapes = megatron_holder(hf_config, layout, rank).shapes
+        sizes = {name: prod(size) for name, size in shapes.items()}
+        matrices = [name for name, size in shapes.items() if ".layers." in name and len(size) > 1]
         return cls(
             count=sum(sizes.values()),
             experts=sum(size for name, size in sizes.items() if EXPERTS in name),
+            matrices=sum(sizes[name] for name in matrices if ROUTER not in name),
             layers=tuple(_layers(sizes)),
             is_last=any("final_layernorm" in name for name in sizes),
         )

@@ -6,30 +6,19 @@ Phases follow each other, so their peaks are never added: a layout fits if the f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megarl.config.schema import Config, Role, Trained
 from megarl.core.spans import overlap
 from megarl.planning.device_spans import ENGINE, NAMES, device_spans, reward_model_is_beside_engines
-from megarl.planning.hardware import GIB, Cluster
+from megarl.planning.hardware import Cluster
 from megarl.planning.memory import RankMemory, forward_bytes, item_bytes, stage_memory
 from megarl.planning.object_store import object_store_mib
 from megarl.planning.parameters import ModelParameters, Models
+from megarl.planning.reserves import FRAGMENT_BYTES, FRAGMENTS, awake_reserve, gpu_reserve, sampling_reserve
 from megarl.planning.shared_gpu import Load, engine_loads, reward_model_parts, staging_parts, staying
 from megarl.planning.workload import Workload
-
-TRAINER_RESERVE = 3 * GIB
-"""What a trainer's process takes beside tensors: CUDA's context, NCCL's buffers, fragments. An estimate."""
-
-ENGINE_RESERVE = 3 * GIB
-"""Likewise an engine's rank, with its CUDA graphs and the activations of a batch of prompts. An estimate."""
-
-ASLEEP_RESERVE = 1 * GIB
-"""What of it stays while the engine sleeps: the context and the graphs. An estimate."""
-
-LOGIT_ROWS = 1024
-"""The sequences that vLLM samples for at once on large GPUs, each with a row of float32 logits."""
+from megarl.resharding.families.shape import ModelShape
 
 
 def phase_loads(config: Config, models: Models, workload: Workload, cluster: Cluster) -> list[Load]:
@@ -47,7 +36,9 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
             # One turn scores and trains an implicit reward model; a KL in the reward is computed with all parts there.
             has_all = role == "implicit_reward" or (role == "actor" and config.kl_in_reward)
             in_passes = held if has_all else {"parameters": held["parameters"], **stays}
-            there = [_named(role, parts) | beside | {"reserve": TRAINER_RESERVE} for parts in (held, in_passes)]
+            reserve = _reserve(config, models, NAMES[role], {role: stage}, cluster.gpus_per_node)
+            reserve |= {FRAGMENTS: FRAGMENT_BYTES}
+            there = [_named(role, parts) | beside | reserve for parts in (held, in_passes)]
             training += _training(config.placed(role), where, *there, memory, passing)
     loads = training if workload.is_offline else [*training, *_engine(config, models, states, cluster)]
     return _fullest(loads)
@@ -91,7 +82,7 @@ def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
 
 
 def _beside(config: Config, role: Role, states: Mapping[Role, Sequence[Mapping[str, float]]]) -> dict[str, float]:
-    """Returns what stays of the other models on the same GPU, and a sleeping engine."""
+    """Returns what stays of the other models on the same GPU."""
     spans = device_spans(config)
     own = spans.pop(NAMES[role])
     others = {
@@ -99,9 +90,25 @@ def _beside(config: Config, role: Role, states: Mapping[Role, Sequence[Mapping[s
         for other, of_role in states.items()
         if other != role and overlap(own, spans[NAMES[other]])
     }
-    others = {name: size for name, size in others.items() if size}
-    has_engine = ENGINE in spans and overlap(own, spans[ENGINE])
-    return others | ({"sleeping engine": ASLEEP_RESERVE} if has_engine else {})
+    return {name: size for name, size in others.items() if size}
+
+
+def _reserve(
+    config: Config, models: Models, name: str, stages: Mapping[Role, int], gpus_per_node: int
+) -> dict[str, float]:
+    """Returns what the processes of a GPU hold there beside tensors, of one that the processes of this name are on.
+    stages: for some models the pipeline stage that is there; of the others the one that holds most."""
+    spans = device_spans(config)
+    own = spans[name]
+    held = {}
+    for role, model in models.trained.items():
+        if overlap(own, spans[NAMES[role]]):
+            layout = config.placed(role).layout
+            matrices = [model.of_stage(layout, stage).matrices for stage in range(layout.pp)]
+            held[role] = model.shape, matrices[stages[role]] if role in stages else max(matrices)
+    engine = models.actor.shape if ENGINE in spans and overlap(own, spans[ENGINE]) else None
+    scores = models.reward is not None and overlap(own, spans[NAMES["reward_model"]])
+    return gpu_reserve(config, held, engine, ModelShape.of(models.reward) if scores else None, gpus_per_node)
 
 
 def _reward(config: Config, models: Models, name: str) -> dict[str, float]:
@@ -147,9 +154,8 @@ def _engine(
     rollout, actor = config.rollout, models.actor
     whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
     weights = actor.engine_bytes(rollout.tp, config.model.dtype, whole_experts)
-    awake: dict[str, float] = {"reserve": ENGINE_RESERVE + (TRAINER_RESERVE if config.is_colocated else 0)}
-    awake |= staging_parts(config, weights, cluster.gpus_per_node)
-    awake |= _reward(config, models, ENGINE)
+    awake = staging_parts(config, weights, cluster.gpus_per_node) | _reward(config, models, ENGINE)
+    awake |= awake_reserve(config, actor.shape)
     spans = device_spans(config)
     fullest = {
         role: max(of_role, key=lambda one: sum(one.values()))
@@ -157,11 +163,11 @@ def _engine(
         if role != "actor" and overlap(spans[ENGINE], spans[NAMES[role]])
     }
     beside = [{"actor": stage} | fullest for stage in states["actor"]] if config.is_colocated else [{}]
-    logits = {"engine: logits": LOGIT_ROWS * actor.shape.vocab * 4}
+    sampling = sampling_reserve(config, actor.shape)
     loads = []
-    for on_gpu in beside:
-        *others, sampling = engine_loads(config, on_gpu, weights, awake)
-        loads += [*others, replace(sampling, parts={**sampling.parts, **logits})]
+    for stage, on_gpu in enumerate(beside):
+        reserve = _reserve(config, models, ENGINE, {"actor": stage}, cluster.gpus_per_node)
+        loads += engine_loads(config, on_gpu, weights, awake | reserve, sampling)
     return loads
 
 

@@ -10,10 +10,8 @@ from megarl.planning.flops import forward_flops
 from megarl.planning.hardware import DENSE_SHARE, GIB, MEMORY_SHARE, Cluster
 from megarl.planning.memory import item_bytes
 from megarl.planning.parameters import ModelParameters
+from megarl.planning.reserves import most_sequences
 from megarl.planning.workload import Workload
-
-MOST_SEQUENCES = 1024
-"""The sequences that vLLM samples for at once by default on GPUs with 70 GiB or more."""
 
 STEP_SECONDS = 1.5e-3
 """What an engine's step takes beside its kernels: scheduling and launches. An assumption."""
@@ -74,8 +72,7 @@ def rollout_time(config: Config, model: ModelParameters, workload: Workload, clu
     mean, longest = workload.response_tokens, workload.longest_response
     token, cache = kv_bytes(model, config.rollout.tp, step.num_bytes), config.rollout.kv_cache_gib * GIB
     room = int(cache / token / (workload.prompt_tokens + mean / 2))
-    limit = config.rollout.vllm_overrides.get("max_num_seqs", MOST_SEQUENCES)
-    batch = max(1, min(samples, room, limit))
+    batch = max(1, min(samples, room, most_sequences(config.rollout)))
     parts: dict[str, float] = defaultdict(float)
     full_steps = (samples - batch) * mean / batch
     _add(parts, step.parts(batch, workload.prompt_tokens + mean / 2), full_steps)

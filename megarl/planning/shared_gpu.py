@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.planning.device_spans import ENGINE, NAMES, device_spans
-from megarl.planning.memory import RankMemory, item_bytes, rank_memory
+from megarl.planning.memory import RankMemory, RankParameters, item_bytes, rank_memory
+from megarl.planning.reserves import awake_reserve, gpu_reserve, sampling_reserve
 from megarl.planning.shared_gpu_rules import weights_travel
 from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.families.shape import ModelShape
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config, Placed, Role, Trained
@@ -22,7 +24,7 @@ class Load:
     """The load of a GPU in one phase of a step.
 
     phase    the phase, in words
-    parts    what is there at once -> bytes, beside what CUDA, its libraries and graphs take
+    parts    what is there at once -> bytes
     remedy   what to do if it is too much
     """
 
@@ -57,9 +59,32 @@ def fullest_phase(
     """
     models = {role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()}
     always = {} if reward is None else reward_model_parts(config, reward, gpu)
-    weights = _engine_weights(config, hf_config, gpu)
-    loads = engine_loads(config, models, weights, always | staging_parts(config, weights, gpus_per_node))
+    weights, shape = _engine_weights(config, hf_config, gpu), ModelShape.of(hf_config)
+    always |= staging_parts(config, weights, gpus_per_node) | awake_reserve(config, shape)
+    always |= _reserve(config, shape, trained, reward, gpu, gpus_per_node)
+    loads = engine_loads(config, models, weights, always, sampling_reserve(config, shape))
     return max(loads, key=lambda load: load.total)
+
+
+def _reserve(
+    config: Config,
+    engine: ModelShape,
+    trained: Mapping[Role, Mapping[str, Any]],
+    reward: Mapping[str, Any] | None,
+    gpu: int,
+    gpus_per_node: int,
+) -> dict[str, float]:
+    """Returns what the processes with a rank on a GPU hold there beside tensors."""
+    spans = device_spans(config)
+    held = {}
+    for role, model_config in trained.items():
+        settings, span = config.placed(role), spans[NAMES[role]]
+        if gpu in span:
+            copied = settings.fp8 is not None
+            rank = RankParameters.of(model_config, settings.layout, gpu - span.start) if copied else None
+            held[role] = ModelShape.of(model_config), rank.matrices if rank else 0
+    scores = reward is not None and gpu in spans[NAMES["reward_model"]]
+    return gpu_reserve(config, held, engine, ModelShape.of(reward) if scores else None, gpus_per_node)
 
 
 def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
@@ -69,15 +94,20 @@ def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str
 
 
 def engine_loads(
-    config: Config, models: Mapping[Role, Mapping[str, float]], engine: float, always: Mapping[str, float]
+    config: Config,
+    models: Mapping[Role, Mapping[str, float]],
+    engine: float,
+    always: Mapping[str, float],
+    sampling: Mapping[str, float],
 ) -> list[Load]:
     """Returns the loads of the phases in which the engine is awake: while it takes weights, while each model but the
     actor is saved, and last while it samples. In the first, and in a save, nothing but a model's weights is back that
     may leave (TrainedModels.present_actor, Saver.save); they leave before the KV cache wakes.
 
-    models   the states of each trained model with a rank on the GPU, by the names that the key `offload` has for them
-    engine   bytes of the engine's weights
-    always   parts -> bytes of what is there in all of them
+    models     the states of each trained model with a rank on the GPU, by the names that the key `offload` has for them
+    engine     bytes of the engine's weights
+    always     parts -> bytes of what is there in all of them
+    sampling   parts -> bytes of what is there beside while it samples
     """
 
     def beside(present: Role) -> dict[str, float]:
@@ -103,7 +133,11 @@ def engine_loads(
     rollout = {**stay, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
     return [
         *(Load(phase, beside(role), remedy) for role, phase in phases.items()),
-        Load("while the engine samples", rollout | always, "lower rollout.kv_cache_gib, or move more by actor.offload"),
+        Load(
+            "while the engine samples",
+            rollout | always | sampling,
+            "lower rollout.kv_cache_gib, or move more by actor.offload",
+        ),
     ]
 
 

@@ -20,6 +20,7 @@ from megarl.config.schema import Rollout
 from megarl.core import device
 from megarl.core.types import CandidateIds, Sample, VersionRun
 from megarl.data.tokenizer import response_text
+from megarl.planning.reserves import batched_tokens
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel
@@ -46,7 +47,7 @@ def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int
         # These are log-probs of the distribution that is sampled from: after the temperature.
         logprobs_mode="processed_logprobs",
         max_logprobs=config.top_k or 0,
-        max_num_batched_tokens=max(2048, config.context_length),
+        max_num_batched_tokens=batched_tokens(config),
         # In bfloat16, logits near 20 lie 0.06 to 0.13 apart; the trainer's are in float32, too.
         hf_overrides={"head_dtype": "float32"},
         # On GPU, this kernel for experts leaves their weights as they are, to be written into.

@@ -16,6 +16,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError
+from megarl.planning.reserves import ACTIVATIONS, CONTEXTS, GRAPHS, LOGITS, NCCL
 from megarl.planning.shared_gpu import Load, fullest_phase
 from megarl.train import run
 from tests.paths import BASE
@@ -191,6 +192,22 @@ def test_the_memory_of_every_gpu_that_is_shared_is_checked(monkeypatch: pytest.M
     check_gpu_memory(config(*SHARING, "cluster.placement=disaggregated"), models)
     sizes[3] = sizes[0]
     check_gpu_memory(settings, models)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_gpu_with_room_for_tensors_alone_is_refused_by_what_is_beside_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = config(*SHARING, "rollout.kv_cache_gib=1")
+    models = ModelFolders(write_tiny_llama(tmp_path, num_kv_heads=2), None, None, None)
+    load = fullest_phase(settings, models.hf_config, models.trained(settings), None, gpu=0, gpus_per_node=8)
+    items = [CONTEXTS, NCCL, GRAPHS, ACTIVATIONS, LOGITS]
+    monkeypatch.setattr(device, "memory_bytes", lambda gpu: load.total - sum(load.parts[item] for item in items))
+    with pytest.raises(
+        UserError, match=r"^cluster.placement=colocated: while the engine samples, GPU 0 would"
+    ) as error:
+        check_gpu_memory(settings, models)
+    assert all(f"({item})" in str(error.value) for item in items)
 
 
 EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=40)

@@ -8,8 +8,8 @@ import pytest
 
 from megarl.planning.hardware import GIB, read_cluster
 from megarl.planning.memory import rank_memory
-from megarl.planning.phases import ASLEEP_RESERVE, TRAINER_RESERVE
 from megarl.planning.plan import plan_recipe
+from megarl.planning.reserves import CONTEXTS, FRAGMENTS, GRAPHS, NCCL
 from tests.published_models import CONFIGS
 from tests.unit.planning.plan_cases import ON_HOST, layout_keys, plan_of, recipe
 
@@ -33,7 +33,8 @@ def test_training_is_the_closed_form_of_a_rank_and_what_else_is_there():
     rows = round(16384 * workload.response_tokens / workload.sample_tokens)
     ranks = [rank_memory(CONFIGS[DENSE], layout, rank, 2, 16384, rows, 99) for rank in (0, 4)]
     training = next(load for load in plan.loads if load.phase.startswith(TRAINS))
-    assert training.total == max(rank.total for rank in ranks) + TRAINER_RESERVE + ASLEEP_RESERVE
+    reserve = sum(training.parts[item] for item in (CONTEXTS, NCCL, GRAPHS, FRAGMENTS))
+    assert training.total == pytest.approx(max(rank.total for rank in ranks) + reserve)
 
 
 def test_phases_are_not_added():
@@ -50,7 +51,7 @@ def test_devices_of_their_own_hold_their_own():
     loads = loads_of(*layout_keys(tp=2, dp=2), *engines)
     assert not any(part.startswith("actor") for part in (*loads[REFIT].parts, *loads[SAMPLES].parts))
     assert "refit: buckets" in loads[REFIT].parts
-    assert "sleeping engine" not in loads[TRAINS].parts
+    assert GRAPHS in loads[SAMPLES].parts and GRAPHS not in loads[TRAINS].parts
 
 
 def ppo_plan(tmp_path, *overrides, gpus=2):
@@ -99,7 +100,9 @@ def test_only_what_is_on_the_same_devices_is_beside_a_model(tmp_path):
     for plan, beside in ((apart, set()), (shared, {"critic: what stays"})):
         loads = {load.phase: load.parts for load in plan.loads}
         assert {
-            part for part in loads[TRAINS] if not part.startswith(("actor: ", "activations", "head", "reserve"))
+            part
+            for part in loads[TRAINS].keys() - {CONTEXTS, NCCL, FRAGMENTS}
+            if not part.startswith(("actor: ", "activations", "head"))
         } == beside
         assert not any("actor" in part or "critic" in part for part in loads[SAMPLES])
     assert apart.times.seconds < shared.times.seconds, "the models are trained at once"

@@ -16,7 +16,7 @@ PUBLISHED = {
     "NeMo-RL, 16 nodes": (
         "128xH100",
         *layout_keys(tp=2, pp=8, cp=2, ep=16, etp=1, dp=4, first_stage_layers=11, last_stage_layers=11),
-        *("rollout.tp=16", "rollout.replicas=8", "rollout.kv_cache_gib=8"),
+        *("rollout.tp=16", "rollout.replicas=8", "rollout.kv_cache_gib=8", AWAY),
     ),
     "NeMo-RL, one step off, 32 nodes": (
         "256xH100",
@@ -52,13 +52,13 @@ def test_verls_engines_of_eight_need_gradients_that_are_away_in_a_refit():
     plan = plan_of(QWEN, gpus, *overrides, *eight, "actor.offload=[optimizer]")
     loads = {load.phase.partition(",")[0]: load for load in plan.loads}
     refit = loads["while the engine takes weights"]
-    assert plan.cluster.memory_bytes < refit.total < 1.1 * plan.cluster.memory_bytes
+    assert plan.cluster.memory_bytes < refit.total < 1.2 * plan.cluster.memory_bytes
     assert refit.arithmetic.startswith("41.7 (actor: weights, gradients) + 5")
 
 
 def test_235b_on_128_h20_with_a_bad_split():
     """ms-swift#7125 ran out of memory on these GPUs with engines of 8 beside a model that was not shared out enough. In
-    two stages it is refused; in as many as NeMo-RL's, beside engines of 16, it fits."""
+    two stages it is refused; in as many as NeMo-RL's, beside engines of 16 and without gradients, it fits."""
     bad = layout_keys(tp=4, pp=2, ep=8, etp=1, dp=16)
     engines = ("rollout.tp=8", "rollout.replicas=16", "rollout.kv_cache_gib=8")
     plan = plan_of(QWEN, "128xH20", *CONTEXT, "actor.recompute=full", *bad, *engines)
@@ -68,7 +68,7 @@ def test_235b_on_128_h20_with_a_bad_split():
     assert "28.3 (actor: parameters) + 56.7 (actor: gradients) + 2" in plan.problem
     assert plan.problem.endswith("give actor.layout more tp, pp or ep, or dp to share the optimizer over")
     good = layout_keys(tp=2, pp=8, ep=8, etp=1, dp=8, first_stage_layers=11, last_stage_layers=11)
-    engines = ("rollout.tp=16", "rollout.replicas=8", "rollout.kv_cache_gib=8")
+    engines = ("rollout.tp=16", "rollout.replicas=8", "rollout.kv_cache_gib=8", "actor.offload=[gradients]")
     assert plan_of(QWEN, "128xH20", *CONTEXT, "actor.recompute=full", *good, *engines).problem is None
 
 

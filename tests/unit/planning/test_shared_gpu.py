@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.planning.reserves import ACTIVATIONS, CONTEXTS, GRAPHS, LOGITS, NCCL
 from megarl.planning.shared_gpu import Load, fullest_phase
 from tests.paths import BASE
 from tests.unit.planning.test_memory import PARAMETERS, QWEN_1_5B
 
 GIB = 2**30
+ITEMS = {CONTEXTS, NCCL, GRAPHS, ACTIVATIONS, LOGITS, "reward model: activations"}
 
 
 def config(*overrides: str) -> Config:
@@ -18,8 +22,10 @@ def config(*overrides: str) -> Config:
 
 
 def fullest(*overrides: str, gpu: int = 0, reward=None, critic: bool = False) -> Load:
+    """Returns the fullest phase, without what test_reserves.py is about."""
     trained = {"actor": QWEN_1_5B, **({"critic": QWEN_1_5B} if critic else {})}
-    return fullest_phase(config(*overrides), QWEN_1_5B, trained, reward, gpu, gpus_per_node=8)
+    load = fullest_phase(config(*overrides), QWEN_1_5B, trained, reward, gpu, gpus_per_node=8)
+    return replace(load, parts={part: size for part, size in load.parts.items() if part not in ITEMS})
 
 
 def test_weights_gradients_and_optimizer_beside_the_engines_weights():
