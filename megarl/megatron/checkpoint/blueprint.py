@@ -17,6 +17,7 @@ from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import extents_of
 from megarl.megatron.model.architecture import architecture
 from megarl.megatron.model.build import build_chunk, parallelism, tensors_of
+from megarl.megatron.model.dispatcher import DISPATCHER
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.overrides import build
 from megarl.resharding.checkpoint import Extent
@@ -67,8 +68,8 @@ def _chunks(hf_config: Mapping[str, Any], layout: Layout) -> list[GPTModel]:
         False,
     )
     initialisation = dict.fromkeys(("init_method", "output_layer_init_method"), torch.nn.init.zeros_)
-    fields = architecture(hf_config) | parallelism(layout) | unfused | initialisation | {"use_cpu_initialization": True}
-    config = build("layout", config_class, {**fields, "pipeline_dtype": torch.float32})
+    fields = architecture(hf_config) | parallelism(layout) | DISPATCHER | unfused | initialisation
+    config = build("layout", config_class, {**fields, "use_cpu_initialization": True, "pipeline_dtype": torch.float32})
     with torch.device("meta"):
         chunks = [build_chunk(config, hf_config, stage, 1, fused=False) for stage in range(layout.vpp)]
         for chunk in chunks:
