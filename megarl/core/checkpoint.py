@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +32,12 @@ class FileRecord:
     path: str
     num_bytes: int
     sha256: str
+
+    @property
+    def rank(self) -> int:
+        """The rank that wrote it, by Megatron's names of a rank's files; 0 wrote those of all ranks."""
+        found = re.match(r"__(\d+)_", Path(self.path).name)
+        return 0 if found is None else int(found[1])
 
 
 def seal(file: Path, checkpoint: Path) -> FileRecord:

@@ -46,7 +46,10 @@ def build_optimizer(
     for parameter in without_decay:
         parameter.without_decay = True
     optimizer = get_megatron_optimizer(
-        optimizer_config(settings, dtype), list(chunks), config_overrides={WITHOUT_DECAY: {"wd_mult": 0.0}}
+        optimizer_config(settings, dtype),
+        list(chunks),
+        config_overrides={WITHOUT_DECAY: {"wd_mult": 0.0}},
+        use_gloo_process_groups=False,
     )
     if kernels.adam() == kernels.TORCH_ADAM:
         _use_fused_kernel(optimizer)

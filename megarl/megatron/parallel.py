@@ -43,7 +43,7 @@ def pretended(layout: Layout, rank: int) -> Iterator[None]:
     cpu_support.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        _subdivide(layout, create_gloo_process_groups=False)
+        _subdivide(layout)
         random_state.seed(0)
         yield
     finally:
@@ -51,7 +51,8 @@ def pretended(layout: Layout, rank: int) -> Iterator[None]:
 
 
 def _subdivide(layout: Layout, **options: float) -> None:
-    parallel_state.initialize_model_parallel(**sizes(layout), **options)
+    # Groups over gloo would be for Megatron's own checkpoints of the optimizer.
+    parallel_state.initialize_model_parallel(**sizes(layout), create_gloo_process_groups=False, **options)
 
 
 def sizes(layout: Layout) -> dict[str, int | None]:

@@ -21,6 +21,10 @@ ENTRY_BYTES = 1900
 """The bytes of a rank's part of a tensor beside its elements: names, shape and checksum, in the file and in the
 index."""
 
+CUTS = 3
+"""The parts that a matrix is in more where the range of a rank ends in one of its rows: rows before, two parts of the
+row, rows after."""
+
 RANK_BYTES = 26 * 1024
 """The bytes of a rank's random states."""
 
@@ -34,8 +38,8 @@ def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]
 
 
 def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
-    """Returns the bytes of one model. Every tensor is saved once, by one of the ranks that have it: as one process
-    would save it, in as many parts as tensor parallelism makes of it."""
+    """Returns the bytes of one model. Every element is saved once, by one of the ranks that have it: as one process
+    would save it, in as many parts as tensor parallelism and the ranges of data-parallel ranks make of it."""
     layout = settings.layout
     holder = _holder(config, layout, hf_config, tp=1, etp=1)
     elements, rank = _elements(holder), _elements(_holder(config, layout, hf_config, layout.tp, layout.expert_tp))
@@ -51,7 +55,8 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
         copies = {name: number + 1 for name, number in copies.items()}
     # Gate and up projection, one parameter of a rank, are saved apart.
     parts = {name: elements[name] // rank[name] * (2 if ".linear_fc1.weight" in name else 1) for name in elements}
-    entries = sum(parts[name] * number for name, number in copies.items())
+    ends = layout.world_size - layout.tp * layout.pp
+    entries = sum(parts[name] * number for name, number in copies.items()) + ends * CUTS * (1 + ADAM_STATES)
     return num_bytes + entries * ENTRY_BYTES + layout.world_size * RANK_BYTES
 
 

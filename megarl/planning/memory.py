@@ -116,18 +116,27 @@ def stage_memory(
     recompute: Recompute = "none",
 ) -> RankMemory:
     """Returns the peak memory of a rank of a pipeline stage, which holds these parameters; see `rank_memory`."""
-    ranks = layout.tp * layout.cp * layout.dp
-    others = (held.count - held.experts) // (layout.dp * layout.cp)
-    sharded = others + held.experts * layout.expert_tp * layout.ep // ranks
     rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
     in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
     return RankMemory(
         weights=held.count * num_bytes,
         gradients=held.count * FLOAT32,
-        optimizer=sharded * (8 if num_bytes == FLOAT32 else 12),
+        optimizer=range_size(layout, held) * (8 if num_bytes == FLOAT32 else 12),
         activations=_activations(shape, layout, held.layers, in_flight, rank_tokens, num_bytes, recompute),
         head=_head(shape, layout, rank_tokens, rank_rows, num_bytes) if held.is_last else 0,
     )
+
+
+def range_size(layout: Layout, held: RankParameters) -> int:
+    """Returns the parameters that a rank updates, P / d: see RankMemory."""
+    others = (held.count - held.experts) // (layout.dp * layout.cp)
+    return others + held.experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
+
+
+def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
+    """Returns the bytes that a rank writes into a checkpoint, P / d · (b + 12): the weights that it updates, of b
+    bytes, and in float32 their main weights and Adam's two moments."""
+    return range_size(layout, held) * (num_bytes + 3 * FLOAT32)
 
 
 def forward_bytes(

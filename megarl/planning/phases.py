@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.config.schema import Config, Role, Trained
+from megarl.config.schema import Config, Layout, Role, Trained
 from megarl.core.spans import overlap
 from megarl.planning.device_spans import ENGINE, NAMES, device_spans, reward_model_is_beside_engines
 from megarl.planning.hardware import Cluster
-from megarl.planning.memory import RankMemory, forward_bytes, item_bytes, stage_memory
+from megarl.planning.memory import RankMemory, forward_bytes, item_bytes, saved_bytes, stage_memory
 from megarl.planning.object_store import object_store_mib
 from megarl.planning.parameters import ModelParameters, Models
 from megarl.planning.reserves import FRAGMENT_BYTES, FRAGMENTS, awake_reserve, gpu_reserve, sampling_reserve
@@ -209,8 +209,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         _add(parts, f"{role}: offloaded", ranks * sum(states[part] for part in {*settings.offload} - {"gradients"}))
         _add(parts, f"{role}: optimizer on the host", ranks * stepped)
         if config.checkpoint.every_steps is not None and config.checkpoint.background:
-            replicas = settings.layout.dp * settings.layout.cp
-            _add(parts, f"{role}: copy that is saved", ranks * (memory.weights / replicas + memory.optimizer))
+            _add(parts, f"{role}: copy that is saved", ranks * most_saved(config, settings.layout, model))
     if config.has_reference:
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         _add(parts, "reference: weights", ranks * max(actor))
@@ -227,6 +226,12 @@ def _engines_keep_weights(config: Config) -> bool:
     rollout = config.rollout
     between_rounds = config.batch.sampling_rounds > 1 and reward_model_is_beside_engines(config)
     return between_rounds or rollout.refit_delta or rollout.vllm_overrides.get("quantization") is not None
+
+
+def most_saved(config: Config, layout: Layout, model: ModelParameters) -> int:
+    """Returns the bytes of the copy that is saved on the rank that has the most to write."""
+    stages = (model.of_stage(layout, stage) for stage in range(layout.pp))
+    return max(saved_bytes(layout, held, item_bytes(config)) for held in stages)
 
 
 def _add(parts: dict[str, Any], name: str, size: float) -> None:

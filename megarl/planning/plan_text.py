@@ -12,8 +12,9 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.planning.device_spans import num_devices
-from megarl.planning.hardware import GIB
+from megarl.planning.hardware import GIB, STORAGE_GB_S
 from megarl.planning.plan import Planned, describe_layout
+from megarl.planning.save_time import SaveTime
 from megarl.planning.step_plan import StepPlan, StepTimes, host_memory
 from megarl.resharding.planning.preview import show_bytes
 
@@ -69,6 +70,7 @@ def _plan_dict(plan: StepPlan) -> dict[str, Any]:
         "phase_seconds": times.phases,
         "bounds": times.bounds,
         "overlapped_seconds": times.overlapped(config.is_colocated),
+        "save_seconds": None if plan.save is None else {"copying": plan.save.copying, "writing": plan.save.writing},
         "gpu_bytes": {load.phase: dict(load.parts) for load in plan.loads},
         "host_bytes": dict(plan.host),
         "bubble": {role: time.bubble for role, time in times.training.items()},
@@ -130,6 +132,8 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         rows.append(("", f"a GPU sends in a step: {sent}"))
     if times.refit is not None:
         rows.append(("refit", f"{show_bytes(times.refit.entering)} enter each node of engines"))
+    if plan.save is not None:
+        rows.append(("save", _save(plan.save, config.checkpoint.background)))
     overlapped = times.overlapped(config.is_colocated)
     if overlapped is not None:
         rows.append(("async", _asynchrony(config, times, overlapped)))
@@ -142,6 +146,14 @@ def time_lines(times: StepTimes) -> list[str]:
         f"{phase} {seconds:.1f} s" + (f", most of it {bounds[phase]}" if phase in bounds else "")
         for phase, seconds in times.phases.items()
     ]
+
+
+def _save(save: SaveTime, in_background: bool) -> str:
+    meanwhile = "while training goes on" if in_background else "while training waits"
+    return (
+        f"a copy to host memory in {save.copying:.1f} s, and {show_bytes(save.node_bytes)} written by the fullest node "
+        f"in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
+    )
 
 
 def _host(plan: StepPlan) -> str:

@@ -19,6 +19,7 @@ from megarl.planning.phases import (
 )
 from megarl.planning.refit_time import RefitTime, refit_time
 from megarl.planning.rollout_time import RolloutTime, rollout_time
+from megarl.planning.save_time import SaveTime, save_time
 from megarl.planning.shared_gpu import Load
 from megarl.planning.train_time import TrainTime, train_time
 from megarl.planning.workload import Workload
@@ -120,6 +121,7 @@ class StepPlan:
 
     loads   the fullest GPU of each phase
     host    what is in a node's host memory -> bytes
+    save    of a checkpoint, None where none is saved
     """
 
     config: Config
@@ -128,6 +130,7 @@ class StepPlan:
     loads: tuple[Load, ...]
     host: Mapping[str, float]
     times: StepTimes
+    save: SaveTime | None
 
     @property
     def problem(self) -> str | None:
@@ -161,6 +164,7 @@ def plan_step(config: Config, models: Models, workload: Workload, cluster: Clust
         loads=tuple(phase_loads(config, models, workload, cluster)),
         host=host_parts(config, models, workload, cluster),
         times=step_times(config, models, workload, cluster),
+        save=save_time(config, models, cluster),
     )
 
 

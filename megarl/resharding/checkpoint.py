@@ -47,6 +47,11 @@ class Extent:
         spans = zip(rectangle, self.offset[num_thin:], strict=True)
         return (*thin, *((start + offset, stop + offset) for (start, stop), offset in spans))
 
+    def of(self, rectangle: Rectangle) -> Extent | None:
+        """Returns the part of the extent that lies in a rectangle of the parameter, if any."""
+        common = intersect(self.rectangle, rectangle)
+        return None if common is None else self.within(self.to_global(moved(common, self.rectangle, whole(self.shape))))
+
     def within(self, place: Rectangle) -> Extent | None:
         """Returns the part of the extent that lies in a rectangle of the checkpoint's tensor, if any."""
         common = intersect(self.place, place)

@@ -28,6 +28,28 @@ def span(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Rectangle:
     return tuple((start, stop) if i == axis else (0, size) for i, size in enumerate(shape))
 
 
+def flat_span(shape: tuple[int, ...], start: int, stop: int) -> list[Rectangle]:
+    """Returns the rectangles that make up the elements start <= index < stop of a flattened tensor, in their order: of
+    a matrix at most part of a row, whole rows, and part of a row."""
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [((start, stop),)]
+    row, parts = prod(shape[1:]), []
+    first, last = -(-start // row), stop // row  # of the whole rows
+    if first > last:  # within one row
+        return _in_row(shape, last, start, stop)
+    parts += _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        parts.append(span(shape, 0, first, last))
+    return parts + _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[Rectangle]:
+    before = index * prod(shape[1:])
+    return [((index, index + 1), *rest) for rest in flat_span(shape[1:], start - before, stop - before)]
+
+
 def shape_of(rectangle: Rectangle) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in rectangle)
 

@@ -8,6 +8,7 @@ import random
 import resource
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.model_folders import ModelFolders
 from megarl.config.schema import Config, Role
-from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
+from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files, seal
 from megarl.data.model_folder import read_config
+from megarl.megatron.checkpoint.conversion import reshape
+from megarl.megatron.checkpoint.description import describe
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.planning.checkpoint_size import checkpoint_bytes
+from megarl.resharding.transports.torch_dist import TorchDistFolder
 from megarl.run.checkpoints import Checkpoints
 from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
@@ -219,6 +224,67 @@ def test_frozen_layers_go_on_and_go_through_another_layout(model, tmp_path, froz
     assert_same_weights(run_ranks(2, go_on, first, model, checkpoint), uninterrupted)
     _, converted = saved_by(second, model, tmp_path / "second", checkpoint)
     assert_same_weights(run_ranks(2, go_on, first, model, converted), uninterrupted)
+
+
+def bytes_read(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> tuple[int, set[str]]:
+    """Returns the bytes that a rank reads of the optimizer, and the files that they are in."""
+    num_bytes, files, read = 0, set(), TorchDistFolder.read
+
+    def counted(self: TorchDistFolder, *place: Any) -> torch.Tensor:
+        nonlocal num_bytes
+        part = read(self, *place)
+        num_bytes += part.nbytes
+        files.update(self._maps)
+        return part
+
+    TorchDistFolder.read = counted
+    load(store, rank, config, model, checkpoint)
+    return num_bytes, files
+
+
+def bytes_in_files(folder: Path) -> dict[tuple[str, str], int]:
+    """Returns the bytes of elements in a checkpoint's files, of weights and of the optimizer, as torch finds them."""
+    metadata = FileSystemReader(folder).read_metadata()
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for index, info in metadata.storage_data.items():
+        tensor = metadata.state_dict_metadata[index.fqn]
+        if isinstance(tensor, TensorStorageMetadata):
+            [chunk] = [chunk for chunk in tensor.chunks if chunk.offsets == index.offset]
+            kind = "optimizer" if index.fqn.startswith("optimizer.") else "weights"
+            found[info.relative_path, kind] += chunk.sizes.numel() * tensor.properties.dtype.itemsize
+    return found
+
+
+@pytest.mark.newest
+def test_every_rank_writes_and_reads_its_own_range(model, tmp_path):
+    """The optimizer has 12 bytes a parameter. Under another layout a rank reads what it needs, and no more."""
+    config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
+    [held, _], checkpoint = saved_by(config, model, tmp_path)
+    count = sum(weight.numel() for weight in held.weights.values())
+    written, own = bytes_in_files(checkpoint.path / "actor"), [f"__{rank}_0.distcp" for rank in range(2)]
+    assert written.keys() == {(file, kind) for file in own for kind in ("weights", "optimizer")}
+    for kind, each in (("weights", 2), ("optimizer", 12)):
+        shares = [written[file, kind] for file in own]
+        assert sum(shares) == each * count and min(shares) > 0.49 * each * count
+    read = run_ranks(2, bytes_read, config, model, checkpoint)
+    assert read == [(written[file, "optimizer"], {file}) for file in own]
+    elsewhere = config_of(model, "model.dtype=bfloat16", "actor.layout.tp=2")
+    sizes = [num_bytes for num_bytes, _ in run_ranks(2, bytes_read, elsewhere, model, checkpoint)]
+    assert sum(sizes) == 12 * (count + 9 * SIZES["hidden_size"])  # both ranks have the norms
+
+
+def test_an_optimizer_that_is_saved_in_whole_tensors_goes_on(model, tmp_path):
+    """A conversion writes it so, and the first of the data-parallel ranks did in earlier versions."""
+    config, other = (config_of(model, "model.dtype=bfloat16", f"actor.layout.dp={dp}") for dp in (2, 1))
+    uninterrupted, checkpoint = saved_by(config, model, tmp_path / "first")
+    checkpoints = Checkpoints(tmp_path / "second")
+    hidden = checkpoints.begin(SAVED_AFTER)
+    reshape(checkpoint.path, hidden / "actor", other.actor.layout)
+    shape_and_parts = [(shape, parts) for shape, _, parts in describe(hidden / "actor").tensors.values()]
+    assert all(parts == 1 for shape, parts in shape_and_parts if shape[0] != 2 * SIZES["intermediate_size"])
+    files = [seal(file, hidden) for file in (hidden / "actor").rglob("*") if file.is_file()]
+    converted = checkpoints.commit(SAVED_AFTER, {"config": other.model_dump()}, files)
+    assert_same_weights(run_ranks(2, go_on, config, model, converted), uninterrupted)
 
 
 @pytest.mark.newest

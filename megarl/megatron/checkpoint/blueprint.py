@@ -8,25 +8,22 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config.schema import Layout
 from megarl.megatron import parallel
+from megarl.megatron.checkpoint.extents import extents_of
 from megarl.megatron.model.architecture import architecture
 from megarl.megatron.model.build import build_chunk, parallelism, tensors_of
+from megarl.megatron.model.dispatcher import DISPATCHER
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.overrides import build
 from megarl.resharding.checkpoint import Extent
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.families.shape import ModelShape
-from megarl.resharding.piece import Holder, Rectangle
+from megarl.resharding.piece import Holder
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +50,14 @@ def blueprint(
         chunks = _chunks(hf_config, layout)
         states = [chunk.sharded_state_dict(metadata=dict(format)) for chunk in chunks]
     names = {id(tensor): name for name, tensor in tensors_of(chunks).items()}
-    entries = [entry for state in states for entry in nested_values(state)]
-    factories = [entry for entry in entries if isinstance(entry, ShardedTensorFactory)]
-    built = [extent for factory in factories for extent in nested_values(factory.build())]
-    tensors = [entry for entry in (*entries, *built) if isinstance(entry, ShardedTensor)]
+    entries = [entry for state in states for entry in nested_values(state) if is_main_replica(entry.replica_id)]
     objects = [entry for entry in entries if isinstance(entry, ShardedObject)]
     assert all(entry.data is None for entry in objects), "the model has a state beside its tensors"
+    shards = [entry for entry in entries if not isinstance(entry, ShardedObject)]
     return RankBlueprint(
         holder,
-        tuple(_extent(tensor, names) for tensor in tensors if is_main_replica(tensor.replica_id)),
-        tuple(entry.unique_key for entry in objects if is_main_replica(entry.replica_id)),
+        tuple(extent for shard in shards for extent in extents_of(shard, names[id(shard.data)])),
+        tuple(entry.unique_key for entry in objects),
     )
 
 
@@ -73,33 +68,10 @@ def _chunks(hf_config: Mapping[str, Any], layout: Layout) -> list[GPTModel]:
         False,
     )
     initialisation = dict.fromkeys(("init_method", "output_layer_init_method"), torch.nn.init.zeros_)
-    fields = architecture(hf_config) | parallelism(layout) | unfused | initialisation | {"use_cpu_initialization": True}
-    config = build("layout", config_class, {**fields, "pipeline_dtype": torch.float32})
+    fields = architecture(hf_config) | parallelism(layout) | DISPATCHER | unfused | initialisation
+    config = build("layout", config_class, {**fields, "use_cpu_initialization": True, "pipeline_dtype": torch.float32})
     with torch.device("meta"):
         chunks = [build_chunk(config, hf_config, stage, 1, fused=False) for stage in range(layout.vpp)]
         for chunk in chunks:
             replace_output_layer(chunk, hf_config, temperature=1.0)
     return chunks
-
-
-def _extent(tensor: ShardedTensor, names: Mapping[int, str]) -> Extent:
-    data = tensor.data
-    whole = data if id(data) in names else data._base
-    return Extent(
-        parameter=names[id(whole)],
-        rectangle=_rectangle(data, whole),
-        key=tensor.key,
-        global_shape=tuple(tensor.global_shape),
-        offset=tuple(tensor.global_offset),
-        resizable=tensor.allow_shape_mismatch,
-    )
-
-
-def _rectangle(view: torch.Tensor, whole: torch.Tensor) -> Rectangle:
-    """Returns the rectangle of a contiguous tensor that a view of it covers."""
-    assert whole.is_contiguous() and view.stride() == whole.stride(), "not a rectangle of the parameter"
-    rectangle, left = [], view.storage_offset()
-    for stride, size in zip(view.stride(), view.shape, strict=True):
-        start, left = divmod(left, stride)
-        rectangle.append((start, start + size))
-    return tuple(rectangle)

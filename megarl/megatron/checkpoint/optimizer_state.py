@@ -1,144 +1,170 @@
-"""AdamW's state in the shapes of the model's parameters, so that a checkpoint of it loads under any layout.
+"""AdamW's state, of which every rank writes and reads its own range, in a checkpoint that loads under any layout.
 
-Megatron keeps it in flat buckets, each split evenly over the data-parallel ranks. Its own conversion copies everything
-several times, and reads parameters after a bucket with padding at its end from the wrong place.
+Megatron keeps it in flat buckets, each split evenly over the data-parallel ranks, so that a rank has a range of the
+elements of a parameter, flattened. In the checkpoint the state is a tensor of the parameter's shape. The range is a few
+rectangles of it, which the rank writes by itself; and it reads, from whatever rectangles others wrote, those alone. Of
+the parameters' weights it writes the same range, so that all ranks write alike; it needs all of them, and reads them
+with the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megarl.core.errors import UserError
+from megarl.megatron import parallel
+from megarl.megatron.checkpoint.extents import Shard, extents_of
 from megarl.megatron.model import kernels
 from megarl.megatron.optimizer import parts_of
+from megarl.resharding.checkpoint import Extent
+from megarl.resharding.piece import Rectangle, flat_span, shape_of, whole
+from megarl.resharding.transports.torch_dist import TorchDistFolder
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """Megatron's names of the main weights and of the moments, all float32."""
 
+PREFIX = "optimizer.state."
+
 Parameter = torch.nn.Parameter
-Shard = ShardedTensor | ShardedTensorFactory
+
 
 Lent = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
 """A function that has tensors on the device for as long as its result is entered: Offload.lent."""
 
 
 @torch.no_grad()
-def sharded(
-    optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], is_loading: bool, lent: Lent = nullcontext
-) -> dict[int, dict[str, Shard]]:
-    """Returns the sharded state, by the number of the parameter on this rank. All ranks call this together.
+def sharded(optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], lent: Lent) -> dict[str, ShardedTensor]:
+    """Returns what this rank writes of the trained parameters, copied to host memory: weights and state of its ranges.
 
     models   the parameters' shards
     lent     has the state of a parameter on the device for as long as it is read, where it is offloaded
-
-    For saving, the state is copied to the host memory of one rank of each data-parallel group, and the others have
-    none. For loading, every rank has tensors for all of it.
     """
-    return {
-        number: {
-            key: sharded_like(models[parameter], f"optimizer.state.{key}", tensor) for key, tensor in tensors.items()
-        }
-        for number, (parameter, tensors) in enumerate(_whole_tensors(optimizer, is_loading, lent))
-    }
+    written: dict[str, ShardedTensor] = {}
+    for own in _own_ranges(optimizer):
+        shard = models[own.parameter]
+        # Megatron's replicas are counted by pipeline stage, by tensor-parallel and by data-parallel rank.
+        if is_main_replica(shard.replica_id[:2]):
+            with lent(own.state()):
+                state = own.part._get_main_param_and_optimizer_states(own.parameter)
+                values = {"": own.parameter.flatten()[own.start : own.stop]}
+                values |= {f"{PREFIX}{key}.": state[key].float() for key in KEYS}
+                copied = {prefix: of_range.to("cpu", copy=True) for prefix, of_range in values.items()}
+            for prefix, of_range in copied.items():
+                for extent in own.extents(shard, prefix):
+                    written[extent.name] = _sharded_tensor(extent, own.view(of_range, extent.rectangle))
+    return written
+
+
+def trained_parameters(optimizer: MegatronOptimizer) -> set[Parameter]:
+    """Returns the parameters that the optimizer updates, on this rank or on another of its data-parallel group."""
+    buffers = (buffer for part in parts_of(optimizer) for buffer in part.buffers)
+    return {parameter for buffer in buffers for parameter in buffer.param_index_map}
 
 
 @torch.no_grad()
-def restore(optimizer: MegatronOptimizer, states: Mapping[int, Mapping[str, torch.Tensor]], num_updates: int) -> None:
-    """Takes this rank's part of the loaded states. num_updates: the number of updates that the state has seen."""
-    numbers = count()
-    for bucket in _buckets(optimizer):
-        for parameter in bucket.places:
-            number = next(numbers)
-            if parameter in bucket.own:
-                ours = bucket.own[parameter]["param"]
-                tensors = {key: states[number][key].flatten()[ours.start : ours.end] for key in KEYS}
-                if kernels.adam() == kernels.TORCH_ADAM:
-                    tensors["step"] = torch.tensor(float(num_updates))  # Megatron asks for every entry of the state
-                bucket.part._set_main_param_and_optimizer_states(parameter, tensors)
+def restore(optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], num_updates: int, folder: Path) -> None:
+    """Loads this rank's ranges, on all ranks together. Raises UserError for the state of other parameters.
+
+    num_updates: the number of updates that the state has seen
+    """
+    extents = [
+        (own, {key: own.extents(models[own.parameter], f"{PREFIX}{key}.") for key in KEYS})
+        for own in _own_ranges(optimizer)
+    ]
+    with TorchDistFolder(folder) as stored:
+        _refuse_others(
+            folder,
+            {extent.key for _, states in extents for found in states.values() for extent in found},
+            {key for key in stored.tensors if key.startswith(PREFIX)},
+        )
+        for own, states in extents:
+            tensors = {key: own.read(stored, found) for key, found in states.items()}
+            if kernels.adam() == kernels.TORCH_ADAM:
+                tensors["step"] = torch.tensor(float(num_updates))  # Megatron asks for every entry of the state
+            own.part._set_main_param_and_optimizer_states(own.parameter, tensors)
     for part in parts_of(optimizer):
         _set_count(part, num_updates)
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """A bucket of a part of the optimizer.
-
-    num_elements   its elements, padding included
-    places         the places of the parameters among them
-    own            Megatron's description of the parts of parameters that this rank has
-    """
+class OwnRange:
+    """The range of a parameter's elements, flattened, whose state this rank has in a part of the optimizer."""
 
     part: DistributedOptimizer
-    num_elements: int
-    places: dict[Parameter, slice]
-    own: Mapping[Parameter, Mapping[str, Any]]
+    parameter: Parameter
+    start: int
+    stop: int
 
-    def gather(self, key: str, lent: Lent) -> torch.Tensor | None:
-        """Gathers all elements of one kind of state on the first rank of the data-parallel group: float32 on the host,
-        None on the other ranks."""
-        group = self.part.data_parallel_group_gloo
-        shard = torch.empty(self.num_elements // group.size())
-        for parameter, ranges in self.own.items():
-            with lent(self._state(parameter)):
-                state = self.part._get_main_param_and_optimizer_states(parameter)[key]
-                shard[ranges["gbuf_local"].start : ranges["gbuf_local"].end].copy_(state)
-        if group.size() == 1:
-            return shard
-        whole = torch.empty(self.num_elements) if group.rank() == 0 else None
-        parts = None if whole is None else list(whole.chunk(group.size()))
-        dist.gather(shard, parts, group=group, group_dst=0)
-        return whole
-
-    def _state(self, parameter: Parameter) -> list[torch.Tensor]:
-        """Returns all that the optimizer has of this rank's part of a parameter."""
-        group, number = self.part.model_param_group_index_map[parameter]
+    def state(self) -> list[torch.Tensor]:
+        """Returns all that the optimizer has of the range."""
+        group, number = self.part.model_param_group_index_map[self.parameter]
         main = self.part.optimizer.param_groups[group]["params"][number]
         state = self.part.optimizer.state[main].values()
         return [main, *(value for value in state if isinstance(value, torch.Tensor))]
 
+    def extents(self, shard: Shard, prefix: str) -> list[Extent]:
+        """Returns the extents that make up the range. prefix: what is before the parameter's key."""
+        spans = flat_span(tuple(self.parameter.shape), self.start, self.stop)
+        found = [extent.of(span) for extent in extents_of(shard, shard.key) for span in spans]
+        return [replace(extent, key=prefix + extent.key) for extent in found if extent is not None]
 
-def _buckets(optimizer: MegatronOptimizer) -> Iterator[Bucket]:
-    """Yields all buckets, in the same order every time."""
+    def view(self, values: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
+        """Returns the part of the range's values that is a rectangle of the parameter."""
+        strides = self.parameter.stride()
+        first = sum(start * stride for (start, _), stride in zip(rectangle, strides, strict=True))
+        return values.as_strided(shape_of(rectangle), strides, first - self.start)
+
+    def read(self, stored: TorchDistFolder, extents: list[Extent]) -> torch.Tensor:
+        """Returns the range's values from a checkpoint; 0 for a padding that it has not."""
+        values = torch.zeros(self.stop - self.start)
+        for extent in extents:
+            part = extent.within(whole(stored.tensors[extent.key].shape))
+            if part is not None:
+                view = self.view(values, part.rectangle)
+                view.copy_(stored.read(part.key, part.place).view(view.shape))
+        return values
+
+
+def _own_ranges(optimizer: MegatronOptimizer) -> Iterator[OwnRange]:
     for part in parts_of(optimizer):
         if not part.optimizer.state:  # the first update would make it
             part.init_state_fn(part.optimizer, part.config)
             _set_count(part, 0)
-        for buffer, ranges_by_dtype in zip(part.buffers, part.gbuf_ranges, strict=True):
-            [ranges] = ranges_by_dtype.values()
-            for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
-                places = {
-                    parameter: slice(start - bucket.offset, end - bucket.offset)
-                    for parameter, (start, end, bucket_id) in buffer.param_index_map.items()
-                    if bucket_id == bucket.bucket_id
-                }
-                yield Bucket(part, bucket.grad_data.numel(), places, bucket_ranges["param_map"])
+        for ranges_by_dtype in part.gbuf_ranges:
+            [buckets] = ranges_by_dtype.values()
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield OwnRange(part, parameter, ranges["param"].start, ranges["param"].end)
 
 
-def _whole_tensors(
-    optimizer: MegatronOptimizer, is_loading: bool, lent: Lent
-) -> Iterator[tuple[Parameter, dict[str, torch.Tensor]]]:
-    for bucket in _buckets(optimizer):
-        whole = {key: torch.empty(bucket.num_elements) if is_loading else bucket.gather(key, lent) for key in KEYS}
-        if all(tensor is not None for tensor in whole.values()):
-            for parameter, place in bucket.places.items():
-                yield parameter, {key: tensor[place].view(parameter.shape) for key, tensor in whole.items()}
+def _sharded_tensor(extent: Extent, values: torch.Tensor) -> ShardedTensor:
+    shape = shape_of(extent.place)
+    return ShardedTensor(
+        key=extent.key,
+        data=values.reshape(shape),
+        dtype=values.dtype,
+        local_shape=shape,
+        global_shape=extent.global_shape,
+        global_offset=extent.offset,
+        axis_fragmentations=None,  # the others' parts have other shapes
+    )
 
 
-def sharded_like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
-    """Returns the tensor sharded as the model's parameter is, under the parameter's key with the prefix."""
-    changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
-    if isinstance(model, ShardedTensor):  # a factory, which splits a tensor into several, has no dtype of its own
-        changes["dtype"] = tensor.dtype
-    return replace(model, **changes)
+def _refuse_others(folder: Path, own: set[str], stored: set[str]) -> None:
+    """Raises UserError on all ranks where the ranks' states together are not those that are stored."""
+    of_ranks: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own, group=parallel.host_group())
+    if differing := set().union(*of_ranks) ^ stored:
+        raise UserError(f"{folder}: it is the checkpoint of another model: {min(differing)} is in one only")
 
 
 def _set_count(part: DistributedOptimizer, num_updates: int) -> None:

@@ -38,7 +38,8 @@ from megarl.core.checkpoint import FileRecord, seal, write_note
 from megarl.core.errors import UserError
 from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
-from megarl.megatron.checkpoint.optimizer_state import Lent, Shard, sharded_like
+from megarl.megatron.checkpoint.extents import Shard
+from megarl.megatron.checkpoint.optimizer_state import Lent
 from megarl.megatron.model.build import named_tensors
 from megarl.megatron.weight_snapshots import WeightSnapshots
 
@@ -112,15 +113,20 @@ def save(
     """
     models = _sharded_models(chunks)
     # This copies by itself. It looks parameters up by identity, so those of the model are copied after it.
-    moments = optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=False, lent=lent)
+    own = optimizer_state.sharded(optimizer, _by_parameter(models), lent)
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
-    for shard in _shards([models, snapshots]):
+    trained = optimizer_state.trained_parameters(optimizer)
+    others = {
+        name: {key: entry for key, entry in entries.items() if entry.data not in trained}
+        for name, entries in models.items()
+    }
+    for shard in _shards([others, snapshots]):
         if is_main_replica(shard.replica_id):
             shard.data = shard.data.detach().to("cpu", copy=True)
     state = {
-        **models,
+        **others,
         SNAPSHOTS: snapshots,
-        "optimizer": moments,
+        "own": own,
         "counters": dict(counters),
         RANDOM: _sharded_random(),
     }
@@ -140,22 +146,18 @@ def load(
     same_layout: whether it was saved from this layout, so that each rank takes its random states too.
     """
     models = _sharded_models(chunks)
-    state = {
-        **models,
-        SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models),
-        "optimizer": optimizer_state.sharded(optimizer, _by_parameter(models), is_loading=True),
-    }
+    shards = _by_parameter(models)
+    state = {**models, SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models)}
     if same_layout:
         state[RANDOM] = _sharded_random()
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
-    differing = unexpected | {key for key in missing if not key.startswith(RANDOM)}
+    differing = unexpected | {key for key in missing if not key.startswith((RANDOM, optimizer_state.PREFIX))}
     if differing:
         raise UserError(f"{folder}: it is the checkpoint of another model: {sorted(differing)[0]} is in one only")
     for index, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{index}"])
     weight_snapshots.restore(loaded.get(SNAPSHOTS, {}))
-    # A rank whose parameters are all frozen has no optimizer state.
-    optimizer_state.restore(optimizer, loaded.get("optimizer", {}), loaded["counters"]["num_updates"])
+    optimizer_state.restore(optimizer, shards, loaded["counters"]["num_updates"], folder)
     if same_layout:
         random_state.restore(loaded[RANDOM])
     return loaded["counters"]
@@ -194,9 +196,17 @@ def _sharded_snapshots(
     """Returns the snapshots that change, sharded as the model's weights are."""
     live, shards = named_tensors(chunks), _by_parameter(models)
     return {
-        name: {key: sharded_like(shards[live[key]], f"{SNAPSHOTS}.{name}", weight) for key, weight in weights.items()}
+        name: {key: _like(shards[live[key]], f"{SNAPSHOTS}.{name}", weight) for key, weight in weights.items()}
         for name, weights in weight_snapshots.state().items()
     }
+
+
+def _like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
+    """Returns the tensor sharded as the model's parameter is, under the parameter's key with the prefix."""
+    changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
+    if isinstance(model, ShardedTensor):  # a factory, which splits a tensor into several, has no dtype of its own
+        changes["dtype"] = tensor.dtype
+    return replace(model, **changes)
 
 
 def _by_parameter(models: Mapping[str, Any]) -> dict[torch.Tensor, Shard]:

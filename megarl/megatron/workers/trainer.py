@@ -197,9 +197,11 @@ class TrainerWorker(ModelWorker, ABC):
         write_parameters(self.parameters(), sorted({move.source.parameter for move in moves}), folder)
 
     def check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
-        """Verifies this rank's share of the role's files. Raises UserError that names a damaged one."""
+        """Verifies this rank's share of the role's files, under the layout that it was saved from those that the rank
+        wrote: what it loads next is then in memory already. Raises UserError that names a damaged one."""
         files = [record for record in checkpoint.files if record.path.startswith(f"{role}/")]
-        checkpoint.verify(files[self._rank :: self._settings.layout.world_size])
+        num_ranks = self._settings.layout.world_size
+        checkpoint.verify(record for record in files if record.rank % num_ranks == self._rank)
 
     def load_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
         """Loads weights, optimizer, counts, random states and the weight snapshots that change, in place. A reference

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 
 from megarl.core.errors import UserError
 from megarl.resharding.checkpoint import Extent
-from megarl.resharding.piece import Rectangle, contains, moved, shape_of, whole
+from megarl.resharding.piece import Rectangle, intersect, moved, num_elements, shape_of, whole
 from megarl.resharding.transports.transport import Readable, dtype_name, view
 
 METADATA = ".metadata"
@@ -50,7 +50,7 @@ class TorchDistFolder:
         self._check_files()
         self._stack = ExitStack()
         self._maps: dict[str, mmap.mmap] = {}
-        self._chunks: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
 
     def __enter__(self) -> TorchDistFolder:
         return self
@@ -67,12 +67,18 @@ class TorchDistFolder:
         return {name: (self._folder / name).stat().st_size for name in sorted(names)}
 
     def read(self, key: str, place: Rectangle) -> torch.Tensor:
-        """Returns a part of a tensor, within one of the rectangles that it is stored in."""
-        for rectangle in self.tensors[key].rectangles:
-            if contains(rectangle, place):
-                chunk = self._chunk(key, rectangle)
-                return view(chunk, moved(place, rectangle, whole(shape_of(rectangle))))
-        raise UserError(f"{self._folder}: no file holds {key} at {place} as a whole")
+        """Returns a part of a tensor: a view where it lies in one of the rectangles that the tensor is stored in, else
+        put together from all in which some of it lies."""
+        stored = self.tensors[key]
+        parts = [(r, common) for r in stored.rectangles if (common := intersect(r, place)) is not None]
+        if sum(num_elements(common) for _, common in parts) != num_elements(place):
+            raise UserError(f"{self._folder}: the files hold only a part of {key} at {place}")
+        if len(parts) == 1:
+            return self._part(key, *parts[0])
+        found = torch.empty(shape_of(place), dtype=getattr(torch, stored.dtype))
+        for rectangle, common in parts:
+            view(found, moved(common, place, whole(shape_of(place)))).copy_(self._part(key, rectangle, common))
+        return found
 
     def read_object(self, key: str) -> bytes:
         """Returns the bytes of an object as it was saved."""
@@ -92,15 +98,24 @@ class TorchDistFolder:
             if (size := file.stat().st_size) < end:
                 raise UserError(f"{self._folder}: {name} is damaged: it has {size:,} bytes and had {end:,}")
 
-    def _chunk(self, key: str, rectangle: Rectangle) -> torch.Tensor:
+    def _part(self, key: str, rectangle: Rectangle, place: Rectangle) -> torch.Tensor:
+        """Returns the part at `place` of the chunk that is stored as this rectangle."""
+        chunk = self._chunk(key, rectangle)
+        part = view(chunk.elements, moved(place, rectangle, whole(shape_of(rectangle))))
+        first = chunk.start + part.storage_offset() * part.itemsize
+        last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
+        start = first - first % mmap.PAGESIZE
+        # All of it is read soon: this reads it in large blocks, not in the small ones of page faults.
+        chunk.data.madvise(mmap.MADV_WILLNEED, start, first - start + last * part.itemsize)
+        return part
+
+    def _chunk(self, key: str, rectangle: Rectangle) -> Chunk:
         index = key, tuple(start for start, _ in rectangle)
         if index not in self._chunks:
             info = self._items[index]
-            data, start = self._map(info.relative_path), info.offset - info.offset % mmap.PAGESIZE
-            # All of it is read soon: this reads it in large blocks, not in the small ones of page faults.
-            data.madvise(mmap.MADV_WILLNEED, start, info.offset + info.length - start)
-            chunk = _mapped(data, info.offset, info.length)
-            if tuple(chunk.shape) != shape_of(rectangle) or dtype_name(chunk.dtype) != self.tensors[key].dtype:
+            chunk = _mapped(self._map(info.relative_path), info.offset, info.length)
+            found = tuple(chunk.elements.shape), dtype_name(chunk.elements.dtype)
+            if found != (shape_of(rectangle), self.tensors[key].dtype):
                 raise UserError(f"{self._folder}: {info.relative_path} is damaged: {key} is not what {METADATA} says")
             self._chunks[index] = chunk
         return self._chunks[index]
@@ -113,12 +128,20 @@ class TorchDistFolder:
         return self._maps[name]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Chunk:
+    """A rectangle of a tensor in a mapped file. start: the offset in the file at which the elements' storage begins."""
+
+    data: mmap.mmap
+    start: int
+    elements: torch.Tensor
+
+
 class StoredExtents(Readable):
     """The transport of such a checkpoint: extents by their names, in a checkpoint that has `prefix` before their
     keys."""
 
     def __init__(self, folder: TorchDistFolder, extents: Mapping[str, Extent], prefix: str = ""):
-        """extents: each within one of the rectangles that its tensor is stored in."""
         self._folder, self._extents, self._prefix = folder, extents, prefix
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
@@ -155,14 +178,14 @@ class Window(io.RawIOBase):
         return count
 
 
-def _mapped(data: mmap.mmap, offset: int, length: int) -> torch.Tensor:
+def _mapped(data: mmap.mmap, offset: int, length: int) -> Chunk:
     """Returns the tensor that torch.save wrote at the offset, where it lies."""
     with FakeTensorMode():  # reads shape, dtype and place, no elements
         form = torch.load(io.BufferedReader(Window(data, offset, length)), weights_only=True)
     storage = form.untyped_storage()
     start = offset + storage._checkpoint_offset
     elements = torch.frombuffer(data, dtype=form.dtype, count=storage.nbytes() // form.itemsize, offset=start)
-    return elements.as_strided(form.shape, form.stride(), form.storage_offset())
+    return Chunk(data, start, elements.as_strided(form.shape, form.stride(), form.storage_offset()))
 
 
 def _stored(entry: TensorStorageMetadata) -> StoredTensor:

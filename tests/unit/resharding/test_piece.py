@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.resharding.piece import Piece, Shard, contains, intersect, num_elements, subtract
+from megarl.resharding.piece import Piece, Shard, contains, flat_span, intersect, num_elements, subtract
 
 RECTANGLES = st.tuples(*[st.tuples(st.integers(0, 5), st.integers(1, 4)).map(lambda s: (s[0], s[0] + s[1]))] * 3)
 
@@ -30,6 +30,16 @@ def test_difference_is_disjoint_and_complete(a, b):
     parts = subtract(a, common)
     assert sum(num_elements(part) for part in parts) == len(points(a) - points(b))
     assert set().union(*map(points, parts)) == points(a) - points(b)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple), st.data())
+def test_a_span_of_a_flattened_tensor_is_made_of_few_rectangles_in_its_order(shape, data):
+    elements = list(product(*map(range, shape)))
+    start = data.draw(st.integers(0, len(elements)))
+    stop = data.draw(st.integers(start, len(elements)))
+    parts = flat_span(shape, start, stop)
+    assert [point for part in parts for point in product(*(range(*side) for side in part))] == elements[start:stop]
+    assert len(parts) <= 2 * len(shape) - 1
 
 
 def test_a_part_of_a_piece_has_its_place_in_the_canonical_tensor():

@@ -331,7 +331,7 @@ def checkpoint(tmp_path) -> Path:
     [
         (dict(num_hidden_layers=3), r"decoder.layers.2.\S+ is missing, which a model with this config.json has"),
         (dict(num_hidden_layers=1), r"decoder.layers.1.\S+ and 5 more: unexpected"),
-        (dict(intermediate_size=24), r"linear_fc2.weight has shape \(12, 18\), but config.json makes it \(12, 24\)"),
+        (dict(intermediate_size=24), r"linear_fc1.weight has shape \(36, 12\), but config.json makes it \(48, 12\)"),
         (dict(vocab_size=129), r"word_embeddings.weight has shape \(128, 12\), but config.json makes it \(256, 12\)"),
     ],
 )

@@ -1,0 +1,46 @@
+"""The extents of a parameter: where Megatron's description of a sharded model says that its elements are saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from megarl.resharding.checkpoint import Extent
+from megarl.resharding.piece import Rectangle, whole
+
+Shard = ShardedTensor | ShardedTensorFactory
+"""Megatron's description of a parameter; a factory's parameter is saved as several tensors, or in several places."""
+
+
+def extents_of(shard: Shard, parameter: str) -> list[Extent]:
+    """Returns the extents that make up a parameter. parameter: the name that they have it under."""
+    if isinstance(shard, ShardedTensor):
+        return [_extent(shard, parameter, whole(tuple(shard.local_shape)))]
+    # Without elements, because only the places of its views count.
+    form = torch.empty(shard.data.shape, dtype=shard.data.dtype, device="meta")
+    tensors = nested_values(replace(shard, data=form).build())
+    return [_extent(tensor, parameter, _rectangle(tensor.data, form)) for tensor in tensors]
+
+
+def _extent(tensor: ShardedTensor, parameter: str, rectangle: Rectangle) -> Extent:
+    return Extent(
+        parameter=parameter,
+        rectangle=rectangle,
+        key=tensor.key,
+        global_shape=tuple(tensor.global_shape),
+        offset=tuple(tensor.global_offset),
+        resizable=tensor.allow_shape_mismatch,
+    )
+
+
+def _rectangle(view: torch.Tensor, form: torch.Tensor) -> Rectangle:
+    """Returns the rectangle of a contiguous tensor that a view of it covers."""
+    assert view._base is form and view.stride() == form.stride(), "not a rectangle of the parameter"
+    rectangle, left = [], view.storage_offset()
+    for stride, size in zip(view.stride(), view.shape, strict=True):
+        start, left = divmod(left, stride)
+        rectangle.append((start, start + size))
+    return tuple(rectangle)
