@@ -15,6 +15,7 @@ from megarl.planning.hardware import GIB
 from megarl.planning.memory import FLOAT32, item_bytes
 from megarl.planning.shared_gpu_rules import weights_travel
 from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.planning.communicators import CONNECTION, EXCHANGE_CHANNELS, NETWORK_BUFFERS, buffer_bytes
 
 MIB = 2**20
 
@@ -37,27 +38,22 @@ cuBLAS. An assumption."""
 FRAGMENT_BYTES = GIB
 """What a trainer's allocator holds at the peak beyond its tensors. An assumption."""
 
-CONNECTION = (10 + 2) * MIB
-"""NCCL's buffers for one channel from one peer of the node and to one: to receive, the FIFOs of its three protocols (8
-steps: 0.5 MiB of LL, 4.69 of LL128, NCCL_BUFFSIZE = 4 of Simple), and a header to send, in multiples of 2 MiB
-(init.cc: computeBuffSizes; p2p.cc: CUDA_IPC_MIN). NVIDIA/nccl issue 1685 shows allocations of these two sizes."""
-
 CHANNELS, CHANNELS_OVER_NODES = 24, 16
 """The rings of a communicator, inside a node and over several. Issue 1453 shows 16 over nodes of H100s. 24 inside one
 are an assumption: with as many connections of trees, which are no longer made unless they are used, they come to the
 0.5 GiB that issue 964 measured of two A100s."""
 
-EXCHANGE_CHANNELS, EXCHANGE_CHANNELS_OVER_NODES = 32, 2
-"""The channels between two ranks of a node that send to each other, if the communicator stays in the node (issue 1685)
-or has ranks elsewhere (issue 1189)."""
-
-NETWORK_BUFFERS = 2 * 32 * 16 * 128 * 1024
-"""What a rank sends to other nodes from, and receives into: for 32 channels 16 steps of NCCL_P2P_NET_CHUNKSIZE each
-(net.cc: sharedBuffersInit)."""
+EXCHANGE_CHANNELS_OVER_NODES = 2
+"""The channels between two ranks of a node that send to each other, if the communicator has ranks elsewhere (issue
+1189)."""
 
 MULTICAST = 16 * 2 * 8 * 128 * 1024
 """NVLink SHARP's buffers for each rank of the node: 16 channels, both ways, 8 steps of NCCL_NVLS_CHUNKSIZE (nvls.cc:
 ncclNvlsBufferSetup)."""
+
+REFIT_BUFFERS = buffer_bytes(between=1, near=1)
+"""A rank's communicators for messages of a refit: to other nodes, and to one rank of the node that it hands on to.
+`megarl reshard` counts those of a plan."""
 
 CAPTURED = 512
 """The largest batch that vLLM captures graphs for by default, below Blackwell (config/vllm.py)."""
@@ -111,9 +107,9 @@ def trainer_reserve(
 ) -> dict[str, float]:
     """Returns the items of a rank of a model in Megatron. They stay when its parameters are moved away.
 
-    sends   whether the rank sends weights to engines, over a communicator of its own
+    sends   whether the rank sends weights to engines
     """
-    nccl = _trainer_communicators(settings.layout, shape, gpus_per_node) + (_refit_communicator(gpus_per_node) * sends)
+    nccl = _trainer_communicators(settings.layout, shape, gpus_per_node) + (REFIT_BUFFERS * sends)
     return {CONTEXTS: CONTEXT + KERNELS, NCCL: nccl, FP8: _fp8_copies(settings, matrices)}
 
 
@@ -172,12 +168,6 @@ def _in_node(ranks: int, stride: int, gpus_per_node: int) -> int:
     return min(ranks, max(1, gpus_per_node // stride))
 
 
-def _refit_communicator(gpus_per_node: int) -> float:
-    """Returns the bytes of a rank's communicator for messages of a refit, which may go to all GPUs of a node and to
-    other nodes."""
-    return gpus_per_node * EXCHANGE_CHANNELS_OVER_NODES * CONNECTION + NETWORK_BUFFERS
-
-
 def _fp8_copies(settings: Placed, matrices: int) -> float:
     """Returns the bytes of the copies that Transformer Engine casts weights into and keeps (module/base.py:
     _fp8_workspaces), one for products in rows and one in columns, with mxfp8 a scale for each 32 elements. They are no
@@ -215,11 +205,11 @@ def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int, sends:
     """Returns the items of an engine's rank that stay while it sleeps: vLLM's sleep mode releases what its own
     allocator has, weights and KV cache, and graphs only by sleep_mode_offload_cudagraph.
 
-    sends   whether it gets weights over a communicator of its own
+    sends   whether weights are sent to it
     """
     rollout = config.rollout
     items = _engine_process(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout), gpus_per_node)
-    return together(items, {NCCL: _refit_communicator(gpus_per_node)} if sends else {})
+    return together(items, {NCCL: REFIT_BUFFERS} if sends else {})
 
 
 def _reward_model_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:

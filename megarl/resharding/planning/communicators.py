@@ -16,8 +16,20 @@ from typing import NamedTuple
 
 from megarl.resharding.planning.plan import Communicator, Link, Plan
 
-COMMUNICATOR_BYTES = 512 * 2**20
-"""The bytes of a GPU that a communicator takes for buffers. An estimate: it has not been measured."""
+MIB = 2**20
+
+CONNECTION = (10 + 2) * MIB
+"""NCCL's buffers for one channel from one peer of the node and to one: to receive, the FIFOs of its three protocols (8
+steps: 0.5 MiB of LL, 4.69 of LL128, NCCL_BUFFSIZE = 4 of Simple), and a header to send, in multiples of 2 MiB
+(init.cc: computeBuffSizes; p2p.cc: CUDA_IPC_MIN). NVIDIA/nccl issue 1685 shows allocations of these two sizes."""
+
+EXCHANGE_CHANNELS = 32
+"""The channels between two ranks of a node that send to each other over a communicator that stays in the node (issue
+1685)."""
+
+NETWORK_BUFFERS = 2 * 32 * 16 * 128 * 1024
+"""What a rank sends to other nodes from, and receives into: for 32 channels 16 steps of NCCL_P2P_NET_CHUNKSIZE each
+(net.cc: sharedBuffersInit)."""
 
 
 class _Place(NamedTuple):
@@ -56,3 +68,12 @@ def _place(plan: Plan, link: Link) -> _Place:
     differing = source ^ destination
     bit = (differing & -differing).bit_length() - 1
     return _Place(None, bit, source >> bit & 1)
+
+
+def buffer_bytes(between: int, near: int) -> int:
+    """Returns what the buffers of a rank's communicators take of its GPU, an estimate that has not been measured.
+
+    between   its communicators between nodes, each with some that all other nodes share
+    near      its neighbours inside its node, of which each has some
+    """
+    return between * NETWORK_BUFFERS + near * EXCHANGE_CHANNELS * CONNECTION

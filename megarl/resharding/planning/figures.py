@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megarl.resharding.piece import ITEM_BYTES, Holder, num_elements
 from megarl.resharding.planning.check import check_plan
-from megarl.resharding.planning.communicators import COMMUNICATOR_BYTES
+from megarl.resharding.planning.communicators import buffer_bytes
 from megarl.resharding.planning.holdings import divide, holdings
 from megarl.resharding.planning.messages import num_messages
 from megarl.resharding.planning.plan import Plan
@@ -31,7 +31,7 @@ class Figures:
     predicted_seconds     the time until everything has travelled, in the order in which it is sent over a network
     floor_seconds         the busiest rank's bytes in or out, over the bandwidth of that link
     communicators         the communicators of NCCL that one rank is a member of, at most
-    communicator_bytes    the bytes that they take on its GPU, an estimate
+    communicator_bytes    the bytes that those of one rank take on its GPU, at most: an estimate
     neighbours            the ranks with which one rank exchanges messages, at most
     operations            the messages that one rank sends and receives over NCCL, at most
     peak_staging_bytes    bytes of buckets that a rank has in hand: the one on its way from or to another node, and the
@@ -69,7 +69,6 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
     messages = [num_messages(bucket) for bucket in plan.buckets]
     simulated, sent = schedule(plan, bandwidth, messages), _sent(plan, messages)
     memberships = Counter(member for communicator in plan.communicators for member in communicator.members)
-    most = max(memberships.values(), default=0)
     return Figures(
         bytes_total=plan.num_bytes,
         bytes_wasted=plan.num_bytes - need.kept + max(0, by_link["inter"] - need.entering),
@@ -78,8 +77,8 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
         source_balance=_source_balance(plan, need.fair),
         predicted_seconds=simulated.seconds,
         floor_seconds=simulated.floor_seconds,
-        communicators=most,
-        communicator_bytes=most * COMMUNICATOR_BYTES,
+        communicators=max(memberships.values(), default=0),
+        communicator_bytes=max(_communicator_bytes(plan, sent), default=0),
         neighbours=max(map(len, sent.neighbours), default=0),
         operations=max(sent.operations, default=0),
         peak_staging_bytes=_peak_staging(plan, simulated),
@@ -171,6 +170,15 @@ def _sent(plan: Plan, messages: Sequence[int]) -> _Sent:
             sent.operations[source] += count
             sent.operations[destination] += count
     return sent
+
+
+def _communicator_bytes(plan: Plan, sent: _Sent) -> list[int]:
+    """Returns the bytes of each rank's communicators."""
+    between = Counter(member for members, is_inside in plan.communicators if not is_inside for member in members)
+    return [
+        buffer_bytes(between[rank], sum(plan.nodes[neighbour] == plan.nodes[rank] for neighbour in neighbours))
+        for rank, neighbours in enumerate(sent.neighbours)
+    ]
 
 
 def _source_balance(plan: Plan, fair: Sequence[float]) -> float:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.resharding.planning.communicators import COMMUNICATOR_BYTES
 from megarl.resharding.planning.figures import figures
 from megarl.resharding.planning.messages import num_messages
 from megarl.resharding.planning.plan import Bucket
@@ -57,7 +56,8 @@ def test_operations_are_messages_of_their_own_or_one_for_all_small_moves():
     found = figures(plan, sources, destinations, SPEEDS)
     # d0 has one of the source, hands it on, and has the other of d1. Both do so over one communicator.
     assert (found.neighbours, found.operations) == (2, 3)
-    assert (found.communicators, found.communicator_bytes) == (2, 2 * COMMUNICATOR_BYTES)
+    # d0: 128 MiB for other nodes, and for d1 12 MiB a channel.
+    assert (found.communicators, found.communicator_bytes) == (2, (128 + 32 * 12) * 2**20)
     delayed = figures(plan, sources, destinations, replace(SPEEDS, latency=1000.0))
     # Of the large one, where it is handed on, and where d1 hands on the other, not at the same time.
     assert delayed.predicted_seconds - found.predicted_seconds == pytest.approx(3 * 1000)
