@@ -44,10 +44,10 @@ def look_at(tested: Package, has_gpu: bool) -> Finding:
 
 
 def is_compiled(module: str, compiled: str) -> bool:
-    """Returns whether the compiled module is there: by itself, or in the folder of the module that imports it."""
+    """Returns whether the compiled module is there: by itself, or somewhere in the folder of the first."""
     spec = find_spec(module)
     folders = spec.submodule_search_locations or () if spec else ()
-    return find_spec(compiled) is not None or any([*Path(folder).glob(f"{compiled}*.so")] for folder in folders)
+    return find_spec(compiled) is not None or any([*Path(folder).rglob(f"{compiled}*.so")] for folder in folders)
 
 
 def installed(distributions: tuple[str, ...]) -> str | None:

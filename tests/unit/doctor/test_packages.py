@@ -76,7 +76,7 @@ def test_what_gpus_need_is_missed_where_there_are_some(has_gpu, state):
         (None, "problem"),
         ("kernels/of_torch.py", "problem"),
         ("of_torch.cpython-312-x86_64-linux-gnu.so", "ok"),
-        ("kernels/of_torch.cpython-312-x86_64-linux-gnu.so", "ok"),
+        ("kernels/wheel_lib/of_torch.cpython-312-x86_64-linux-gnu.so", "ok"),
     ],
     ids=["missing", "not compiled", "beside it", "in it"],
 )
@@ -84,7 +84,7 @@ def test_the_part_that_is_compiled_is_looked_for(tmp_path, monkeypatch, file, st
     """The package is laid out in a folder, with the compiled module as a wheel of its own or a build of all has it."""
     suffix = next(suffix for suffix in EXTENSION_SUFFIXES if suffix.startswith(".cpython"))
     for name in ("kernels/__init__.py", *([file.replace(".cpython-312-x86_64-linux-gnu.so", suffix)] if file else [])):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(packages, "installed", lambda names: "1.2")
