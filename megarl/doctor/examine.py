@@ -9,13 +9,14 @@ from megarl.doctor.finding import Finding
 from megarl.doctor.gpus import look_at_gpus
 from megarl.doctor.machine import look_at_machine
 from megarl.doctor.packages import installed, look_at_packages
+from megarl.doctor.ranges import CUDA_RUNTIME
 
 MARKS = {"ok": " ", "note": "·", "problem": "!"}
 
 
 def examine(folder: Path) -> list[Finding]:
     """Returns what is here, in the order in which it is shown. folder: where runs are to be kept."""
-    gpus = look_at_gpus(installed(("torch",)))
+    gpus = look_at_gpus(installed(("torch",)), installed(CUDA_RUNTIME))
     has_gpu = gpus[0].state == "ok"
     return [*look_at_packages(has_gpu), *gpus, *look_at_machine(folder)]
 

@@ -25,24 +25,26 @@ def ask(command: Sequence[str]) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def look_at_gpus(torch: str | None, ask: Ask = ask) -> list[Finding]:
-    """torch: its version, whose local part says for which CUDA it is built."""
+def look_at_gpus(torch: str | None, runtime: str | None, ask: Ask = ask) -> list[Finding]:
+    """torch, runtime: the versions of torch and of CUDA's runtime, as they are installed."""
     said = ask(QUERY)
     gpus = [[part.strip() for part in line.split(",")] for line in (said or "").splitlines() if line.strip()]
     if not gpus:
         return [Finding("GPUs", "note", "none: runs compute on the CPU")]
     names = sorted({f"{name}, {int(memory) / 1024:.0f} GiB" for name, memory, _ in gpus})
-    findings = [Finding("GPUs", "ok", f"{len(gpus)} × {' and '.join(names)}"), driver(gpus[0][2], torch)]
+    findings = [Finding("GPUs", "ok", f"{len(gpus)} × {' and '.join(names)}"), driver(gpus[0][2], torch, runtime)]
     return [*findings, links(len(gpus), ask(TOPOLOGY))] if len(gpus) > 1 else findings
 
 
-def driver(found: str, torch: str | None) -> Finding:
-    """Compares the driver with the CUDA that torch is built for."""
+def driver(found: str, torch: str | None, runtime: str | None) -> Finding:
+    """Compares the driver with the CUDA that torch is built for: the local part of torch's version says it, or, as
+    PyPI's has none, the version of the runtime that is installed with it."""
     cuda = re.search(r"\+cu(\d\d)", torch or "")
     if torch is not None and cuda is None and "+" in torch:
         fix = "install torch's CUDA build: pip install torch --index-url https://download.pytorch.org/whl/cu130"
         return Finding("driver", "problem", f"{found}, but torch {torch} is not built for CUDA", "", fix)
-    least = DRIVERS.get(int(cuda[1])) if cuda else None
+    major = cuda[1] if cuda else runtime.partition(".")[0] if torch and runtime else None
+    least = DRIVERS.get(int(major)) if major else None
     if least is None or int(found.partition(".")[0]) >= least:
         return Finding("driver", "ok", found, f">={least}" if least else "")
     fix = f"install NVIDIA's driver {least} or newer, or a torch that is built for an older CUDA"

@@ -36,8 +36,18 @@ def look_at(tested: Package, has_gpu: bool) -> Finding:
         return Finding(tested.name, "note", "not installed; needed on GPUs", tested.versions)
     # A local version, such as 2.13.0+cpu, is of the release before its plus; a development version counts as its own.
     if found.partition("+")[0] in SpecifierSet(tested.versions, prereleases=True):
+        if tested.compiled is not None and not is_compiled(*tested.compiled):
+            state = "problem" if needed else "note"
+            return Finding(tested.name, state, f"{found} without {tested.compiled[1]}", tested.versions, tested.fix)
         return Finding(tested.name, "ok", found, tested.versions)
     return Finding(tested.name, "problem", found, tested.versions, tested.fix)
+
+
+def is_compiled(module: str, compiled: str) -> bool:
+    """Returns whether the compiled module is there: by itself, or somewhere in the folder of the first."""
+    spec = find_spec(module)
+    folders = spec.submodule_search_locations or () if spec else ()
+    return find_spec(compiled) is not None or any([*Path(folder).rglob(f"{compiled}*.so")] for folder in folders)
 
 
 def installed(distributions: tuple[str, ...]) -> str | None:

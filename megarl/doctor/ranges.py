@@ -13,6 +13,7 @@ class Package:
     distributions   the names to look for; the first that is installed counts
     fix             one line: how to get a version of these
     on_gpu          whether it is needed on GPUs only
+    compiled        its module and the compiled one that this imports, which may be missing beside it
     """
 
     name: str
@@ -20,6 +21,7 @@ class Package:
     distributions: tuple[str, ...]
     fix: str
     on_gpu: bool = False
+    compiled: tuple[str, str] | None = None
 
 
 PYTHON = ">=3.11,<3.13"
@@ -41,6 +43,7 @@ PACKAGES = (
         ("transformer-engine", "transformer_engine"),
         "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.8,<3' (needs nvcc and wheel)",
         on_gpu=True,
+        compiled=("transformer_engine", "transformer_engine_torch"),
     ),
     Package(
         "NCCL",
@@ -56,6 +59,8 @@ APEX_FIX = (
     "Transformer Engine)"
 )
 """What to do where PyPI's `apex`, a toolkit for web sites, is installed in the place of NVIDIA Apex."""
+
+CUDA_RUNTIME = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 DRIVERS = {13: 580, 12: 525}
 """The major version of CUDA that torch is built for -> the least major version of NVIDIA's driver (CUDA's release

@@ -25,34 +25,37 @@ def answers(query: str | None, topology: str | None = None):
 
 @pytest.mark.parametrize("said", [None, "", "\n"])
 def test_without_gpus_runs_compute_on_the_cpu(said):
-    [finding] = look_at_gpus("2.13.0+cpu", answers(said))
+    [finding] = look_at_gpus("2.13.0+cpu", None, answers(said))
     assert (finding.state, finding.found) == ("note", "none: runs compute on the CPU")
 
 
 def test_eight_gpus_are_counted_and_one_driver_is_told():
-    found = look_at_gpus("2.13.0+cu130", answers(8 * H100, None))
+    found = look_at_gpus("2.13.0+cu130", "13.0.96", answers(8 * H100, None))
     assert [each.found for each in found[:2]] == ["8 × NVIDIA H100 80GB HBM3, 80 GiB", "580.82.07"]
     assert [each.state for each in found] == ["ok", "ok", "note"]
 
 
 def test_one_gpu_has_no_links():
-    assert [each.name for each in look_at_gpus("2.13.0+cu130", answers(H100))] == ["GPUs", "driver"]
+    assert [each.name for each in look_at_gpus("2.13.0+cu130", "13.0.96", answers(H100))] == ["GPUs", "driver"]
 
 
 @pytest.mark.parametrize(
-    ("found", "torch", "state"),
+    ("found", "torch", "runtime", "state"),
     [
-        ("580.65.06", "2.13.0+cu130", "ok"),
-        ("575.51.03", "2.13.0+cu130", "problem"),
-        ("535.161.08", "2.11.0+cu128", "ok"),
-        ("470.82.01", "2.11.0+cu128", "problem"),
-        ("580.65.06", "2.13.0+cpu", "problem"),
-        ("580.65.06", "2.13.0", "ok"),
-        ("580.65.06", None, "ok"),
+        ("580.65.06", "2.13.0+cu130", None, "ok"),
+        ("575.51.03", "2.13.0+cu130", None, "problem"),
+        ("535.161.08", "2.11.0+cu128", "12.8.90", "ok"),
+        ("470.82.01", "2.11.0+cu128", "12.8.90", "problem"),
+        ("580.65.06", "2.13.0+cpu", None, "problem"),
+        ("580.65.06", "2.13.0", "13.0.96", "ok"),
+        ("575.51.03", "2.13.0", "13.0.96", "problem"),
+        ("535.161.08", "2.11.0", "12.8.90", "ok"),
+        ("580.65.06", "2.13.0", None, "ok"),
+        ("580.65.06", None, None, "ok"),
     ],
 )
-def test_the_driver_is_compared_with_torchs_cuda(found, torch, state):
-    finding = driver(found, torch)
+def test_the_driver_is_compared_with_torchs_cuda(found, torch, runtime, state):
+    finding = driver(found, torch, runtime)
     assert finding.state == state
     assert bool(finding.fix) == (state == "problem")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import version
 from pathlib import Path
 
@@ -67,6 +68,30 @@ def test_what_gpus_need_is_missed_where_there_are_some(has_gpu, state):
     finding = look_at(Package("kernels", ">=1", ("no-such-thing",), "build them", on_gpu=True), has_gpu)
     assert finding.state == state
     assert bool(finding.fix) == has_gpu
+
+
+@pytest.mark.parametrize(
+    ("file", "state"),
+    [
+        (None, "problem"),
+        ("kernels/of_torch.py", "problem"),
+        ("of_torch.cpython-312-x86_64-linux-gnu.so", "ok"),
+        ("kernels/wheel_lib/of_torch.cpython-312-x86_64-linux-gnu.so", "ok"),
+    ],
+    ids=["missing", "not compiled", "beside it", "in it"],
+)
+def test_the_part_that_is_compiled_is_looked_for(tmp_path, monkeypatch, file, state):
+    """The package is laid out in a folder, with the compiled module as a wheel of its own or a build of all has it."""
+    suffix = next(suffix for suffix in EXTENSION_SUFFIXES if suffix.startswith(".cpython"))
+    for name in ("kernels/__init__.py", *([file.replace(".cpython-312-x86_64-linux-gnu.so", suffix)] if file else [])):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(packages, "installed", lambda names: "1.2")
+    tested = Package("kernels", ">=1", ("kernels",), "build it", on_gpu=True, compiled=("kernels", "of_torch"))
+    finding = look_at(tested, has_gpu=True)
+    assert (finding.state, finding.fix) == (state, "" if state == "ok" else "build it")
+    assert finding.found == ("1.2" if state == "ok" else "1.2 without of_torch")
 
 
 @pytest.mark.parametrize(("found", "state"), [("3.10.14", "problem"), ("3.12.1", "ok"), ("3.13.0", "problem")])

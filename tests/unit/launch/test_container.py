@@ -71,4 +71,5 @@ def test_nothing_is_installed_that_is_not_locked() -> None:
     assert all("--no-deps" in install for install in installs)
     assert all("--no-build-isolation" in install for install in installs[1:])
     assert {"wheel", "setuptools", "ninja"} <= LOCK.keys()
+    assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in commands.partition("transformer-engine-torch==")[0]
     assert re.search(r"^ARG APEX=[0-9a-f]{40}$", DOCKERFILE, re.M)
