@@ -15,7 +15,7 @@ PARTS = ("parameters", "gradients", "optimizer")
 """The parts of a model's state that the keys `offload` may name."""
 
 UNREAD = ("gradients", "optimizer")
-"""Those of which a refit reads nothing."""
+"""The parts of which a refit reads nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,10 +68,12 @@ class Offload:
         lent = [away[address] for away in self._away.values() for address in wanted.intersection(away)]
         for storage, kept in lent:
             _restore(storage, kept)
-        yield
-        device.synchronize()  # who has read is done before the memory is anybody else's
-        for storage, _ in lent:
-            storage.resize_(0)
+        try:
+            yield
+        finally:
+            device.synchronize()  # who has read is done before the memory is anybody else's
+            for storage, _ in lent:
+                storage.resize_(0)
 
     def _to_host(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Copies a storage to host memory: with a GPU, to the same memory each time, because locking it takes long."""

@@ -64,7 +64,7 @@ LINK_SHARE = 0.75
 """The share of a link's stated bandwidth that a collective of large messages gets: an assumption."""
 
 STORAGE_GB_S = 4
-"""What each node writes to the shared file system in a second, in GB, while all write: an assumption."""
+"""The GB that each node writes to the shared file system in a second, while all write: an assumption."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ FLOAT32 = 4
 EXPERTS = ".mlp.experts."
 """The part of a name that tells routed experts' parameters."""
 ROUTER = ".mlp.router."
-"""Likewise a router's."""
+"""The part of a name that tells a router's."""
 TILE = (4096, 8192)
 """The tokens × vocabulary of a tile of the head's logits on a GPU, of which megarl/ops/linear_head.py makes one at a
 time."""

@@ -1,4 +1,4 @@
-"""What processes hold on a GPU beside tensors of models and the KV cache: an item for each cause, with its source.
+"""The memory of a GPU beside tensors of models and the KV cache: an item for each cause, with its source.
 
 None of it can be asked for before a run, and vLLM does not measure it either where the size of the KV cache is given
 (gpu_worker.py: kv_cache_memory_bytes): without room for it, a run fails in the middle of a rollout. Where NCCL's and
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.schema import Config, Layout, Placed, Role, Rollout
+from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import GIB
 from megarl.planning.memory import FLOAT32, item_bytes
 from megarl.planning.shared_gpu_rules import weights_travel
@@ -32,11 +33,11 @@ CONTEXT = 426 * MIB
 an RTX 6000 Ada, which has about as many multiprocessors as an H100 (unslothai/unsloth-zoo, pull request 1053)."""
 
 KERNELS = 0.25 * GIB
-"""What a process that computes adds to its context: kernels, which load when they are first used, and the workspaces of
-cuBLAS. An assumption."""
+"""The bytes that a process that computes adds to its context: kernels, which load when they are first used, and the
+workspaces of cuBLAS. An assumption."""
 
 FRAGMENT_BYTES = GIB
-"""What a trainer's allocator holds at the peak beyond its tensors. An assumption."""
+"""The bytes that a trainer's allocator holds at the peak beyond its tensors. An assumption."""
 
 CHANNELS, CHANNELS_OVER_NODES = 24, 16
 """The rings of a communicator, inside a node and over several. Issue 1453 shows 16 over nodes of H100s. 24 inside one
@@ -50,10 +51,6 @@ EXCHANGE_CHANNELS_OVER_NODES = 2
 MULTICAST = 16 * 2 * 8 * 128 * 1024
 """NVLink SHARP's buffers for each rank of the node: 16 channels, both ways, 8 steps of NCCL_NVLS_CHUNKSIZE (nvls.cc:
 ncclNvlsBufferSetup)."""
-
-REFIT_BUFFERS = buffer_bytes(between=1, near=1)
-"""A rank's communicators for messages of a refit: to other nodes, and to one rank of the node that it hands on to.
-`megarl reshard` counts those of a plan."""
 
 CAPTURED = 512
 """The largest batch that vLLM captures graphs for by default, below Blackwell (config/vllm.py)."""
@@ -90,26 +87,22 @@ def gpu_reserve(
     """
     sends = not config.is_offline and weights_travel(config, gpus_per_node)
     items = [
-        trainer_reserve(config.placed(role), shape, matrices, gpus_per_node, sends and role == "actor")
-        for role, (shape, matrices) in held.items()
+        trainer_reserve(config.placed(role), shape, matrices, gpus_per_node) for role, (shape, matrices) in held.items()
     ]
+    if sends and ("actor" in held or engine is not None):
+        items.append({NCCL: _refit_buffers(config, engine is not None, gpus_per_node)})
     if "actor" in held and not config.is_offline:
         items.append(_readers_reserve(config, gpus_per_node))
     if engine is not None:
-        items.append(engine_reserve(config, engine, gpus_per_node, sends))
+        items.append(engine_reserve(config, engine, gpus_per_node))
     if reward is not None:
         items.append(_reward_model_reserve(config, reward, gpus_per_node))
     return together(*items)
 
 
-def trainer_reserve(
-    settings: Placed, shape: ModelShape, matrices: int, gpus_per_node: int, sends: bool = False
-) -> dict[str, float]:
-    """Returns the items of a rank of a model in Megatron. They stay when its parameters are moved away.
-
-    sends   whether the rank sends weights to engines
-    """
-    nccl = _trainer_communicators(settings.layout, shape, gpus_per_node) + (REFIT_BUFFERS * sends)
+def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per_node: int) -> dict[str, float]:
+    """Returns the items of a rank of a model in Megatron. They stay when its parameters are moved away."""
+    nccl = _trainer_communicators(settings.layout, shape, gpus_per_node)
     return {CONTEXTS: CONTEXT + KERNELS, NCCL: nccl, FP8: _fp8_copies(settings, matrices)}
 
 
@@ -201,15 +194,25 @@ def _num_readers(config: Config, gpus_per_node: int) -> int:
     return min(on_node - 1, needed if layout.tp == tp else 2 * needed + (layout.tp < tp))
 
 
-def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int, sends: bool = False) -> dict[str, float]:
+def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:
     """Returns the items of an engine's rank that stay while it sleeps: vLLM's sleep mode releases what its own
-    allocator has, weights and KV cache, and graphs only by sleep_mode_offload_cudagraph.
-
-    sends   whether weights are sent to it
-    """
+    allocator has, weights and KV cache, and graphs only by sleep_mode_offload_cudagraph."""
     rollout = config.rollout
-    items = _engine_process(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout), gpus_per_node)
-    return together(items, {NCCL: REFIT_BUFFERS} if sends else {})
+    return _engine_process(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout), gpus_per_node)
+
+
+def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float:
+    """Returns the bytes of the communicators over which a rank of the actor sends weights, or one of an engine has them
+    and hands them on: on each node, what several ranks want is sent to one of them. `megarl reshard` counts those of a
+    plan."""
+    engines, nodes = config.rollout.replicas * config.rollout.tp, -(-num_devices(config) // gpus_per_node)
+    if nodes == 1:
+        others = engines - 1 + config.actor.layout.world_size if is_engine else engines
+        return buffer_bytes(between=0, near=others)
+    near = min(gpus_per_node, engines) - 1 if is_engine else 0
+    if config.is_colocated:  # one for each bit of a node's number, of the trainer's rank and of the engine's
+        return buffer_bytes(2 * (nodes - 1).bit_length(), near)
+    return buffer_bytes(1, near)
 
 
 def _reward_model_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:

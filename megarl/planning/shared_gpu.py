@@ -111,7 +111,7 @@ def engine_loads(
     """
 
     def beside(present: Role) -> dict[str, float]:
-        """What is there while this model's weights are."""
+        """Returns what is there while this model's weights are."""
         there = {}
         for role, states in models.items():
             kept = staying(config, role, states)

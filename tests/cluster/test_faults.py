@@ -29,7 +29,6 @@ VICTIMS = (
 def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path) -> None:
     """A node without shared memory, the time limit, a node that crashes, a job that goes before. It is cancelled then,
     and launched again for its last steps, and ends bit for bit as a run that nobody interrupts."""
-    cluster.wait_for_nodes(ENDED_S)  # of the jobs before
     machines = {machine.name: machine for machine in cluster.machines}
     machines["n1"].run("mount", "-o", "remount,size=64m", "/dev/shm")
     options = ["--nodes=2", "--spares=1", "--time=30"]

@@ -54,6 +54,7 @@ def run_on_gpus(world_size: int, function: Callable[..., Any], *args: Any) -> li
         finally:
             for process in ranks:
                 process.kill()
+                process.join()
 
 
 def _receive(rank: int, receiver: Connection) -> Any:

@@ -23,6 +23,9 @@ from tests.unit.resharding.cases import layout_of
 
 pytestmark = needs_gpus(2, can_rehearse=False)
 DEADLINE_S = 120
+BESIDE = 256 * 2**20
+"""Room for what a first exchange takes beside buffers: NCCL's kernels and the transport's own messages."""
+
 TIMEOUT_S = 20.0
 
 
@@ -161,7 +164,7 @@ def test_two_ranks_have_one_communicator_and_it_fits(processes, monkeypatch, tmp
     monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/%p.log")
     connections = [processes.start(measures_the_first, rank, Rendezvous) for rank in range(2)]
     for connection in connections:
-        assert answer(connection) <= buffer_bytes(between=0, near=1)
+        assert answer(connection) <= buffer_bytes(between=0, near=1) + BESIDE
     logs = [file.read_text(errors="replace") for file in sorted(tmp_path.iterdir())]
     assert [log.count("Init COMPLETE") for log in logs] == [1, 1]
 

@@ -121,7 +121,7 @@ def test_weights_are_sent_to_an_engine_on_another_gpu(tmp_path):
 def test_a_killed_rank_ends_the_run_and_frees_its_gpus(tmp_path):
     recipe = write_endless_recipe(tmp_path)
     free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
-    with Run(recipe, tmp_path, "actor.layout.dp=2", "cluster.placement=colocated") as run:
+    with Run(recipe, tmp_path, *COLOCATED, "actor.layout={pp: 1, dp: 2}", "rollout.replicas=2") as run:
         run.wait_for_step(2)
         run.named("trainer-1").kill()
         assert run.end() == 1

@@ -54,7 +54,7 @@ def sharded(optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], len
         # Megatron's replicas are counted by pipeline stage, by tensor-parallel and by data-parallel rank.
         if is_main_replica(shard.replica_id[:2]):
             with lent(own.state()):
-                state = own.part._get_main_param_and_optimizer_states(own.parameter)
+                state = own.values()
                 values = {"": own.parameter.flatten()[own.start : own.stop]}
                 values |= {f"{PREFIX}{key}.": state[key].float() for key in KEYS}
                 copied = {prefix: of_range.to("cpu", copy=True) for prefix, of_range in values.items()}
@@ -76,6 +76,9 @@ def restore(optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], num
 
     num_updates: the number of updates that the state has seen
     """
+    for part in parts_of(optimizer):
+        if not part.optimizer.state:  # the first update would make it
+            part.init_state_fn(part.optimizer, part.config)
     extents = [
         (own, {key: own.extents(models[own.parameter], f"{PREFIX}{key}.") for key in KEYS})
         for own in _own_ranges(optimizer)
@@ -108,8 +111,16 @@ class OwnRange:
         """Returns all that the optimizer has of the range."""
         group, number = self.part.model_param_group_index_map[self.parameter]
         main = self.part.optimizer.param_groups[group]["params"][number]
-        state = self.part.optimizer.state[main].values()
+        state = self.part.optimizer.state.get(main, {}).values()
         return [main, *(value for value in state if isinstance(value, torch.Tensor))]
+
+    def values(self) -> Mapping[str, torch.Tensor]:
+        """Returns the range's state by KEYS. Before the first update there are no moments: zeros on the host, as an
+        engine may be awake on the device."""
+        if self.part.optimizer.state:
+            return self.part._get_main_param_and_optimizer_states(self.parameter)
+        main, *_ = self.state()
+        return dict(zip(KEYS, (main, torch.zeros(main.shape), torch.zeros(main.shape)), strict=True))
 
     def extents(self, shard: Shard, prefix: str) -> list[Extent]:
         """Returns the extents that make up the range. prefix: what is before the parameter's key."""
@@ -136,9 +147,6 @@ class OwnRange:
 
 def _own_ranges(optimizer: MegatronOptimizer) -> Iterator[OwnRange]:
     for part in parts_of(optimizer):
-        if not part.optimizer.state:  # the first update would make it
-            part.init_state_fn(part.optimizer, part.config)
-            _set_count(part, 0)
         for ranges_by_dtype in part.gbuf_ranges:
             [buckets] = ranges_by_dtype.values()
             for bucket in buckets:

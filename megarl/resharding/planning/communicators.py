@@ -28,12 +28,12 @@ EXCHANGE_CHANNELS = 32
 1685)."""
 
 NETWORK_BUFFERS = 2 * 32 * 16 * 128 * 1024
-"""What a rank sends to other nodes from, and receives into: for 32 channels 16 steps of NCCL_P2P_NET_CHUNKSIZE each
-(net.cc: sharedBuffersInit)."""
+"""The memory that a rank sends to other nodes from, and receives into: for 32 channels 16 steps of
+NCCL_P2P_NET_CHUNKSIZE each (net.cc: sharedBuffersInit)."""
 
 
 class _Place(NamedTuple):
-    """What a link has in common with others of its communicator.
+    """The things that a link has in common with others of its communicator.
 
     node    the node inside which it is, or None
     bit     the bit in which the numbers of its two nodes differ, where GPUs are shared

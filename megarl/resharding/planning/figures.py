@@ -31,7 +31,7 @@ class Figures:
     predicted_seconds     the time until everything has travelled, in the order in which it is sent over a network
     floor_seconds         the busiest rank's bytes in or out, over the bandwidth of that link
     communicators         the communicators of NCCL that one rank is a member of, at most
-    communicator_bytes    the bytes that those of one rank take on its GPU, at most: an estimate
+    communicator_bytes    the bytes that communicators take on one GPU, at most: an estimate
     neighbours            the ranks with which one rank exchanges messages, at most
     operations            the messages that one rank sends and receives over NCCL, at most
     peak_staging_bytes    bytes of buckets that a rank has in hand: the one on its way from or to another node, and the
@@ -173,12 +173,14 @@ def _sent(plan: Plan, messages: Sequence[int]) -> _Sent:
 
 
 def _communicator_bytes(plan: Plan, sent: _Sent) -> list[int]:
-    """Returns the bytes of each rank's communicators."""
+    """Returns the bytes of the communicators on each GPU, of one rank or of two that share it."""
     between = Counter(member for members, is_inside in plan.communicators if not is_inside for member in members)
-    return [
-        buffer_bytes(between[rank], sum(plan.nodes[neighbour] == plan.nodes[rank] for neighbour in neighbours))
-        for rank, neighbours in enumerate(sent.neighbours)
-    ]
+    found: dict[tuple[int, int], int] = defaultdict(int)
+    for rank, neighbours in enumerate(sent.neighbours):
+        device = plan.devices[rank] if plan.devices else None
+        near = sum(plan.nodes[neighbour] == plan.nodes[rank] for neighbour in neighbours)
+        found[plan.nodes[rank], rank if device is None else -1 - device] += buffer_bytes(between[rank], near)
+    return [*found.values()]
 
 
 def _source_balance(plan: Plan, fair: Sequence[float]) -> float:

@@ -22,7 +22,9 @@ from megarl.planning.reserves import ACTIVATIONS, CONTEXTS, FP8, FRAGMENTS, GRAP
 from megarl.planning.shared_gpu import Load
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.planning.figures import figures
 from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.schedule import TYPICAL
 from tests.published_models import CONFIGS
 from tests.unit.planning.plan_cases import layout_keys, plan_of, recipe
 from tests.unit.resharding.cases import layout_of
@@ -238,3 +240,16 @@ def test_a_cache_that_leaves_no_room_for_them_is_refused_by_their_names(tmp_path
     assert line.startswith("--gpus 8xH100-80GB: while the engine samples, a GPU would hold") and "\n" not in line
     for item in (CONTEXTS, NCCL, GRAPHS, ACTIVATIONS, LOGITS):
         assert f"({item})" in line
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_buffers_of_a_refit_are_those_of_its_plan(tp: int) -> None:
+    """Two nodes of trainers send to one of engines, whose ranks hand on to each other."""
+    keys = [f"rollout={{tp: {tp}, replicas: {8 // tp}}}", "cluster.placement=disaggregated"]
+    config = recipe(*layout_keys(tp=4, pp=4), *keys)
+    trainers = megatron_holders(CONFIGS[DENSE], config.actor.layout)
+    sources = [replace(holder, node=rank // 8) for rank, holder in enumerate(trainers)]
+    engines = [replace(holder, node=2) for holder in vllm_holders(CONFIGS[DENSE], tp, 8 // tp)]
+    found = figures(make_plan(sources, engines), sources, engines, TYPICAL)
+    assert reserves._refit_buffers(config, True, 8) == found.communicator_bytes
+    assert reserves._refit_buffers(config, False, 8) == NETWORK * MIB
