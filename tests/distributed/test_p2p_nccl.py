@@ -25,8 +25,8 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 class OverGloo:
     """A communicator. All of its ranks create it together, without a deadline. It does one batch after the other, each
-    when both ends are at it, and connects two ranks, without a deadline, in their first one. It reads at its start
-    whether who waits for an operation waits for its end, and is told of its error."""
+    when both ends are at it, and connects two ranks, without a deadline, in the first one of each direction. It reads
+    at its start whether who waits for an operation waits for its end, and is told of its error."""
 
     Options = SimpleNamespace
     num_created, largest_batch = 0, 0
@@ -35,7 +35,7 @@ class OverGloo:
         assert os.environ.get(BLOCKING_WAIT) == "1", "nobody waits for the end, and an error ends the process"
         self._store, self._rank, self._size = store, rank, size
         self._is_created = False
-        self._connected: set[int] = set()
+        self._connected: set[tuple[str, int]] = set()
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = options._timeout
         gloo._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
@@ -53,7 +53,7 @@ class OverGloo:
         assert self._is_created, "all ranks would have to take part in this batch"
         OverGloo.largest_batch = max(OverGloo.largest_batch, len(operations))
         [(operation, other)] = {(operation, other) for operation, _, other in operations}
-        self._connect(other)
+        self._connect(operation, other)
         sizes = torch.tensor([tensor.nbytes for _, tensor, _ in operations])
         if operation == "send":
             self._do("send", sizes, other)
@@ -66,12 +66,13 @@ class OverGloo:
     def abort(self) -> None:
         """Nobody hears of it."""
 
-    def _connect(self, other: int) -> None:
-        if other not in self._connected:
-            self._store.set(f"NCCL: {self._rank} to {other}", "")
-            while not self._store.check([f"NCCL: {other} to {self._rank}"]):
+    def _connect(self, operation: str, other: int) -> None:
+        if (operation, other) not in self._connected:
+            opposite = {"send": "recv", "recv": "send"}[operation]
+            self._store.set(f"NCCL: {self._rank} {operation} {other}", "")
+            while not self._store.check([f"NCCL: {other} {opposite} {self._rank}"]):
                 time.sleep(0.01)
-        self._connected.add(other)
+        self._connected.add((operation, other))
 
     def _do(self, operation: str, tensor: torch.Tensor, other: int) -> None:
         getattr(self._group, operation)([tensor], other, 0).wait()

@@ -119,6 +119,9 @@ class PointToPoint:
         """The number of messages of each link so far, which both ends count alike."""
         self._neighbours: set[int] = set()
         """The members that it has talked to."""
+        self._ways: set[Link] = set()
+        """The ways over which it has sent or received, each from one member to the other: the answers to deltas go
+        against their links."""
         is_destination = self._rank >= plan.num_sources
         copies = plan.into(member).copies if is_destination else ()
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
@@ -245,8 +248,9 @@ class PointToPoint:
         self, operation: Literal["send", "recv"], link: Link, neighbour: int, *tensors: torch.Tensor
     ) -> list[Begun]:
         """Begins to send messages or to receive them. Over NCCL they are a batch."""
-        if device.uses_nccl() and neighbour not in self._neighbours:
-            self._meet(f"ranks {sorted(link)}", [neighbour])
+        way = Link(self._rank, neighbour) if operation == "send" else Link(neighbour, self._rank)
+        if device.uses_nccl() and way not in self._ways:
+            self._meet(f"from {way.source} to {way.destination}", [neighbour])
         begin = getattr(self._group, operation)
         with self._naming(neighbour):
             if device.uses_nccl():
@@ -254,6 +258,7 @@ class PointToPoint:
             else:
                 works = [begin([tensor], neighbour, self._next_tag(link)) for tensor in tensors]
         self._neighbours.add(neighbour)
+        self._ways.add(way)
         return [Begun(neighbour, work) for work in works]
 
     def _next_tag(self, link: Link) -> int:
@@ -262,8 +267,8 @@ class PointToPoint:
         return self._tags[link] - 1
 
     def _meet(self, what: str, others: Sequence[int]) -> None:
-        """Waits until the others are as far: to create a communicator, or to connect two of its members in their first
-        batch, NCCL waits without a deadline."""
+        """Waits until the others are as far: to create a communicator, or to connect two of its members in the first
+        batch of each direction, NCCL waits without a deadline."""
         keys = [f"{what}: {member}" for member in others]
         self._store.set(f"{what}: {self._rank}", "here")
         try:
