@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import filter as matches
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from megarl.resharding.piece import Holder
 if TYPE_CHECKING:
     from megarl.config.schema import Trained
 
+EXPERT = re.compile(r"\.experts\.\d+\.")
 ONE_PROCESS = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_layers=None, last_stage_layers=None)
 
 
@@ -26,9 +29,27 @@ def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
     key = f"{trained.section}.optimizer.no_weight_decay"
     whole_parameters(key, select_tensors(key, trained.optimizer.no_weight_decay, names), holder)
     key = f"{trained.section}.frozen"
-    frozen = whole_parameters(key, select_tensors(key, trained.frozen, names), holder)
+    selected = select_tensors(key, trained.frozen, names)
+    _refuse_single_experts(key, selected, names)
+    frozen = whole_parameters(key, selected, holder)
     if len(frozen) == len(holder.shapes):
         raise UserError(f"{key}={trained.frozen}: nothing is left to train; match fewer tensors")
+
+
+def _refuse_single_experts(key: str, selected: Collection[str], names: Collection[str]) -> None:
+    """Refuses to freeze some experts of a layer: Megatron's checkpoints have the weights of all of them in one tensor,
+    with an optimizer's state or without."""
+    experts: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        if EXPERT.search(name):
+            experts[EXPERT.sub(".experts.*.", name)].append(name)
+    for pattern, members in experts.items():
+        frozen = [name for name in members if name in selected]
+        if frozen and len(frozen) < len(members):
+            raise UserError(
+                f"{key}: it matches {frozen[0]}, but of {len(members)} experts, which a checkpoint holds as one "
+                f"tensor, {len(members) - len(frozen)} not; match {pattern}, or none of them"
+            )
 
 
 def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) -> set[str]:

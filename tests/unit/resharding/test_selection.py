@@ -6,6 +6,7 @@ import pytest
 
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.errors import UserError
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.selection import check_selections, select_tensors, whole_parameters
 from tests.paths import BASE
@@ -21,6 +22,7 @@ HF = {
     "intermediate_size": 96,
     "tie_word_embeddings": True,
 }
+EXPERTS = dict(model_type="qwen3_moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 NAMES = list(huggingface_holder(HF).shapes)
 LAST_OF_TWO = megatron_holder(HF, layout_of(pp=2), 1)
 
@@ -89,3 +91,15 @@ def test_legal_selections_pass():
     patterns = "['model.layers.[01].*', '*embed*']"
     config = recipe(f"actor.frozen={patterns}", f"actor.optimizer.no_weight_decay={patterns}")
     check_selections(config.actor, HF)
+
+
+def test_single_experts_are_not_frozen_and_may_go_without_weight_decay():
+    hf_config = HF | EXPERTS
+    decayed = "actor.optimizer.no_weight_decay=['*.experts.1.*']"
+    check_selections(recipe(decayed, "actor.frozen=['*.1.mlp.experts.*']").actor, hf_config)
+    message = (
+        r"^actor.frozen: it matches (\S+)\.experts\.1\.(\w+)\.weight, but of (\d) experts, .*, \d not; "
+        r"match \1\.experts\.\*\.\2\.weight, or none"
+    )
+    with pytest.raises(UserError, match=message):
+        check_selections(recipe("actor.frozen=['*.experts.1.*']").actor, hf_config)
