@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.cluster.machine import check_machine
+from megarl.config.load import load
+from megarl.core import device
 from tests.e2e.run import Run
 from tests.e2e.run import write_recipe as write_endless_recipe
 from tests.e2e.test_train import metrics_of, turns_of, write_recipe
@@ -55,6 +58,33 @@ MODELS = {
 }
 
 
+OF_8B = (
+    *("model.dtype=bfloat16", "actor.optimizer.lr=1.0e-6", "actor.tokens_per_microbatch=8192"),
+    *("actor.recompute=selective", "actor.offload=[parameters, gradients, optimizer]"),
+    *("rollout.context_length=2048", "rollout.max_new_tokens=1024", "rollout.kv_cache_gib=20", "rollout.tp=2"),
+    *("rollout.replicas=4", "checkpoint.every_steps=5", "rollout.verify_refit=always"),
+)
+RUNS = {
+    "in turns": (1, (*COLOCATED,)),
+    "an engine over two": (2, (*COLOCATED, "actor.layout.dp=2", "rollout.tp=2")),
+    "sent": (2, ("cluster.placement=disaggregated",)),
+    "killed": (2, (*COLOCATED, "actor.layout={pp: 1, dp: 2}", "rollout.replicas=2")),
+    "8B": (8, (*COLOCATED, *OF_8B, "actor.layout={tp: 2, sequence_parallel: true, dp: 4}")),
+    "8B, another layout": (8, (*COLOCATED, *OF_8B, "actor.layout={tp: 4, sequence_parallel: true, pp: 2}")),
+}
+"""The GPUs that a run is for, and its keys."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_rule_for_gpus_refuses_these_runs(tmp_path, monkeypatch, name):
+    """Needs none: a rehearsal on CPU does not ask these rules."""
+    count, keys = RUNS[name]
+    monkeypatch.setattr(device, "on_cuda", lambda: True)
+    monkeypatch.setattr(device, "num_gpus", lambda: count)
+    recipe = write_endless_recipe(tmp_path) if name == "killed" else write_recipe(tmp_path, tmp_path)
+    check_machine(load(recipe, keys))
+
+
 def model_in(folder: Path, name: str) -> Path:
     kind, more = MODELS[name]
     return write_tiny_model(folder / "model", kind, **SIZES | more)
@@ -93,7 +123,8 @@ def test_engine_and_trainer_take_turns_on_a_gpu(tmp_path, name, offload, eager):
     """The engine sleeps, wakes, takes weights, and samples by CUDA graphs unless it is eager: these have the addresses
     of the weights that were there first. What stays on the GPU is read again, what has moved is published anew."""
     steps = train_verified(
-        tmp_path, name, *COLOCATED, f"actor.offload={offload}", f"rollout.vllm_overrides={{enforce_eager: {eager}}}"
+        *(tmp_path, name, *RUNS["in turns"][1]),
+        *(f"actor.offload={offload}", f"rollout.vllm_overrides={{enforce_eager: {eager}}}"),
     )
     assert all(step["refit/gb"] > 0 and step["refit/staging_mib"] == 0 for step in steps)
     parts = offload.strip("[]").split(", ") if offload != "[]" else []
@@ -107,13 +138,13 @@ def test_engine_and_trainer_take_turns_on_a_gpu(tmp_path, name, offload, eager):
 
 @needs_gpus(2)
 def test_an_engine_over_two_gpus_reads_weights_of_both(tmp_path):
-    steps = train_verified(tmp_path, "dense", *COLOCATED, "actor.layout.dp=2", "rollout.tp=2")
+    steps = train_verified(tmp_path, "dense", *RUNS["an engine over two"][1])
     assert all(step["refit/gb"] > 0 for step in steps)
 
 
 @needs_gpus(2)
 def test_weights_are_sent_to_an_engine_on_another_gpu(tmp_path):
-    steps = train_verified(tmp_path, "experts", "cluster.placement=disaggregated")
+    steps = train_verified(tmp_path, "experts", *RUNS["sent"][1])
     assert all(step["refit/sent_gb"] > 0 for step in steps)
 
 
@@ -121,7 +152,7 @@ def test_weights_are_sent_to_an_engine_on_another_gpu(tmp_path):
 def test_a_killed_rank_ends_the_run_and_frees_its_gpus(tmp_path):
     recipe = write_endless_recipe(tmp_path)
     free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
-    with Run(recipe, tmp_path, *COLOCATED, "actor.layout={pp: 1, dp: 2}", "rollout.replicas=2") as run:
+    with Run(recipe, tmp_path, *RUNS["killed"][1]) as run:
         run.wait_for_step(2)
         run.named("trainer-1").kill()
         assert run.end() == 1
@@ -146,20 +177,11 @@ def test_a_model_of_8b_on_eight_gpus_goes_on_in_another_layout(tmp_path):
         tie_word_embeddings=False,
     )
     model = write_tiny_model(tmp_path / "model", "qwen3", **sizes)
-    keys = [
-        *COLOCATED,
-        *("model.dtype=bfloat16", "actor.optimizer.lr=1.0e-6", "actor.tokens_per_microbatch=8192"),
-        *("actor.recompute=selective", "actor.offload=[parameters, gradients, optimizer]"),
-        *("rollout.context_length=2048", "rollout.max_new_tokens=1024", "rollout.kv_cache_gib=20", "rollout.tp=2"),
-        "rollout.replicas=4",
-    ]
-    first = "actor.layout={tp: 2, sequence_parallel: true, dp: 4}"
-    keys += ["checkpoint.every_steps=5", "rollout.verify_refit=always"]
-    run = train(tmp_path, model, *keys, first, "run.steps=5", seconds=1500)
+    first, other = (RUNS[name][1] for name in ("8B", "8B, another layout"))
+    run = train(tmp_path, model, *first, "run.steps=5", seconds=1500)
     for step in metrics_of(run):
         print(json.dumps({name: value for name, value in step.items() if name.startswith(("time/", "memory/"))}))
         assert step["mismatch/logprob_abs_mean"] <= NEAR
-    other = "actor.layout={tp: 4, sequence_parallel: true, pp: 2}"
-    steps = metrics_of(train(tmp_path, model, *keys, other, "run.steps=6", "resume=auto", seconds=1500))
+    steps = metrics_of(train(tmp_path, model, *other, "run.steps=6", "resume=auto", seconds=1500))
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["mismatch/logprob_abs_mean"] <= NEAR
