@@ -151,8 +151,8 @@ def time_lines(times: StepTimes) -> list[str]:
 def _save(save: SaveTime, in_background: bool) -> str:
     meanwhile = "while training goes on" if in_background else "while training waits"
     return (
-        f"a copy to host memory in {save.copying:.1f} s, and {show_bytes(save.node_bytes)} written by the fullest node "
-        f"in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
+        f"a copy to host memory in {save.copying:.1f} s at least, and {show_bytes(save.node_bytes)} written by the "
+        f"fullest node in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.schema import Config
+from megarl.planning.device_spans import sharing
 from megarl.planning.hardware import LINK_SHARE, STORAGE_GB_S, Cluster
 from megarl.planning.parameters import Models
 from megarl.planning.phases import most_saved
@@ -15,7 +16,7 @@ class SaveTime:
     """The time and the bytes of a save.
 
     node_bytes   what the node with the most to write does write
-    copying      the seconds in which all is copied to host memory, while training waits
+    copying      the seconds in which all is copied to host memory at the link's rate, while training waits: at least
     writing      the seconds of the files, while training goes on with checkpoint.background
     """
 
@@ -29,7 +30,8 @@ def save_time(config: Config, models: Models, cluster: Cluster) -> SaveTime | No
     taken to be full of ranks that write as much as those with the most."""
     if not config.checkpoint.may_be_saved:
         return None
-    of_rank = sum(most_saved(config, config.placed(role).layout, model) for role, model in models.trained.items())
+    sizes = {role: most_saved(config, config.placed(role).layout, model) for role, model in models.trained.items()}
+    of_rank = max(sizes[role] + sum(map(sizes.get, others)) for role, others in sharing(config).items())
     of_node = of_rank * min(cluster.num_gpus, cluster.gpus_per_node)
     return SaveTime(
         node_bytes=of_node,

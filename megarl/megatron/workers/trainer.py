@@ -200,8 +200,12 @@ class TrainerWorker(ModelWorker, ABC):
         """Verifies this rank's share of the role's files, under the layout that it was saved from those that the rank
         wrote: what it loads next is then in memory already. Raises UserError that names a damaged one."""
         files = [record for record in checkpoint.files if record.path.startswith(f"{role}/")]
-        num_ranks = self._settings.layout.world_size
-        checkpoint.verify(record for record in files if record.rank % num_ranks == self._rank)
+        own_files, num_ranks = self._has_layout_of(checkpoint, role), self._settings.layout.world_size
+        checkpoint.verify(
+            record
+            for number, record in enumerate(files)
+            if (record.rank if own_files else number) % num_ranks == self._rank
+        )
 
     def load_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
         """Loads weights, optimizer, counts, random states and the weight snapshots that change, in place. A reference
@@ -211,13 +215,16 @@ class TrainerWorker(ModelWorker, ABC):
         updates. Training draws nothing from them: there is no dropout, and routers have no noise unless
         megatron_overrides asks for it.
         """
-        same_layout = checkpoint.state["config"][role]["layout"] == self._settings.layout.model_dump()
+        same_layout = self._has_layout_of(checkpoint, role)
         counters = sharded.load(
             self.chunks, self.optimizer, self._weight_snapshots, checkpoint.path / role, same_layout
         )
         self._restore_counters(counters)
         if not same_layout:
             random_state.seed_anew(self._config.run.seed, self.num_updates)
+
+    def _has_layout_of(self, checkpoint: Checkpoint, role: Role) -> bool:
+        return checkpoint.state["config"][role]["layout"] == self._settings.layout.model_dump()
 
     def save_checkpoint(self, checkpoint: Path, role: Role) -> None:
         """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on. An
