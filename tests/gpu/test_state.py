@@ -9,13 +9,17 @@ import torch
 
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
+from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.data.local_batch import LocalBatch
+from megarl.data.model_folder import read_config
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.actor import ActorWorker
+from megarl.planning.memory import rank_memory
 from megarl.run.checkpoints import Checkpoints
 from tests.distributed.test_offload import BYTES, PARTS
 from tests.gpu.gpus import needs_gpus, run_on_gpus
 from tests.parity import config_of, local_batch, random_groups, rank_batches
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 GRANULE = 2 * 2**20
 """The allocator of torch takes and gives back multiples of it."""
@@ -99,3 +103,42 @@ def test_the_optimizer_goes_on_from_a_checkpoint(folder, tmp_path):
     moved = sum(float((after[name] - before[name]).square().sum()) for name in before)
     apart = sum(float((after[name] - later[name]).square().sum()) for name in before)
     assert apart <= FRACTION**2 * moved, (apart / moved) ** 0.5
+
+
+SIZES = dict(
+    vocab_size=32000,
+    hidden_size=1024,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=64,
+    num_hidden_layers=8,
+    intermediate_size=4096,
+    max_position_embeddings=512,
+)
+NUM_DOCUMENTS, PROMPT, RESPONSE = 16, 128, 384
+
+
+def peak_of_an_update(store, rank: int, config: Config, folder: Path) -> int:
+    """Returns the bytes that torch has at the peak of a second update, of one microbatch."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    prompts = [Prompt(f"{i}", "", (7 + i,) * PROMPT) for i in range(NUM_DOCUMENTS)]
+    every, run = (True,) * RESPONSE, (VersionRun(0, RESPONSE),)
+    drawn = [Sample(p.id, p, (5,) * RESPONSE, (-1.0,) * RESPONSE, every, run, "stop", "") for p in prompts]
+    samples = [TrainingSample(sample, 1.0, Baseline(0.5), 0.1) for sample in drawn]
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        worker.update(LocalBatch(samples, [tuple(range(NUM_DOCUMENTS))]))
+        worker.end_step()
+    return torch.cuda.max_memory_allocated()
+
+
+@needs_gpus(1, can_rehearse=False)
+def test_an_update_takes_the_memory_that_the_plan_says(tmp_path):
+    """Transformer Engine's layers keep less than the plan's, which are torch's."""
+    folder = write_tiny_model(tmp_path / "model", "llama", **SIZES)
+    tokens, rows = NUM_DOCUMENTS * (PROMPT + RESPONSE), NUM_DOCUMENTS * RESPONSE
+    keys = ("model.dtype=bfloat16", f"actor.tokens_per_microbatch={tokens}", "rollout.context_length=512")
+    config = config_of(folder, *keys, f"rollout.max_new_tokens={RESPONSE}")
+    [peak] = run_on_gpus(1, peak_of_an_update, config, folder)
+    form = rank_memory(read_config(folder), config.actor.layout, 0, 2, tokens, rows, 1).total
+    assert 0.7 * form <= peak <= 1.15 * form, (peak, form)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Config
+from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import relative_error
 from tests.gpu.gpus import needs_gpus, run_on_gpus
 from tests.interpreted_head import CASES, check
@@ -116,6 +117,41 @@ def test_gradients_in_fp8_are_near_and_not_those_of_bfloat16(models, references,
     whole, _ = distances(models["dense"], references["dense"], "", f"actor.fp8={recipe}")
     without, _ = distances(models["dense"], references["dense"], "")
     assert without < whole <= WHOLE_IN_FP8, (without, whole)
+
+
+HEADS = {
+    "Qwen2.5-1.5B": (1536, 151936, 4096),
+    "Llama-3.1-8B": (4096, 128256, 8192),
+    "one token and part of a tile": (2048, 33333, 4097),
+}
+"""Hidden size, vocabulary and tokens."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpus(1, can_rehearse=False)) for name in HEADS])
+def test_head_in_bfloat16_at_the_sizes_of_models(name):
+    """Against full logits of the same numbers in float32, on the same device."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    check_sizes(*HEADS[name], device="cuda")
+
+
+def check_sizes(hidden_size: int, vocabulary: int, num_tokens: int, device: str) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = ((num_tokens, hidden_size), (vocabulary, hidden_size))
+    hidden, weight = (
+        torch.randn(size, generator=generator, device=device).bfloat16() / hidden_size**0.25 for size in sizes
+    )
+    targets = torch.randint(vocabulary, (num_tokens,), generator=generator, device=device)
+    gradient = torch.randn(num_tokens, 2, generator=generator, device=device)
+    found = []
+    for dtype, head in ((torch.bfloat16, log_prob_and_entropy), (torch.float32, plain_log_prob_and_entropy)):
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        values = head(*leaves, targets=targets, temperature=1.0, vocab_size=vocabulary)
+        values = values if isinstance(values, torch.Tensor) else torch.stack(values, -1)
+        (values * gradient).sum().backward()
+        found.append((values.detach(), *(leaf.grad.float() for leaf in leaves)))
+    (ours, *own), (theirs, *expected) = found
+    assert relative_error(ours, theirs) <= 1e-4
+    assert all(relative_error(one, other) <= 2e-2 for one, other in zip(own, expected, strict=True))
 
 
 @pytest.mark.parametrize(
