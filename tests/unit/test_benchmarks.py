@@ -41,6 +41,14 @@ def test_operations_of_an_update_are_six_for_each_weight_and_token_and_those_of_
     assert plan["flops_per_update"] == 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
 
 
+@pytest.mark.slow
+def test_the_training_step_of_a_gpu_is_measured():
+    [step] = json.loads(output_of("h100.py", "--only", "steps", "--sizes", "small").splitlines()[-1])
+    assert (step["device"], step["tokens_per_microbatch"]) == ("CPU", 1024)
+    flops = step["flops_per_update"]
+    assert step["mfu"] == pytest.approx(flops / step["median_seconds"] / 989.5e12)
+
+
 def test_head_is_measured_against_full_logits(tmp_path):
     sizes = ["--vocabulary", "3000", "--hidden", "32", "--tokens", "50", "--repeats", "2"]
     output_of("linear_head.py", *sizes, "--out", str(tmp_path / "head.json"))

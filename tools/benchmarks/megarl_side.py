@@ -7,12 +7,14 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 from training_case import Case
 
@@ -21,6 +23,7 @@ from megarl.config.schema import Config
 from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Lengths, Microbatch, schedule
+from megarl.megatron.main_weights import begin_main_weights
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.planning.memory import rank_memory
@@ -34,6 +37,9 @@ class RandomActor(ActorWorker):
     def _load_weights(self) -> None:
         for name, parameter in named_parameters(self.chunks).items():
             parameter.detach().fill_(1.0) if "norm" in name else parameter.detach().normal_(std=0.02)
+
+    def _begin_main_weights(self, rounded: Mapping[str, torch.nn.Parameter]) -> None:
+        begin_main_weights(self.optimizer, rounded, self.holder, exact=())
 
 
 def main() -> None:

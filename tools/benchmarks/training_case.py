@@ -27,6 +27,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 8960,
         "vocab_size": 151936,
     },
+    # As many layers as have room on one GPU with their optimizer.
+    "llama3.1-8b, 8 layers": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
     "tiny": {
         "model_type": "llama",
         "hidden_size": 96,
