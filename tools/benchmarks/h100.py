@@ -243,7 +243,7 @@ def run(sizes: Sizes) -> dict[str, Any]:
     keys += [f"rollout.max_new_tokens={sizes.tokens}", f"rollout.context_length={sizes.tokens + 128}"]
     keys += [f"rollout.kv_cache_gib={_kv_cache_gib(sizes)}", "batch.samples_per_prompt=8"]
     keys += [f"batch.{name}={max(1, sizes.sequences // 8)}" for name in ("prompts_per_step", "prompts_per_update")]
-    keys += ["actor.recompute=selective", "actor.tokens_per_microbatch=8192", "rewards.functions=[exact_match]"]
+    keys += ["actor.recompute=selective", "actor.tokens_per_microbatch=8192"]
     with tempfile.TemporaryDirectory() as scratch:
         shape = dict(SHAPES[sizes.shape])
         model = write_tiny_model(
