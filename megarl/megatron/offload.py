@@ -62,17 +62,17 @@ class Offload:
         return sum(storage.nbytes() for storage, _ in away)
 
     @contextmanager
-    def lent(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    def on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Has those of these tensors that are away on the device while it is inside, to be read."""
         wanted = {tensor.untyped_storage()._cdata for tensor in tensors}
-        lent = [away[address] for away in self._away.values() for address in wanted.intersection(away)]
-        for storage, kept in lent:
+        fetched = [away[address] for away in self._away.values() for address in wanted.intersection(away)]
+        for storage, kept in fetched:
             _restore(storage, kept)
         try:
             yield
         finally:
             device.synchronize()  # who has read is done before the memory is anybody else's
-            for storage, _ in lent:
+            for storage, _ in fetched:
                 storage.resize_(0)
 
     def _to_host(self, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -49,7 +49,7 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     assert run.effective_shares and all(0 < share < 1 for share in run.effective_shares)
 
     machines[second].crash()
-    run.wait_for_line(rf"^job: megarl: error: .*: node {second} is lost", seconds=60)
+    run.wait_for_line(rf"^job: megarl: error: .*: node {second} is lost", seconds=ENDED_S)
     again = run.wait_for_attempt(4)
     assert (run.job["Restarts"], again[0]) == ("1", first)  # in the same allocation
     assert second not in again

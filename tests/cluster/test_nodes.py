@@ -24,7 +24,7 @@ from tests.cluster.reference import COMMON, MEGARL, RUN_S, check_same, learned, 
 from tests.paths import ROOT
 from tests.tiny_model import write_tiny_llama
 
-STEPS, END_S = 4, 60
+STEPS, END_S = 4, 120
 RECIPES = {
     # Each node has a stage of the actor, and of the engine's ranks one, which takes both: one is sent. The critic's
     # ranks have all of it.

@@ -17,7 +17,7 @@ import pytest
 
 from megarl.core.checkpoint import Checkpoint
 from megarl.run.checkpoints import Checkpoints
-from tests.e2e.run import Run, write_recipe
+from tests.e2e.run import START_S, Run, write_recipe
 from tests.e2e.test_faults import INTERRUPTED, check_end
 from tests.e2e.test_signals import HELD_S, check_saved
 
@@ -86,7 +86,7 @@ class Recipe:
     def finish(self, folder: Path, *overrides: str) -> Run:
         """A run that ends by itself, with its target reached."""
         with self.run(folder, STEPS, f"run.steps={STEPS}", *overrides) as run:
-            assert run.end(seconds=120) == 0, run.errors
+            assert run.end(START_S) == 0, run.errors
             return run
 
 
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(recipe, resumed, tmp_path) -> N
     folder = tmp_path / "tiny" / "checkpoints"
     flip_a_bit(folder / f"step_{STEPS:06d}" / "actor" / "__1_0.distcp")
     with recipe.run(tmp_path, STEPS, f"run.steps={STEPS + 1}") as run:
-        assert run.end(seconds=120) == 2
+        assert run.end(START_S) == 2
     [line] = run.errors
     problem = "actor/__1_0.distcp is damaged: its SHA-256 is"
     assert line.startswith(f"megarl: error: {folder}/step_{STEPS:06d}: {problem}")

@@ -17,6 +17,7 @@ from tests.e2e.run import Run
 from tests.e2e.run import write_recipe as write_endless_recipe
 from tests.e2e.test_train import metrics_of, turns_of, write_recipe
 from tests.gpu.gpus import needs_gpus
+from tests.gpu.models import write_model
 from tests.tiny_model import write_tiny_model
 
 NEAR = 0.05
@@ -24,40 +25,6 @@ NEAR = 0.05
 
 COLOCATED = ("cluster.placement=colocated", "rollout.sleep=true")
 MIB = 2**20
-SIZES = dict(
-    vocab_size=128,
-    hidden_size=256,
-    num_attention_heads=4,
-    num_hidden_layers=2,
-    intermediate_size=512,
-    max_position_embeddings=256,
-)
-HEADS = dict(num_key_value_heads=2, head_dim=64)
-ROUTED = dict(moe_intermediate_size=256, num_experts_per_tok=2)
-MODELS = {
-    "dense": ("qwen3", HEADS),
-    "experts": ("qwen3_moe", HEADS | ROUTED | dict(num_experts=4, norm_topk_prob=True)),
-    # The sizes of heads are DeepSeek-V3's: kernels know no others.
-    "latent": (
-        "deepseek_v3",
-        dict(
-            num_key_value_heads=4,
-            q_lora_rank=64,
-            kv_lora_rank=512,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-            first_k_dense_replace=1,
-            n_routed_experts=4,
-            n_shared_experts=1,
-            n_group=1,
-            topk_group=1,
-        )
-        | ROUTED,
-    ),
-}
-
-
 OF_8B = (
     *("model.dtype=bfloat16", "actor.optimizer.lr=1.0e-6", "actor.tokens_per_microbatch=8192"),
     *("actor.recompute=selective", "actor.offload=[parameters, gradients, optimizer]"),
@@ -85,11 +52,6 @@ def test_no_rule_for_gpus_refuses_these_runs(tmp_path, monkeypatch, name):
     check_machine(load(recipe, keys))
 
 
-def model_in(folder: Path, name: str) -> Path:
-    kind, more = MODELS[name]
-    return write_tiny_model(folder / "model", kind, **SIZES | more)
-
-
 def train(folder: Path, model: Path, *overrides: str, seconds: float = 600) -> Path:
     """Runs `megarl train` to its end. Returns the run's folder."""
     command = [sys.executable, "-m", "megarl.cli", "train", str(write_recipe(folder, model)), *overrides]
@@ -102,7 +64,7 @@ def train_verified(folder: Path, name: str, *overrides: str) -> list[dict]:
     """Three steps in bfloat16, after each of which checksums of all of the engine's weights are compared with the
     trainer's. Returns their metrics."""
     keys = ("run.steps=3", "model.dtype=bfloat16", "rollout.verify_refit=always", *overrides)
-    steps = metrics_of(train(folder, model_in(folder, name), *keys))
+    steps = metrics_of(train(folder, write_model(folder / "model", name), *keys))
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
     assert all(step["mismatch/logprob_abs_mean"] <= NEAR for step in steps)
     return steps

@@ -37,23 +37,25 @@ PREFIX = "optimizer.state."
 Parameter = torch.nn.Parameter
 
 
-Lent = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
-"""A function that has tensors on the device for as long as its result is entered: Offload.lent."""
+OnDevice = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
+"""A function that has tensors on the device for as long as its result is entered: Offload.on_device."""
 
 
 @torch.no_grad()
-def sharded(optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], lent: Lent) -> dict[str, ShardedTensor]:
+def sharded(
+    optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], on_device: OnDevice
+) -> dict[str, ShardedTensor]:
     """Returns what this rank writes of the trained parameters, copied to host memory: weights and state of its ranges.
 
-    models   the parameters' shards
-    lent     has the state of a parameter on the device for as long as it is read, where it is offloaded
+    models     the parameters' shards
+    on_device  has the state of a parameter on the device for as long as it is read, where it is offloaded
     """
     written: dict[str, ShardedTensor] = {}
     for own in _own_ranges(optimizer):
         shard = models[own.parameter]
         # Megatron's replicas are counted by pipeline stage, by tensor-parallel and by data-parallel rank.
         if is_main_replica(shard.replica_id[:2]):
-            with lent(own.state()):
+            with on_device(own.state()):
                 state = own.values()
                 values = {"": own.parameter.flatten()[own.start : own.stop]}
                 values |= {f"{PREFIX}{key}.": state[key].float() for key in KEYS}

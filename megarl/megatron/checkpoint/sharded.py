@@ -39,7 +39,7 @@ from megarl.core.errors import UserError
 from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
 from megarl.megatron.checkpoint.extents import Shard
-from megarl.megatron.checkpoint.optimizer_state import Lent
+from megarl.megatron.checkpoint.optimizer_state import OnDevice
 from megarl.megatron.model.build import named_tensors
 from megarl.megatron.weight_snapshots import WeightSnapshots
 
@@ -104,16 +104,16 @@ def save(
     weight_snapshots: WeightSnapshots,
     counters: Mapping[str, float],
     folder: Path,
-    lent: Lent,
+    on_device: OnDevice,
 ) -> Saving:
     """Starts saving into an empty folder, on all ranks together. Returns when everything is in host memory.
 
     counters   further values that `load` returns, the same on all ranks; num_updates among them
-    lent       see optimizer_state.sharded
+    on_device  see optimizer_state.sharded
     """
     models = _sharded_models(chunks)
     # This copies by itself. It looks parameters up by identity, so those of the model are copied after it.
-    own = optimizer_state.sharded(optimizer, _by_parameter(models), lent)
+    own = optimizer_state.sharded(optimizer, _by_parameter(models), on_device)
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
     trained = optimizer_state.trained_parameters(optimizer)
     others = {

@@ -235,7 +235,7 @@ class TrainerWorker(ModelWorker, ABC):
             self._weight_snapshots,
             self._counters(),
             checkpoint / role,
-            self._offload.lent,
+            self._offload.on_device,
         )
 
     def checkpoint_written(self) -> bool:
