@@ -14,6 +14,9 @@ from tests.cluster.reference import COMMON, check_same, on_one_machine
 from tests.cluster.slurm import Slurm
 
 SEED, STEPS_OF_SOAK = 20, 250
+LOST_S = 120
+"""The seconds until a job names a node that it has lost. A machine that does nothing else takes half a minute."""
+
 VICTIMS = (
     "ray::TrainerActor",
     "ray::EngineActor",
@@ -49,7 +52,7 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     assert run.effective_shares and all(0 < share < 1 for share in run.effective_shares)
 
     machines[second].crash()
-    run.wait_for_line(rf"^job: megarl: error: .*: node {second} is lost", seconds=ENDED_S)
+    run.wait_for_line(rf"^job: megarl: error: .*: node {second} is lost", seconds=LOST_S)
     again = run.wait_for_attempt(4)
     assert (run.job["Restarts"], again[0]) == ("1", first)  # in the same allocation
     assert second not in again
