@@ -7,10 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.forked import run_ranks
 from tests.forked_script import run_script
 from tests.paths import ROOT
-from tools.benchmarks import figures
+from tools.benchmarks import figures, lost_updates
 
 FOLDER = ROOT / "tools" / "benchmarks"
 
@@ -89,3 +92,51 @@ def test_driver_of_1024_ranks_keeps_its_targets():
     assert rank["cpu_seconds"]["collate"] <= 0.15e-6 * rank["tokens"]
     most, fewest = (step["driver"]["peak_bytes_by_tokens"][tokens] for tokens in ("2000", "250"))
     assert most <= 1.1 * fewest  # memory grows with samples, not with tokens
+
+
+def test_a_small_update_changes_as_many_parameters_as_its_step_is_of_their_cells(tmp_path):
+    """Adam's first step is the learning rate, for every element whose gradient is not tiny."""
+    rate = 1e-5
+    language = lost_updates.Language(0)
+    lost_updates.write_model(tmp_path, language, updates=5, hidden=64, layers=1, seed=0)
+    batch = language.batch(lost_updates.NEW)
+    options = [option for option in lost_updates.OPTIONS if option != "float32"]
+    changed = dict(zip(options, run_ranks(1, changed_shares, options, tmp_path, batch, rate)[0], strict=True))
+    tensors = load_file(tmp_path / "model.safetensors").values()
+    weights = torch.cat([weight.flatten() for weight in tensors]).abs()
+    infinity = torch.tensor(torch.inf, dtype=torch.bfloat16)
+    cells = torch.nextafter(weights, infinity).double() - weights.double()
+    of_cell = (rate / cells).clamp(max=1)
+    for option in ("dithered", "stochastic rounding", "stochastic rounding, no main weights"):
+        assert changed[option] == pytest.approx(float(of_cell.mean()), rel=0.1), option
+    half_finer = (of_cell * 8 > 0.5).double().mean()  # float16 has three bits more, above its subnormals
+    assert changed["copies"] == pytest.approx(float((of_cell > 0.5).double().mean()), rel=0.1)
+    assert changed["float16"] == pytest.approx(float(half_finer), rel=0.1)
+
+
+def changed_shares(store, rank, options, folder, batch, rate) -> list[float]:
+    return [lost_updates.train(option, folder, [batch], rate, seed=0)[1] for option in options]
+
+
+@pytest.mark.parametrize("rate", [1e-5, 1e-6])
+def test_no_option_has_learned_more_than_megarls_own(rate):
+    """Reads the recorded result, of five models and languages. Seeds differ by a percent or two."""
+    runs = {run["option"]: run["learned"] for run in figures.result("lost_updates")["runs"] if run["lr"] == rate}
+    learned = {option: sum(values) / len(values) for option, values in runs.items()}
+    assert {len(values) for values in runs.values()} == {5}
+    assert learned["dithered"] == pytest.approx(learned["float32"], rel=0.02)
+    assert learned["dithered"] > 0.99 * max(learned[option] for option in learned if option != "float32")
+    assert learned["copies"] < 0.8 * learned["dithered"]
+
+
+def test_stochastic_rounding_keeps_the_mean_and_takes_a_neighbour():
+    torch.manual_seed(0)
+    values = torch.tensor([0.1, -0.1, 3.01, 1.0, 2.0**-20 * 1.003])
+    rounded = lost_updates.stochastically_rounded(values.expand(20000, -1))
+    infinity = torch.tensor(torch.inf, dtype=torch.bfloat16)
+    near = values.bfloat16()
+    gap = torch.nextafter(near, infinity).double() - near.double()
+    assert ((rounded.double() - values.double()).abs() < gap).all()
+    assert torch.equal(rounded[:, 3], torch.ones(20000, dtype=torch.bfloat16))
+    error = (rounded.double().mean(0) - values.double()).abs()
+    assert (error <= 5 * rounded.double().std(0) / 20000**0.5).all()

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from textwrap import fill
 from typing import Any
 
@@ -115,6 +115,7 @@ def figures() -> str:
         linear_head,
         sampling,
         rounding,
+        lost_updates,
         memory,
         driver,
         start,
@@ -373,6 +374,30 @@ def rounding() -> str:
     )
 
 
+def lost_updates() -> str:
+    found = result("lost_updates")
+    rates = sorted({run["lr"] for run in found["runs"]}, reverse=True)
+    runs = {(run["option"], run["lr"]): run for run in found["runs"]}
+    exact = [runs["float32", rate]["learned"] for rate in rates]
+    gains = " and ".join(
+        f"{mean(learned):.4f} nats a token at {power(rate)}" for learned, rate in zip(exact, rates, strict=True)
+    )
+    lead = f"""What rounded parameters learn of {found["updates"]} updates, over what float32 learns on the same samples
+        ({gains}): the mean over {found["seeds"]} seeds, the least and the most; and the share of the elements that an
+        update changes; by `python tools/benchmarks/lost_updates.py`"""
+    rows = []
+    for option in dict.fromkeys(run["option"] for run in found["runs"]):
+        row = [option]
+        for rate, reference in zip(rates, exact, strict=True):
+            run = runs[option, rate]
+            ratios = [own / other for own, other in zip(run["learned"], reference, strict=True)]
+            row.append(f"{mean(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+            row.append(f"{100 * run['changed_share']:.1f} %")
+        rows.append(row)
+    header = [title for rate in rates for title in (f"learned at {power(rate)}", "changed")]
+    return f"{text(lead + ':')}\n\n{table(['', *header], rows)}"
+
+
 def driver() -> str:
     found = result("driver")
     driving, rank = found["driver"], found["rank"]
@@ -447,6 +472,10 @@ def meanwhile(found: Mapping[str, Any], end: str = ":") -> str:
     percent = found["cpu_percent_elsewhere"]
     busy = f", while other processes had {percent:.0f} % of the machine's CPU time" if percent > QUIET_PERCENT else ""
     return busy + end
+
+
+def power(value: float) -> str:
+    return f"{value:g}".replace("e-0", "e-")
 
 
 def sizes(layout: Mapping[str, Any]) -> str:

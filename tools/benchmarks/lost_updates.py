@@ -1,0 +1,304 @@
+"""What small updates lose in rounded parameters, and what brings it back: learning curves at equal learning rates.
+
+.venv/bin/python tools/benchmarks/lost_updates.py --out tools/benchmarks/results/lost_updates.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # as a script, and as a module of the tests
+
+from megarl.config.load import load  # noqa: E402
+from megarl.config.schema import Config  # noqa: E402
+from megarl.core.metrics import Metric  # noqa: E402
+from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun  # noqa: E402
+from megarl.data.local_batch import LocalBatch  # noqa: E402
+from megarl.data.packing import Lengths, schedule  # noqa: E402
+from megarl.megatron import parallel  # noqa: E402
+from megarl.megatron.model.build import named_parameters  # noqa: E402
+from megarl.megatron.optimizer import parts_of  # noqa: E402
+from megarl.megatron.workers.actor import ActorWorker  # noqa: E402
+from tests.tiny_model import tiny_tokenizer  # noqa: E402
+from tools.benchmarks.machine import machine, machine_cpu_seconds  # noqa: E402
+
+BASE = ROOT / "configs" / "base.yaml"
+RATES = (1e-5, 1e-6)
+TOKENS, FIRST = 64, 8
+"""The tokens of the language, and the id of the first: tokenizers have special ones before."""
+KEYS, LENGTH, SAMPLES = 4, 32, 16
+"""The tables of which a sample's first token chooses one, tokens of a sample, and samples of an update."""
+LIKELY = (0.6, 0.25, 0.1, 0.05)
+NEW = (LIKELY[1], LIKELY[0], *LIKELY[2:])
+"""The shares of a token's successors in the model's language, and in the one that the updates teach it."""
+STD = 0.16
+"""The deviation of the first weights: their median size is then that of SmolLM2's, 0.11, and cells are as wide."""
+TAIL = 10
+"""The updates at a curve's end, over which what it has learned is the mean."""
+
+
+class Language:
+    """Random sequences. The first token chooses a table, which has four successors of each token."""
+
+    def __init__(self, seed: int):
+        source = random.Random(seed)
+        tokens = range(FIRST, FIRST + TOKENS)
+        self._successors = [{token: source.sample(tokens, len(LIKELY)) for token in tokens} for _ in range(KEYS)]
+        self._source = source
+
+    def sequence(self, shares: tuple[float, ...]) -> list[int]:
+        key = self._source.randrange(KEYS)
+        ids = [FIRST + TOKENS + key, self._source.randrange(FIRST, FIRST + TOKENS)]
+        while len(ids) < LENGTH:
+            [following] = self._source.choices(self._successors[key][ids[-1]], shares)
+            ids.append(following)
+        return ids
+
+    def batch(self, shares: tuple[float, ...], size: int = SAMPLES) -> list[list[int]]:
+        return [self.sequence(shares) for _ in range(size)]
+
+
+def main() -> None:
+    arguments = _parse()
+    torch.set_num_threads(1)
+    begin, busy, own = time.perf_counter(), machine_cpu_seconds(), time.process_time()
+    result = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        **measure(arguments.seeds, arguments.updates, arguments.first_updates, arguments.hidden, arguments.layers),
+    }
+    result["seconds"] = time.perf_counter() - begin
+    elsewhere = machine_cpu_seconds() - busy - (time.process_time() - own)
+    result["cpu_percent_elsewhere"] = max(0.0, 100 * elsewhere / (result["seconds"] * result["machine"]["cores"]))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for run in result["runs"]:
+        print(f"{run['lr']:g}  {mean(run['learned']):.4f}  {100 * run['changed_share']:.2f} %  {run['option']}")
+
+
+def measure(num_seeds: int, num_updates: int, first_updates: int, hidden: int, layers: int) -> dict[str, Any]:
+    """Returns for each rate and option what each seed's run has learned at its end, in nats a token against the model
+    without an update on the same samples; the curve of that, the mean over the seeds; and the mean share of the
+    elements that an update changes."""
+    runs = [
+        {"lr": rate, "option": option, "learned": [], "changed_shares": [], "curves": []}
+        for rate in RATES
+        for option in OPTIONS
+    ]
+    sizes = []
+    for seed in range(num_seeds):
+        language = Language(seed)
+        with tempfile.TemporaryDirectory() as folder:
+            sizes.append(write_model(Path(folder), language, first_updates, hidden, layers, seed))
+            batches = [language.batch(NEW) for _ in range(num_updates)]
+            before = losses_of(Path(folder), batches)
+            for run in runs:
+                losses, changed = train(run["option"], Path(folder), batches, run["lr"], seed)
+                curve = [old - new for old, new in zip(before, losses, strict=True)]
+                run["curves"].append(curve)
+                run["learned"].append(mean(curve[-TAIL:]))
+                run["changed_shares"].append(changed)
+                print(f"seed {seed}, {run['lr']:g}, {run['option']}: {run['learned'][-1]:.5f}", flush=True)
+    for run in runs:
+        run["changed_share"] = mean(run.pop("changed_shares"))
+        run["curve"] = [round(mean(gains), 6) for gains in zip(*run.pop("curves"), strict=True)]
+    size = {"hidden": hidden, "layers": layers, "median_weight": mean(sizes)}
+    return {"model": size, "updates": num_updates, "seeds": num_seeds, "tail": TAIL, "runs": runs}
+
+
+def write_model(folder: Path, language: Language, updates: int, hidden: int, layers: int, seed: int) -> float:
+    """Trains a model of the language, writes it with weights of bfloat16, and returns its weights' median size."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=128,
+        hidden_size=hidden,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        num_hidden_layers=layers,
+        intermediate_size=2 * hidden,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+        initializer_range=STD,
+        eos_token_id=1,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1 / (STD * hidden**0.5))  # as large as what it reads, so is what a matrix makes of it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+    for number in range(updates):
+        ids = torch.tensor(language.batch(LIKELY, 2 * SAMPLES))
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * (1 - number / updates)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.bfloat16().save_pretrained(folder)
+    tiny_tokenizer(config.vocab_size).save_pretrained(folder)
+    return float(torch.cat([p.detach().float().flatten() for p in model.parameters()]).abs().median())
+
+
+@torch.no_grad()
+def losses_of(folder: Path, batches: list[list[list[int]]]) -> list[float]:
+    """Returns the loss of the model as it is on each of the batches."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return [float(model(input_ids=ids, labels=ids).loss) for ids in map(torch.tensor, batches)]
+
+
+def train(
+    option: str, folder: Path, batches: list[list[list[int]]], rate: float, seed: int
+) -> tuple[list[float], float]:
+    """Returns the loss in front of each update, on samples that no update has seen, and the mean share of the elements
+    that an update changes."""
+    torch.manual_seed(seed)
+    kind, dtype = OPTIONS[option]
+    config = config_of(folder, dtype, rate)
+    losses, shares = [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        worker = kind(config, folder, 0, dist.FileStore(f"{scratch}/store", 1), threads=1)
+        parameters = list(named_parameters(worker.chunks).values())
+        num_elements = sum(p.numel() for p in parameters)
+        for ids in batches:
+            before = [p.detach().clone() for p in parameters]
+            metrics = worker.update(local_batch(worker, ids))
+            worker.end_step()
+            losses.append(metrics["policy/nll"].value)
+            changed = sum(int((p != old).sum()) for p, old in zip(parameters, before, strict=True))
+            shares.append(changed / num_elements)
+        parallel.destroy()
+    return losses, mean(shares)
+
+
+def config_of(folder: Path, dtype: str, rate: float) -> Config:
+    keys = {
+        "model.path": folder,
+        "model.dtype": dtype,
+        "data.source": folder / "none.jsonl",
+        "data.rows": "messages",
+        "algorithm.objective.name": "sft",
+        "actor.optimizer.lr": rate,
+        "actor.tokens_per_microbatch": SAMPLES * LENGTH,
+        "rollout.context_length": LENGTH,
+        "rollout.max_new_tokens": LENGTH - 1,
+    }
+    return load(BASE, [f"{key}={value}" for key, value in keys.items()])
+
+
+def local_batch(worker: ActorWorker, batch: list[list[int]]) -> LocalBatch:
+    weight = 1 / sum(len(ids) - 1 for ids in batch)
+    samples = []
+    for i, (first, *others) in enumerate(batch):
+        n = len(others)
+        sample = Sample(
+            f"{i}",
+            Prompt(f"{i}", "", (first,)),
+            tuple(others),
+            (-1.0,) * n,
+            (True,) * n,
+            (VersionRun(0, n),),
+            "stop",
+            "",
+        )
+        samples.append(TrainingSample(sample, 1.0, NO_BASELINE, weight))
+    lengths = [Lengths(s.sample.id, 1, len(s.sample.response_ids)) for s in samples]
+    [share] = schedule(lengths, worker.packing)
+    return LocalBatch(samples, share)
+
+
+class Copied(ActorWorker):
+    """Main weights begin as copies of the parameters."""
+
+    def _begin_main_weights(self, rounded: Mapping[str, torch.nn.Parameter]) -> None:
+        pass
+
+
+class Stochastic(Copied):
+    """Every update writes the parameters from main weights, up or down with the probabilities that keep the mean."""
+
+    def update(self, batch: LocalBatch) -> dict[str, Metric]:
+        metrics = super().update(batch)
+        for parameter in named_parameters(self.chunks).values():
+            parameter.detach().copy_(stochastically_rounded(parameter.main_param.view_as(parameter)))
+        return metrics
+
+
+class StochasticAlone(Stochastic):
+    """The same without main weights: the next update begins where this one has rounded to."""
+
+    def update(self, batch: LocalBatch) -> dict[str, Metric]:
+        metrics = super().update(batch)
+        for parameter in named_parameters(self.chunks).values():
+            parameter.main_param.copy_(parameter.detach().flatten())
+        return metrics
+
+
+class Float16(ActorWorker):
+    """Parameters of float16 with main weights of float32. Only parameters are rounded: products are in float32."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self._weights = [p.detach() for p in named_parameters(self.chunks).values()]
+        self._main = [weight.clone() for weight in self._weights]
+        for part in parts_of(self.optimizer):
+            part.optimizer.register_step_pre_hook(lambda *_: copy_all(self._main, self._weights))
+            part.optimizer.register_step_post_hook(lambda *_: copy_all(self._weights, self._main))
+
+    def update(self, batch: LocalBatch) -> dict[str, Metric]:
+        metrics = super().update(batch)
+        copy_all([main.half() for main in self._main], self._weights)
+        return metrics
+
+
+OPTIONS: dict[str, tuple[type[ActorWorker], str]] = {
+    "float32": (ActorWorker, "float32"),
+    "copies": (Copied, "bfloat16"),
+    "dithered": (ActorWorker, "bfloat16"),
+    "stochastic rounding": (Stochastic, "bfloat16"),
+    "stochastic rounding, no main weights": (StochasticAlone, "bfloat16"),
+    "float16": (Float16, "float32"),
+}
+"""Name -> the worker, and model.dtype."""
+
+
+def copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def stochastically_rounded(values: torch.Tensor) -> torch.Tensor:
+    """Returns values of float32 in bfloat16: one of the two neighbours, the nearer one more likely."""
+    bits = values.view(torch.int32) + torch.randint(2**16, values.shape, dtype=torch.int32)
+    return (bits & -(2**16)).view(torch.float32).bfloat16()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5, help="models and languages (%(default)s)")
+    parser.add_argument("--updates", type=int, default=50, help="of each curve (%(default)s)")
+    parser.add_argument("--first-updates", type=int, default=250, help="that make the model (%(default)s)")
+    parser.add_argument("--hidden", type=int, default=256, help="the model's hidden size (%(default)s)")
+    parser.add_argument("--layers", type=int, default=3, help="(%(default)s)")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
