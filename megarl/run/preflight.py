@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.machine import (
+    check_deltas,
     check_engine_kernels,
     check_gpu_memory,
     check_host_memory,
@@ -92,6 +93,7 @@ def _all_errors() -> Iterator[Callable[..., Any]]:
 
 def _find_models(config: Config) -> ModelFolders:
     models = find_models(config)
+    check_deltas(config, models)
     check_gpu_memory(config, models)
     check_host_memory(config, models)
     if not config.is_offline:

@@ -18,8 +18,9 @@ from megarl.resharding.planning.plan import Link
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports import delta, delta_p2p
+from megarl.resharding.transports.checksum import word_sum
 from megarl.resharding.transports.delta_p2p import DeltaRendezvous
-from megarl.resharding.transports.p2p import Sent
+from megarl.resharding.transports.p2p import Rendezvous, Sent
 from tests.distributed.test_p2p import Case, in_layouts
 from tests.forked import run_ranks
 from tests.unit.resharding.cases import layout_of
@@ -109,6 +110,40 @@ def test_two_deltas_in_a_row_are_a_full_refit(layout, vllm_tp, replicas, nodes):
     assert all(sent.changed == 0 < sent.compared for sent in unchanged)
 
 
+def change_at_random(parameters: dict[str, torch.Tensor], generator: torch.Generator) -> None:
+    """Makes a tenth of the elements, drawn at random, NaNs, zeros of either sign and other numbers."""
+    for tensor in parameters.values():
+        values = torch.randn(tensor.shape, generator=generator)
+        kinds = torch.randint(4, tensor.shape, generator=generator)
+        for kind, value in enumerate((torch.nan, 0.0, -0.0)):
+            values[kinds == kind] = value
+        tensor.copy_(torch.where(torch.rand(tensor.shape, generator=generator) < 0.1, values, tensor))
+
+
+def refit_beside_a_full_one(store: dist.Store, rank: int, case: Case) -> int:
+    """Returns how many elements this member has sent as changes, after refits of deltas and full ones side by side."""
+    member = Member(store, rank, case)
+    parameters = case.own(rank) if member.receives else member.parameters
+    full = case.rendezvous(store, Rendezvous, "full").open(member.holder.name, parameters, case.part(rank))
+    generator = torch.Generator().manual_seed(rank)
+    num_changed = 0
+    for _ in range(3):
+        num_changed += member.refit().changed
+        if member.receives:
+            execute(case.plan.into(member.holder.name), parameters, full)
+            assert all(torch.equal(bits(own), bits(parameters[name])) for name, own in member.parameters.items())
+        else:
+            full.send()
+            change_at_random(member.parameters, generator)
+    member.wait_for_all("done")
+    return num_changed
+
+
+def test_random_changes_arrive_as_a_full_refit_brings_them():
+    case = Case(layout_of(tp=2), vllm_tp=1, replicas=2, bucket_bytes=1024, nodes=(1, 2))
+    assert all(run_ranks(4, refit_beside_a_full_one, case)[:2])
+
+
 class PeakMemory(TorchDispatchMode):
     """Bytes of the tensors that operators have made since it began and that are left, at most."""
 
@@ -131,6 +166,7 @@ class PeakMemory(TorchDispatchMode):
 def memory_of_refits(store: dist.Store, rank: int, case: Case) -> list[int]:
     """Returns the peak bytes of two refits: of the first, which sends all, and of a delta."""
     member = Member(store, rank, case)
+    word_sum(torch.zeros(1))  # makes the weights of all words, once for a process
     peaks = []
     for _ in range(2):
         with PeakMemory() as memory:

@@ -1,8 +1,10 @@
 """Sends messages with only what has changed since the last exchange, where that is fewer bytes; nothing is lost.
 
-A source keeps what it has sent, in host memory. Before an exchange the receivers say whether they still have it: not at
-their first exchange, nor when their weights have been rewritten since, and then all is sent. After an error connections
-are closed, with deltas as without, and at the next rendezvous all is sent.
+A source keeps what it has sent, in host memory that the device copies to and from at full speed. It compares on the
+device, slab by slab, and checksums are computed there: no second copy of the weights ever lies on a GPU. Before an
+exchange the receivers say whether they still have what was sent: not at their first exchange, nor when their weights
+have been rewritten since, and then all is sent. After an error connections are closed, with deltas as without, and at
+the next rendezvous all is sent.
 
 A bucket travels in slabs, each whole or as a delta. Before it goes a header: for each slab the number of elements that
 change, or WHOLE, and the checksum of what the receiver has to have afterwards.
@@ -15,10 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megarl.core import device
 from megarl.resharding.planning.plan import Bucket, Link, Plan
 from megarl.resharding.transports import delta
 from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_out_together
-from megarl.resharding.transports.checksum import checksum
+from megarl.resharding.transports.checksum import word_sum
 from megarl.resharding.transports.p2p import Begun, Message, PointToPoint, Rendezvous
 from megarl.resharding.transports.transport import Delivery
 
@@ -79,11 +82,17 @@ class DeltaPointToPoint(PointToPoint):
         return all(answers)
 
     def _remember(self) -> None:
+        """Keeps what this member, if it is a source, has sent. The copies end before `deliver` does."""
+        if self._rank >= self._plan.num_sources:
+            return
         for number, layout in self._layouts.items():
-            if self._rank < self._plan.num_sources:
-                kept = self._last.setdefault(number, torch.empty(layout.num_bytes, dtype=torch.uint8))
-                for part in layout.parts:
-                    part.in_buffer(kept).copy_(part.of(self._parameters))
+            if number not in self._last:
+                like = torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
+                self._last[number] = device.host_empty_like(like)
+            for part in layout.parts:
+                last, now = part.in_buffer(self._last[number]), part.of(self._parameters)
+                for old, new in zip(_slabs(last), _slabs(now), strict=True):
+                    old.copy_(new, non_blocking=True)
 
     def _pack(self, message: Message) -> None:
         """Fills the buffer: with deltas where the receivers and this member have the last state, and deltas are
@@ -97,12 +106,12 @@ class DeltaPointToPoint(PointToPoint):
                 encoded, num_changed = self._encoded(new, None if last is None else old[i])
                 message.buffer[offset : offset + len(encoded)] = encoded
                 offset += len(encoded)
-                header += [num_changed, checksum(new.cpu())]
+                header += [num_changed, word_sum(new)]
         self._headers[message.bucket] = torch.tensor(header, device=self._device)
 
     def _encoded(self, new: torch.Tensor, old: torch.Tensor | None) -> tuple[torch.Tensor, int]:
         if old is not None:
-            encoded, num_changed = delta.encode(new, old.flatten().to(new.device))
+            encoded, num_changed = delta.encode(new, old.flatten().to(new.device, non_blocking=True))
             self.sent.compared += len(new)
             self.sent.changed += num_changed
             if len(encoded) < new.nbytes:
@@ -156,7 +165,7 @@ class DeltaPointToPoint(PointToPoint):
                 slab.copy_(encoded.clone().view(part.dtype).view(slab.shape))
             else:
                 delta.apply(encoded, num_changed, slab)
-            if checksum(slab.cpu()) != expected:
+            if word_sum(slab) != expected:
                 raise RuntimeError(
                     f"{self._member}: {part.place.parameter} is not what its source has, after {max(num_changed, 0)} "
                     f"changes to {slab.numel()} of its elements: it was rewritten since the last refit, or the network "
