@@ -27,6 +27,9 @@ Tensors = list[list[torch.Tensor]]
 quantized: set[tuple[str, str, str]] = set()
 """(kind of layer, recipe, its format) of the layers that were called where fp8 is on."""
 
+attended: list[str] = []
+"""The class of the layer at each call of Transformer Engine's attention."""
+
 
 def install() -> None:
     """Makes transformer_engine importable. Megatron, which looks for it, must not be imported yet."""
@@ -37,6 +40,7 @@ def install() -> None:
     sys.modules["transformer_engine_torch"] = _empty_module("transformer_engine_torch", COMPILED)
     sys.modules |= {name: _empty_module(name, {}) for name in ("onnx", "onnxscript")}
     import transformer_engine.common
+    from torch.nn.attention import flex_attention
 
     transformer_engine.common.load_framework_extension = lambda framework: None
     import transformer_engine.pytorch as te
@@ -55,6 +59,7 @@ def install() -> None:
     _replace(permutation, "moe_unpermute", _unpermute)
     _replace(permutation, "moe_sort_chunks_by_index", _sort_chunks)
     _replace(permutation, "moe_sort_chunks_by_index_with_probs", _sort_chunks_with_probs)
+    _replace(flex_attention, "_validate_device", lambda **_: None)  # which refuses backward passes on CPU
     _replace(distributed, "_get_cuda_rng_state", lambda **_: torch.get_rng_state())
     _replace(distributed, "_set_cuda_rng_state", lambda new_state, **_: torch.set_rng_state(new_state))
     TransformerEngineBaseModule.__init__ = _as_on_cuda(TransformerEngineBaseModule.__init__)
@@ -157,6 +162,7 @@ def _attention(
     attn_mask_type,
     **_,
 ):
+    attended.append(type(self).__name__)
     assert (qkv_format, attn_mask_type, cu_seqlens_q.dtype) == ("thd", "padding_causal", torch.int32)
     assert torch.equal(cu_seqlens_q, cu_seqlens_kv) and int(cu_seqlens_q[-1]) == len(query_layer)
     lengths = cu_seqlens_q.diff().tolist()

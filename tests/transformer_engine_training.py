@@ -15,16 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has after its updates, the kernels it says it takes, and the layers that ran in fp8."""
+    """What a rank has after its updates, the kernels it says it takes, the layers that ran in fp8, and the calls of
+    Transformer Engine's attention."""
 
     rank: RankResult
     kernels: str
     quantized: set[tuple[str, str, str]]
+    attended: int
 
 
 def main() -> None:
-    """Makes an update with each case of FOLDER/cases.json, name -> [folder of the model, overrides], and writes what
-    comes of it to FOLDER/trained."""
+    """Makes an update with each case of FOLDER/cases.json, name -> [folder of the model, overrides, what to pack
+    differently], and writes what comes of it to FOLDER/trained."""
     from tests import transformer_engine
 
     transformer_engine.install()
@@ -41,16 +43,18 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     trained = {}
-    for name, (model, overrides) in json.loads((folder / "cases.json").read_text()).items():
+    for name, (model, overrides, packing) in json.loads((folder / "cases.json").read_text()).items():
         transformer_engine.quantized.clear()
+        transformer_engine.attended.clear()
         store = dist.FileStore(str(folder / f"store {name}"), 1)
         try:
             config = config_of(Path(model), "actor.tokens_per_microbatch=256", *overrides)
-            rank = train(store, 0, config, Path(model), [random_groups(0)])
+            rank = train(store, 0, config, Path(model), [random_groups(0)], **packing)
         except BaseException as error:
             error.add_note(f"in the case: {name}")
             raise
-        trained[name] = Trained(rank, kernels.describe(), set(transformer_engine.quantized))
+        observed = set(transformer_engine.quantized), len(transformer_engine.attended)
+        trained[name] = Trained(rank, kernels.describe(), *observed)
         parallel.destroy()
     (folder / "trained").write_bytes(pickle.dumps(trained))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config.schema import Trained
 from megarl.data.packing import Packing
-from megarl.megatron.model.layer_spec import uses_transformer_engine
+from megarl.megatron.model.layer_spec import can_share_prompts, uses_transformer_engine
 from megarl.megatron.model.precision import token_multiple
 from megarl.planning.token_cost import TokenCost
 
@@ -19,9 +19,8 @@ def packing_of(settings: Trained, hf_config: Mapping[str, Any]) -> Packing:
     return Packing(
         token_budget=settings.tokens_per_microbatch * layout.cp,
         num_ranks=layout.dp,
-        # Transformer Engine attends to documents as they follow each other in the pack, ours also to those that have
-        # a prompt in common; and it shares out every document by itself, ours the pack.
-        shares_prompts=not uses_transformer_engine(),
+        shares_prompts=can_share_prompts(layout.cp),
+        # Transformer Engine shares out every document by itself, we the pack.
         document_multiple=chunks if uses_transformer_engine() else 1,
         pack_multiple=chunks * (layout.tp if layout.sequence_parallel else 1) * token_multiple(settings.fp8),
         # Interleaved stages take microbatches in groups of pp, and a last group must not be smaller.

@@ -54,8 +54,8 @@ def _stages(
     """Returns the memory of a rank of each pipeline stage in training, and what a forward pass alone needs there."""
     layout, num_bytes = settings.layout, item_bytes(config)
     tokens = settings.tokens_per_microbatch * layout.cp
-    rows = round(tokens * workload.response_tokens / workload.sample_tokens)
-    count = workload.microbatches(layout.dp, tokens)
+    packed = workload.packed(settings)
+    rows, count = round(tokens * packed.scored_share), packed.microbatches
     found = []
     for stage in range(layout.pp):
         held = model.of_stage(layout, stage)

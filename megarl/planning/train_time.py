@@ -10,7 +10,7 @@ from megarl.planning.flops import expert_flops, forward_flops
 from megarl.planning.hardware import DENSE_SHARE, EXPERT_ROWS, EXPERT_SHARE, LINK_SHARE, MEMORY_SHARE, Cluster
 from megarl.planning.memory import RankParameters
 from megarl.planning.parameters import ModelParameters
-from megarl.planning.workload import Workload
+from megarl.planning.workload import Packed, Workload
 from megarl.resharding.families.shape import ModelShape
 
 HOST_ADAM_BYTES = 10e9
@@ -60,11 +60,10 @@ def train_time(
     host_share   the share of the optimizer's state that is stepped in host memory
     """
     layout = settings.layout
-    count = workload.microbatches(layout.dp, settings.tokens_per_microbatch * layout.cp)
-    tokens = workload.trained_tokens / workload.updates / layout.dp / count
+    packed = workload.packed(settings)
+    count = packed.microbatches
     stages = [
-        _Stage(settings, model, model.of_stage(layout, stage), tokens, workload, cluster, num_bytes)
-        for stage in range(layout.pp)
+        _Stage(settings, model, model.of_stage(layout, stage), packed, cluster, num_bytes) for stage in range(layout.pp)
     ]
     slowest = max(stages, key=lambda stage: sum(stage.forward.values()))
     waiting = (layout.pp - 1) / layout.vpp
@@ -113,15 +112,14 @@ class _Stage:
         settings: Trained,
         model: ModelParameters,
         held: RankParameters,
-        tokens: float,
-        workload: Workload,
+        packed: Packed,
         cluster: Cluster,
         num_bytes: int,
     ):
-        layout, shape = settings.layout, model.shape
+        layout, shape, tokens = settings.layout, model.shape, packed.tokens
         share = len(held.layers) / shape.num_layers
-        pairs = tokens * workload.sample_tokens / 2
-        rows = tokens * workload.response_tokens / workload.sample_tokens if held.is_last else 0
+        pairs = tokens * packed.pairs_per_token
+        rows = tokens * packed.scored_share if held.is_last else 0
         experts = expert_flops(shape, tokens) * share
         dense = forward_flops(shape, tokens, 0, pairs) * share - experts + forward_flops(shape, 0, rows, 0)
         speed = layout.tp * layout.cp * cluster.gpu.tflops * 1e12

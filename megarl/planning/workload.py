@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Trained
 from megarl.planning.passes import passes
 
 USUAL_PROMPT = 512
@@ -24,6 +24,7 @@ class Workload:
     response_tokens    tokens of a response, the mean
     longest_response   tokens of the longest, for which all others wait
     trained            samples that the models are trained on
+    sharing            those of them that have a prompt in common, which a microbatch computes once for all it has
     updates            optimizer steps
     passes             forward passes of the actor over them, before its updates
     is_offline         whether the responses are given, so that nothing is sampled
@@ -35,6 +36,7 @@ class Workload:
     response_tokens: float
     longest_response: float
     trained: int
+    sharing: int
     updates: int
     passes: int
     is_offline: bool
@@ -57,6 +59,7 @@ class Workload:
             response_tokens=response,
             longest_response=longest,
             trained=trained,
+            sharing=config.trained_per_prompt,
             updates=batch.prompts_per_step // batch.prompts_per_update,
             passes=len(of_actor),
             is_offline=config.is_offline,
@@ -70,10 +73,22 @@ class Workload:
     def trained_tokens(self) -> float:
         return self.trained * self.sample_tokens
 
-    def microbatches(self, dp: int, tokens_of_a_microbatch: int) -> int:
-        """Returns the microbatches of a replica in one update, as full as they may be."""
-        tokens = self.trained_tokens / self.updates / dp
-        return max(1, -(-int(tokens) // tokens_of_a_microbatch))
+    def packed(self, settings: Trained) -> Packed:
+        """Returns how a model packs the samples of an update, with microbatches as full as they may be."""
+        layout, budget = settings.layout, settings.tokens_per_microbatch * settings.layout.cp
+        of_replica = self.trained / self.updates / layout.dp
+        room = (budget - self.prompt_tokens) / max(1.0, self.response_tokens)
+        # Under context parallelism, Transformer Engine's attention gives every sample its own prompt.
+        together = max(1.0, min(self.sharing, room, of_replica)) if layout.cp == 1 else 1.0
+        prompt, response = self.prompt_tokens, self.response_tokens
+        tokens = prompt / together + response
+        count = max(1, -(-int(of_replica * tokens) // budget))
+        return Packed(
+            microbatches=count,
+            tokens=of_replica * tokens / count,
+            scored_share=response / tokens,
+            pairs_per_token=(prompt**2 / together + 2 * prompt * response + response**2) / 2 / tokens,
+        )
 
     def describe(self) -> str:
         said = (
@@ -82,3 +97,19 @@ class Workload:
             f"{'update' if self.updates == 1 else 'updates'}"
         )
         return said if self.is_offline else f"{said}; the longest response has {self.longest_response:,.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The microbatches of a replica in one update.
+
+    microbatches      their number
+    tokens            tokens of each, the mean
+    scored_share      the share of tokens that are of responses
+    pairs_per_token   tokens that a token attends to, the mean
+    """
+
+    microbatches: int
+    tokens: float
+    scored_share: float
+    pairs_per_token: float

@@ -25,6 +25,10 @@ NAMES = MODELS.keys() - {
 }
 """Models with what is special about each family. Those left out take no other way here than one that is left."""
 
+APART = {"Qwen3", "DeepSeek-V3, YaRN"}
+"""Models that are also trained on packs in which every sample has its own prompt, as Transformer Engine's attention
+takes them."""
+
 FP8 = dict(
     delayed=("TEDelayedScaling", "HYBRID", "none"),
     tensorwise=("Float8CurrentScaling", "HYBRID", "selective"),
@@ -44,11 +48,13 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory) -> dict[str, Trained]:
     """Returns what comes of every case. One process runs them all, as it takes seconds to start."""
-    cases = {name: (str(folders[name]), []) for name in NAMES}
-    half = str(folders["bfloat16"]), ["model.dtype=bfloat16"]
+    cases = {name: (str(folders[name]), [], {}) for name in NAMES}
+    apart = dict(shares_prompts=False)
+    cases |= {f"{name}, prompts apart": (str(folders[name]), [], apart) for name in APART}
+    half = str(folders["bfloat16"]), ["model.dtype=bfloat16"], {}
     cases["bfloat16"] = half
     for recipe, (*_, recompute) in FP8.items():
-        cases[recipe] = half[0], [*half[1], f"actor.fp8={recipe}", f"actor.recompute={recompute}"]
+        cases[recipe] = half[0], [*half[1], f"actor.fp8={recipe}", f"actor.recompute={recompute}"], {}
     folder = tmp_path_factory.mktemp("trained")
     (folder / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, "-W", "ignore", "-m", "tests.transformer_engine_training", folder]
@@ -63,6 +69,15 @@ def test_training_equals_that_of_transformers(trained, folders, name):
     assert not trained[name].quantized
     plain = plain_training(folders[name], [random_groups(0)], kl_coefficient=0.0)
     assert_same_training(folders[name], [trained[name].rank], plain)
+
+
+@pytest.mark.parametrize("name", sorted(APART))
+def test_own_prompts_go_through_its_attention_with_the_same_training(trained, folders, name):
+    apart, shared = trained[f"{name}, prompts apart"], trained[name]
+    assert apart.attended and not shared.attended
+    for what in ("gradients", "weights"):
+        ours, theirs = (canonical(folders[name], [case.rank], what) for case in (apart, shared))
+        assert_equal(ours, theirs, what)
 
 
 @pytest.mark.parametrize("recipe", FP8)

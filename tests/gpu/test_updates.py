@@ -10,18 +10,26 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.config.schema import Config
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
+from megarl.ops.packed_attention import plain_attention
+from megarl.ops.shared_attention import pack_mask, shared_attention
 from tests.closeness import relative_error
 from tests.gpu.gpus import needs_gpus, run_on_gpus
 from tests.gpu.models import MODELS, write_model
 from tests.interpreted_head import CASES, check
+from tests.packing import documents
 from tests.parity import Outcome, RankResult, canonical, config_of, plain_training, random_groups, train
+
+Gradients = Mapping[str, torch.Tensor]
+"""Whole tensors, under their Hugging Face names."""
 
 UPDATES = [random_groups(0)]
 WHOLE, WORST = 0.05, 0.15
@@ -49,9 +57,9 @@ def references(models: dict[str, Path]) -> dict[str, Outcome]:
     return {name: plain_training(folder, UPDATES, kl_coefficient=0.0) for name, folder in models.items()}
 
 
-def train_and_fetch(store, rank: int, config: Config, folder: Path) -> RankResult:
+def train_and_fetch(store, rank: int, config: Config, folder: Path, packing: dict[str, Any]) -> RankResult:
     """Trains, and fetches what is compared into host memory, in float32."""
-    result = train(store, rank, config, folder, UPDATES)
+    result = train(store, rank, config, folder, UPDATES, **packing)
     fetched = {
         what: {name: tensor.float().cpu() for name, tensor in getattr(result, what).items()}
         for what in ("gradients", "weights")
@@ -59,30 +67,43 @@ def train_and_fetch(store, rank: int, config: Config, folder: Path) -> RankResul
     return dataclasses.replace(result, **fetched)
 
 
-def distances(folder: Path, reference: Outcome, layout: str, *overrides: str) -> tuple[float, float]:
-    """Returns what WHOLE and WORST bound."""
+def gradients(folder: Path, layout: str, *overrides: str, **packing: Any) -> Gradients:
     config = config_of(folder, "model.dtype=bfloat16", f"actor.layout={{{layout}}}", *overrides)
-    ranks = run_on_gpus(config.actor.layout.world_size, train_and_fetch, config, folder)
-    ours = canonical(folder, ranks, "gradients")
+    ranks = run_on_gpus(config.actor.layout.world_size, train_and_fetch, config, folder, packing)
+    return canonical(folder, ranks, "gradients")
+
+
+def distances(ours: Gradients, theirs: Gradients) -> tuple[float, float]:
+    """Returns what WHOLE and WORST bound."""
     # Experts count as one tensor: a token between two of them may go to the other one, and be half of what it has.
     pairs = defaultdict[str, list[tuple[torch.Tensor, torch.Tensor]]](list)
-    for name in ours.keys() & reference.gradients.keys():
-        pairs[re.sub(r"experts\.\d+", "experts", name)].append((ours[name], reference.gradients[name].detach()))
+    for name in ours.keys() & theirs.keys():
+        pairs[re.sub(r"experts\.\d+", "experts", name)].append((ours[name], theirs[name].detach()))
     tensors = [tuple(map(torch.stack, zip(*of_one, strict=True))) for of_one in pairs.values()]
     squares = sum(float((one - other).square().sum()) for one, other in tensors)
-    return squares**0.5 / reference.norm, max(relative_error(one, other) for one, other in tensors)
+    norm = sum(float(other.square().sum()) for _, other in tensors) ** 0.5
+    return squares**0.5 / norm, max(relative_error(one, other) for one, other in tensors)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpus(1)) for name in MODELS])
 def test_gradients_are_those_of_plain_torch(models, references, name):
-    whole, worst = distances(models[name], references[name], "")
+    whole, worst = distances(gradients(models[name], ""), references[name].gradients)
     assert whole <= WHOLE and worst <= WORST, (whole, worst)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpus(1)) for name in MODELS])
+def test_shared_prompts_have_the_gradients_of_own_ones(models, references, name):
+    """Transformer Engine's attention takes the ones, ours the others; both are as far from plain torch as bfloat16."""
+    shared, apart = (gradients(models[name], "", shares_prompts=shares) for shares in (True, False))
+    for one, other in ((shared, apart), (apart, references[name].gradients)):
+        whole, worst = distances(one, other)
+        assert whole <= WHOLE and worst <= WORST, (whole, worst)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=needs_gpus(2)) for name in LAYOUTS])
 def test_two_gpus_have_the_gradients_of_plain_torch(models, references, layout):
     name, keys = LAYOUTS[layout]
-    whole, worst = distances(models[name], references[name], keys)
+    whole, worst = distances(gradients(models[name], keys), references[name].gradients)
     assert whole <= WHOLE and worst <= WORST, (whole, worst)
 
 
@@ -90,9 +111,55 @@ def test_two_gpus_have_the_gradients_of_plain_torch(models, references, layout):
     "recipe", [pytest.param(name, marks=needs_gpus(1, can_rehearse=False)) for name in ("tensorwise", "blockwise")]
 )
 def test_gradients_in_fp8_are_near_and_not_those_of_bfloat16(models, references, recipe):
-    whole, _ = distances(models["dense"], references["dense"], "", f"actor.fp8={recipe}")
-    without, _ = distances(models["dense"], references["dense"], "")
+    expected = references["dense"].gradients
+    whole, _ = distances(gradients(models["dense"], "", f"actor.fp8={recipe}"), expected)
+    without, _ = distances(gradients(models["dense"], ""), expected)
     assert without < whole <= WHOLE_IN_FP8, (without, whole)
+
+
+ATTENTIONS = {
+    "Qwen2.5-0.5B": (14, 2, 64, 64),
+    "Qwen2.5-1.5B": (12, 2, 128, 128),
+    "DeepSeek-V3, a rank of eight": (16, 16, 192, 128),
+}
+"""Heads of queries, and of keys and values; channels of a head of queries and keys, and of values."""
+
+PACKS = {
+    "a block and part of one": [(100, [30, 60])],
+    "documents within blocks": [(300, [40, 1, 700, 0, 128]), (1, [5] * 20), (512, [512, 300])],
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpus(1, can_rehearse=False)) for name in ATTENTIONS])
+def test_attention_of_shared_prompts_at_the_sizes_of_models(name, pack):
+    check_attention(*ATTENTIONS[name], *documents(PACKS[pack]), device="cuda")
+
+
+def check_attention(
+    heads: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    tokens: torch.Tensor,
+    boundaries: torch.Tensor,
+    device: str,
+) -> None:
+    """Compares bfloat16 with one mask over the pack of the same numbers in float64 on CPU."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = int(tokens.max()) + 1
+    sizes = ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
+    inputs = [torch.randn(num_tokens, *size, generator=generator).bfloat16() for size in sizes]
+    gradient = torch.randn(num_tokens, heads, value_dim, generator=generator).bfloat16()
+    ours, theirs = ([x.clone().to(*to).requires_grad_() for x in inputs] for to in ((device,), (torch.float64,)))
+    scale = key_dim**-0.5
+    out = shared_attention(*ours, pack_mask(tokens.to(device), boundaries.to(device)), scale)
+    out.backward(gradient.to(device))
+    expected = plain_attention(*theirs, tokens, boundaries, scale)
+    expected.backward(gradient.double())
+    assert relative_error(out.detach().cpu().double(), expected.detach()) <= 2e-2
+    for one, other in zip(ours, theirs, strict=True):
+        assert relative_error(one.grad.cpu().double(), other.grad) <= 2e-2
 
 
 HEADS = {

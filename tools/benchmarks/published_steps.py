@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class Case:
             ROOT / "configs" / "base.yaml", ["model.path=published", "data.source=arithmetic", *self.overrides]
         )
         workload = Workload.of(config, self.prompt, self.tokens[0] - self.prompt)
+        workload = replace(workload, sharing=1)  # these trainers compute a prompt for each of its samples
         return plan_step(config, Models.of({"actor": CONFIGS[self.model]}), workload, read_cluster(self.gpus))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.core.types import TokenBatch
 from megarl.megatron.context_parallel import ContextShares, context_shares, sum_over_ranks
 from megarl.megatron.model.head import HeadRequest
 from megarl.megatron.model.layer_spec import PackedDocuments, uses_transformer_engine
 from megarl.ops.packed_attention import documents_of
+from megarl.ops.shared_attention import pack_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ModelInput:
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    attention: PackedSeqParams
+    attention: PackedDocuments
     head: HeadRequest
     rows: TokenBatch
     row_numbers: torch.Tensor
@@ -57,21 +57,23 @@ class ModelInput:
         return sum_over_ranks(everybody)
 
 
-def _attention(batch: TokenBatch, shares: ContextShares) -> PackedSeqParams:
-    """Returns which tokens attend to each other. Transformer Engine attends within boundaries; our own attention reads
-    `documents`, and to the rotary embedding, which has the positions, the pack is one sequence."""
-    if uses_transformer_engine():
-        longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
-        return PackedSeqParams("thd", batch.boundaries, batch.boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
+def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
+    """Returns which tokens attend to each other. Transformer Engine attends within boundaries, where no prompt is
+    shared; our own attention reads `documents`, and to the rotary embedding, which has the positions, the pack is one
+    sequence."""
     num_tokens = len(batch.tokens)
-    whole = torch.tensor([0, num_tokens], dtype=torch.int32)
+    if uses_transformer_engine() and len(batch.document_tokens) == num_tokens:
+        longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
+        return PackedDocuments("thd", batch.boundaries, batch.boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
+    whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device)
     parts = (shares.own, shares.all) if len(shares.places) > 1 else ()
+    describe = pack_mask if uses_transformer_engine() else documents_of
     return PackedDocuments(
         "thd",
         whole,
         whole,
         max_seqlen_q=num_tokens,
         max_seqlen_kv=num_tokens,
-        documents=documents_of(batch.document_tokens, batch.boundaries, *parts),
+        documents=describe(batch.document_tokens, batch.boundaries, *parts),
         positions=batch.positions[shares.sequence],
     )

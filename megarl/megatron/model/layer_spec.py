@@ -27,9 +27,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
+from torch.nn.attention.flex_attention import BlockMask
 
 from megarl.core import device
 from megarl.ops.packed_attention import Documents, packed_attention
+from megarl.ops.shared_attention import shared_attention
 from megarl.ops.swiglu import swiglu
 from megarl.resharding.families.canonical import parts_of_layer
 from megarl.resharding.families.shape import ModelShape
@@ -39,12 +41,12 @@ from megarl.resharding.families.shape import ModelShape
 class PackedDocuments(PackedSeqParams):
     """Megatron's description of a pack, with what our layers read beside it.
 
-    documents   the index tensors of our attention, made once for all layers
+    documents   what our attention reads, made once for all layers; None: Transformer Engine's is told all by Megatron
     positions   int64 [T], for the rotary embedding, in the order in which Megatron shares out the pack over
-                context-parallel ranks
+                context-parallel ranks; None: they follow from where documents begin
     """
 
-    documents: Documents | None = None
+    documents: Documents | BlockMask | None = None
     positions: torch.Tensor | None = None
 
 
@@ -111,9 +113,15 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
 
 def uses_transformer_engine() -> bool:
-    """Returns whether the layers are Transformer Engine's. Its attention takes documents that follow each other in the
-    pack; ours also documents that share a prompt."""
+    """Returns whether the layers are Transformer Engine's."""
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def can_share_prompts(context_ranks: int) -> bool:
+    """Returns whether documents of a pack may have a prompt in common. Transformer Engine's attention, which alone
+    shares out documents over context-parallel ranks among its layers, takes those that follow each other in the
+    pack."""
+    return context_ranks == 1 or not uses_transformer_engine()
 
 
 def block_spec(
@@ -135,6 +143,7 @@ def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
     attention = dict(multi_latent_attention=shape.latent is not None, qk_layernorm=bool(shape.latent or shape.qk_norm))
     if fused:
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=has_experts, **attention)
+        layer.submodules.self_attention.submodules.core_attention = _fused_attention()
     else:
         layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", **attention)
         _use_our_layers(layer.submodules, shape)
@@ -197,6 +206,24 @@ def replace_activations(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MLP):
             module.activation_func = swiglu
+
+
+def _fused_attention() -> type:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class FusedAttention(TEDotProductAttention):
+        """Transformer Engine's attention for packs in which documents follow each other, ours for those in which they
+        share prompts."""
+
+        def forward(self, query, key, value, *args, packed_seq_params: PackedDocuments, **kwargs):
+            if packed_seq_params.documents is None:
+                return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
+            num_tokens = query.shape[0]
+            query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))
+            out = shared_attention(query, key, value, packed_seq_params.documents, self.softmax_scale)
+            return out.reshape(num_tokens, -1)
+
+    return FusedAttention
 
 
 def _fused_norm() -> type:

@@ -12,53 +12,32 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megarl.config.huggingface import completed, rope_parameters
-from megarl.megatron.model.layer_spec import uses_transformer_engine
 from megarl.resharding.families.shape import ModelShape
 
 
-class PositionRotary(RotaryEmbedding):
-    """An embedding that gives rotary angles of tokens' positions in their documents, which a pack's order does not
-    tell.
+class DocumentRotary(RotaryEmbedding):
+    """An embedding that gives the rotary angles of tokens' positions in their documents: rows of one table, which
+    grows. Megatron's keeps a table for each of up to 32 lengths.
 
     The positions are those of PackedDocuments, set right before each call of the module that reads the angles: a layer
-    that is computed again in the backward pass needs those of its own microbatch.
+    that is computed again in the backward pass needs those of its own microbatch. Without them, angles are of all
+    positions of the longest document, among which the kernel that rotates finds each document's.
     """
 
-    positions: torch.Tensor
-
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> torch.Tensor:
-        return self.get_emb(int(self.positions.max()) + 1)[self.positions]
-
-
-class PositionYarn(YarnRotaryEmbedding):
-    """A PositionRotary with YaRN's scaling (arXiv 2309.00071), whose factor for the cosines and sines comes with
-    them."""
-
-    positions: torch.Tensor
-
-    def forward(
-        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
-    ) -> tuple[torch.Tensor, float]:
-        angles, factor = self.get_emb(int(self.positions.max()) + 1)
-        return angles[self.positions], factor
-
-
-class DocumentRotary(RotaryEmbedding):
-    """An embedding that gives the rotary angles of the longest document's positions: rows of one table, which grows.
-    Megatron's keeps a table for each of up to 32 lengths."""
-
+    positions: torch.Tensor | None = None
     table: torch.Tensor | None = None
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> torch.Tensor:
         if self.table is None or len(self.table) < max_seq_len:
             self.table = self.get_emb(_power_of_two(max_seq_len))
-        # No more rows: as many as the pack has tokens would be taken for the angles of its order.
-        return self.table[:max_seq_len]
+        return _rows(self.table, self.positions, max_seq_len)
 
 
 class DocumentYarn(YarnRotaryEmbedding):
-    """A DocumentRotary with YaRN's scaling."""
+    """A DocumentRotary with YaRN's scaling (arXiv 2309.00071), whose factor for the cosines and sines comes with
+    them."""
 
+    positions: torch.Tensor | None = None
     table: torch.Tensor | None = None
     factor: float
 
@@ -67,7 +46,12 @@ class DocumentYarn(YarnRotaryEmbedding):
     ) -> tuple[torch.Tensor, float]:
         if self.table is None or len(self.table) < max_seq_len:
             self.table, self.factor = self.get_emb(_power_of_two(max_seq_len))
-        return self.table[:max_seq_len], self.factor
+        return _rows(self.table, self.positions, max_seq_len), self.factor
+
+
+def _rows(table: torch.Tensor, positions: torch.Tensor | None, max_seq_len: int) -> torch.Tensor:
+    # No more rows: as many as the pack has tokens would be taken for the angles of its order.
+    return table[:max_seq_len] if positions is None else table[positions]
 
 
 def _power_of_two(least: int) -> int:
@@ -86,11 +70,9 @@ def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
             attention.rotary_pos_emb = model.rotary_pos_emb
     if rope["rope_type"] != "yarn":
         model.rotary_pos_emb.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
-    ours, yarn = (DocumentRotary, DocumentYarn) if uses_transformer_engine() else (PositionRotary, PositionYarn)
-    model.rotary_pos_emb.__class__ = yarn if rope["rope_type"] == "yarn" else ours
-    if not uses_transformer_engine():
-        for reader in readers:
-            reader.register_forward_pre_hook(_set_positions, with_kwargs=True)
+    model.rotary_pos_emb.__class__ = DocumentYarn if rope["rope_type"] == "yarn" else DocumentRotary
+    for reader in readers:
+        reader.register_forward_pre_hook(_set_positions, with_kwargs=True)
 
 
 def _set_positions(reader: torch.nn.Module, _: tuple, keywords: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.config.load import load
 from megarl.megatron import packing
+from megarl.megatron.model import layer_spec
 from megarl.megatron.packing import packing_of
 from tests.paths import BASE
 
@@ -33,14 +34,16 @@ CASES = [
     ("{pp: 4}", False, {}),
     ("{pp: 4, vpp: 2}", False, {"microbatch_multiple": 4}),
     ("{dp: 5}", False, {"num_ranks": 5}),
-    ("{}", True, {"shares_prompts": False}),
+    ("{}", True, {}),
+    ("{tp: 4, sequence_parallel: true, pp: 2}", True, {"pack_multiple": 4}),
     ("{cp: 3}", True, {"shares_prompts": False, "document_multiple": 6, "pack_multiple": 6}),
 ]
 
 
 @pytest.mark.parametrize(("layout", "transformer_engine", "changes"), CASES)
 def test_multiples_follow_from_the_layout(monkeypatch, layout: str, transformer_engine: bool, changes: dict[str, Any]):
-    monkeypatch.setattr(packing, "uses_transformer_engine", lambda: transformer_engine)
+    for module in (packing, layer_spec):
+        monkeypatch.setattr(module, "uses_transformer_engine", lambda: transformer_engine)
     config = load(BASE, ["model.path=m", "data.source=arithmetic", f"actor.layout={layout}"])
     found = packing_of(config.actor, LLAMA)
     assert {name: getattr(found, name) for name in ALONE} == ALONE | changes

@@ -30,7 +30,7 @@ def loads_of(*overrides: str, gpus: str = "8xH100", model: str = DENSE):
 def test_training_is_the_closed_form_of_a_rank_and_what_else_is_there():
     plan = plan_of(DENSE, "8xH100", *KEYS)
     layout, workload = plan.config.actor.layout, plan.workload
-    rows = round(16384 * workload.response_tokens / workload.sample_tokens)
+    rows = round(16384 * workload.packed(plan.config.actor).scored_share)
     ranks = [rank_memory(CONFIGS[DENSE], layout, rank, 2, 16384, rows, 99) for rank in (0, 4)]
     training = next(load for load in plan.loads if load.phase.startswith(TRAINS))
     reserve = sum(training.parts[item] for item in (CONTEXTS, NCCL, GRAPHS, FRAGMENTS))

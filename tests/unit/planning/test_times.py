@@ -31,13 +31,30 @@ BATCH = ("batch.prompts_per_step=64", "batch.samples_per_prompt=16", "batch.prom
 def test_an_update_takes_what_its_products_take_at_the_stated_share():
     plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *BATCH)
     time, workload = plan.times.training["actor"], plan.workload
-    tokens = workload.trained_tokens
-    shape = ModelShape.of(CONFIGS[DENSE])
-    scored = tokens * workload.response_tokens / workload.sample_tokens
-    flops = 3 * forward_flops(shape, tokens, scored, tokens * workload.sample_tokens / 2)
+    shape, count = ModelShape.of(CONFIGS[DENSE]), workload.trained
+    prompt, response = workload.prompt_tokens, workload.response_tokens
+    together = min(16, (16384 - prompt) / response)
+    pairs = response**2 / 2 + prompt * response + prompt**2 / 2 / together
+    flops = 3 * forward_flops(shape, count * (prompt / together + response), count * response, count * pairs)
     assert time.update["matrix products"] == pytest.approx(flops / (8 * 989.5e12 * DENSE_SHARE), rel=1e-3)
     assert time.passes == {} and time.bubble == 0
     assert set(time.volume) == {"replicas"}
+
+
+def test_samples_share_a_prompt_in_a_microbatch_but_not_under_context_parallelism():
+    """Computes the tokens of a long prompt of 16 samples once, or 16 times."""
+    lengths = dict(prompt_tokens=4096.0, response_tokens=256.0)
+    shared, apart = (
+        plan_of(
+            DENSE, "8xH100", *layout_keys(**layout), *ENGINE, *BATCH, f"actor.tokens_per_microbatch={budget}", **lengths
+        )
+        for layout, budget in ((dict(dp=8), 16384), (dict(cp=2, dp=4), 8192))
+    )
+    packed = [plan.workload.packed(plan.config.actor) for plan in (shared, apart)]
+    assert [round(one.microbatches * one.tokens) for one in packed] == [8 * (4096 + 16 * 256), 16 * 16 * (4096 + 256)]
+    assert [one.scored_share for one in packed] == pytest.approx([1 / 2, 1 / 17])
+    seconds = [plan.times.training["actor"].update["matrix products"] for plan in (shared, apart)]
+    assert seconds[0] < 0.2 * seconds[1]
 
 
 def test_a_pipeline_waits_for_as_long_as_its_other_stages_take():
@@ -72,11 +89,12 @@ def test_passes_are_those_that_the_algorithm_needs():
 
 def test_experts_are_sent_their_tokens_and_over_the_network_where_they_span_nodes():
     keys = ("rollout.tp=4", "rollout.replicas=8", *BATCH, "actor.recompute=full")
-    near, far = (
-        plan_of("Qwen3-30B-A3B", "32xH100", *layout_keys(ep=ep, etp=1, dp=32), *keys).times.training["actor"]
-        for ep in (8, 32)
-    )
-    tokens, active, hidden, layers = near.microbatches * 16384, 8, 2048, 48
+    plans = [plan_of("Qwen3-30B-A3B", "32xH100", *layout_keys(ep=ep, etp=1, dp=32), *keys) for ep in (8, 32)]
+    near, far = (plan.times.training["actor"] for plan in plans)
+    work = plans[0].workload
+    together = (16384 - work.prompt_tokens) / work.response_tokens
+    tokens = 64 * 16 / 32 * (work.prompt_tokens / together + work.response_tokens)
+    active, hidden, layers = 8, 2048, 48
     sent = 2 * tokens * active * hidden * 2 * layers * 4  # there and back; forward, again, and twice backward
     assert near.volume["expert"] == pytest.approx(sent * 7 / 8, rel=0.1)
     assert far.volume["expert"] == pytest.approx(sent * 31 / 32, rel=0.1)

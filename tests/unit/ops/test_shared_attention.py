@@ -1,0 +1,101 @@
+"""Attention of packs that share prompts, which GPUs compute in one kernel, against one mask over the pack."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
+
+from megarl.ops import shared_attention
+from megarl.ops.packed_attention import plain_attention
+from megarl.ops.shared_attention import pack_mask
+from tests.closeness import relative_error
+from tests.packing import Prompts, documents
+
+TOLERANCE = 2e-6
+
+PACKS: dict[str, Prompts] = {
+    "one token": [(1, [0])],
+    "a prompt that nobody shares": [(5, [1])],
+    "less than a block": [(3, [3, 24, 1]), (1, [2])],
+    "whole blocks": [(128, [128, 128, 256])],
+    "blocks of several documents": [(200, [100, 300, 1, 128]), (56, [72, 0, 128, 300]), (1, [400])],
+}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    """Lets torch's plain products, of which FlexAttention also has the gradient, run where it has no kernels for it."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+
+
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.parametrize(("kv_heads", "value_dim"), [(1, 16), (2, 16), (6, 16), (6, 10), (2, 24)])
+def test_equals_one_mask_over_the_pack(name, kv_heads, value_dim):
+    torch.manual_seed(0)
+    tokens, boundaries = documents(PACKS[name])
+    num_tokens = int(tokens.max()) + 1
+    query = torch.randn(num_tokens, 6, 16, requires_grad=True)
+    key, value = (torch.randn(num_tokens, kv_heads, dim, requires_grad=True) for dim in (16, value_dim))
+    gradient = torch.randn(num_tokens, 6, value_dim)
+    ours = shared_attention.shared_attention(query, key, value, pack_mask(tokens, boundaries), 0.3)
+    expected = plain_attention(query, key, value, tokens, boundaries, 0.3)
+    assert relative_error(ours, expected) <= TOLERANCE
+    gradients = (torch.autograd.grad(out, (query, key, value), gradient) for out in (ours, expected))
+    for one, other in zip(*gradients, strict=True):
+        # A key that is alone in its row has no gradient.
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE * max(1.0, float(other.abs().max())))
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_blocks_are_those_of_the_whole_mask(name):
+    """The kernel skips a block that is not listed, and does not mask one that is listed as whole."""
+    mask = pack_mask(*documents(PACKS[name]))
+    num_tokens = mask.seq_lengths[0]
+    expected = create_block_mask(mask.mask_mod, 1, 1, num_tokens, num_tokens, device="cpu")
+    assert torch.equal(mask.to_dense(), expected.to_dense())
+    assert (whole(mask, "kv") <= whole(expected, "kv")).all()
+    for kind in ("", "full_"):
+        assert torch.equal(whole(mask, "kv", kind), whole(mask, "q", kind).T)
+
+
+def whole(mask, side: str, kind: str = "full_") -> torch.Tensor:
+    """Returns bool [blocks, blocks] of the blocks that are listed, by rows of queries (kv) or of keys (q)."""
+    counts, indices = (getattr(mask, f"{kind}{side}_{what}")[0, 0] for what in ("num_blocks", "indices"))
+    assert indices.is_contiguous()  # the kernel reads them without asking
+    listed = torch.arange(indices.shape[1]) < counts[:, None]
+    return torch.zeros(indices.shape, dtype=torch.bool).scatter(1, indices.long(), listed)
+
+
+def test_whole_blocks_are_found():
+    assert whole(pack_mask(*documents(PACKS["whole blocks"])), "kv").int().tolist() == [
+        [0, 0, 0, 0, 0],
+        [1, 0, 0, 0, 0],
+        [1, 0, 0, 0, 0],
+        [1, 0, 0, 0, 0],
+        [1, 0, 0, 1, 0],
+    ]
+
+
+def test_documents_are_a_prompt_and_a_response():
+    with pytest.raises(AssertionError, match="more than a prompt and a response"):
+        pack_mask(torch.tensor([0, 1, 2, 0, 3, 0, 3, 5]), torch.tensor([0, 3, 5, 8]))
+
+
+def test_one_compilation_serves_packs_of_all_lengths(monkeypatch):
+    """Each would cost a minute; of packs of one block there is another."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    kernel = shared_attention._kernel.__wrapped__("cuda")
+    monkeypatch.setattr(shared_attention, "_kernel", lambda device: kernel)
+    compiled = []
+    for response in (100, 300, 56, 421, 640):
+        mask = pack_mask(*documents([(200, [30, response, 1])]))
+        query, key = (torch.randn(mask.seq_lengths[0], heads, 16, requires_grad=True) for heads in (4, 2))
+        shared_attention.shared_attention(query, key, key, mask, 0.3).sum().backward()
+        compiled.append(counter.frame_count)
+    assert compiled[0] > 0 and len(set(compiled)) == 1
