@@ -149,21 +149,25 @@ class Run:
     def named(self, name: str) -> psutil.Process:
         """The process of the run with this name, such as engine-1, by the log that it writes: which of two engines has
         the lower process ID is chance."""
-        log = str(self.folder / f"logs/attempt_1/{name}.log")
         found: list[psutil.Process] = []
-        self.wait_until(lambda: found.extend(p for p in self.find_all("ray::") if log in _open_files(p.pid)) or found)
+        self.wait_until(lambda: found.extend(self._writers(name, "ray::")) or found)
         return found[0]
 
-    def workers(self, engine: psutil.Process, count: int) -> list[psutil.Process]:
-        """vLLM's processes below an engine, once there are so many."""
+    def workers(self, engine: str, count: int) -> list[psutil.Process]:
+        """vLLM's processes of the engine with this name, once there are so many."""
         found: list[psutil.Process] = []
 
         def all_there() -> bool:
-            found[:] = [p for p in self.find_all("VLLM::Worker") if engine in p.parents()]
+            found[:] = self._writers(engine, "VLLM::Worker")
             return len(found) == count
 
         self.wait_until(all_there)
         return found
+
+    def _writers(self, name: str, title: str) -> list[psutil.Process]:
+        """Those processes with such a title that have the log of an actor open, which its children have, too."""
+        log = str(self.folder / f"logs/attempt_1/{name}.log")
+        return [process for process in self.find_all(title) if log in _open_files(process.pid)]
 
     @property
     def driver(self) -> psutil.Process:
@@ -210,7 +214,9 @@ class Run:
         deadline = time.monotonic() + START_S
         while not condition():
             assert self._process.poll() is None, f"ended with {self._process.returncode}: {self.errors}"
-            assert time.monotonic() < deadline, f"after {START_S} s: {self.output} {self.errors}"
+            if time.monotonic() > deadline:
+                processes = [(process.pid, process.ppid(), _title(process)) for process in self.processes()]
+                raise AssertionError(f"after {START_S} s: {self.output} {self.errors} {processes}")
             time.sleep(0.1)
 
     def end(self, seconds: float = DEADLINE_S) -> int:

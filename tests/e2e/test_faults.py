@@ -203,7 +203,7 @@ def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold
     with Run(recipe, tmp_path, "rollout.replicas=2", "rollout.tp=2") as run:
         run.wait_until_held(recipe.parent)
         engine = run.named("engine-1")
-        first, second = run.workers(engine, 2)
+        first, second = run.workers("engine-1", 2)
         second.kill()
         hold.unlink()
         run.wait_for_step(3)
