@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from megarl.cluster.arrival import Arrival
 from megarl.cluster.groups.engines import EngineGroup, Incarnation
@@ -16,6 +17,8 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.metrics import Metric
+from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources
+from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
@@ -34,12 +37,17 @@ class Refit:
     again. It connects once for a plan, or for each refit where the weights lie elsewhere each time."""
 
     def __init__(
-        self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
+        self,
+        session: Session,
+        config: Config,
+        trainers: TrainerGroup,
+        engines: EngineGroup,
+        hf_config: Mapping[str, Any],
     ):
-        """export_plan: the plan that says which trainer speaks for which elements."""
-        self._session, self._config = session, config
+        """hf_config: that of the actor's model."""
+        self._session, self._config, self._hf_config = session, config, hf_config
         self._trainers, self._engines = trainers, engines
-        self._export_plan = export_plan
+        self._quantises = config.rollout.quantization is not None
         verify = config.rollout.verify_refit
         self._arrival = None if verify == "off" else Arrival(self._checksums, verify, config.actor.frozen)
         self._connected: Collection[Incarnation] = ()
@@ -59,6 +67,8 @@ class Refit:
         lost.
         """
         self._engines.admit()
+        if self._quantises:
+            self._trainers.quantise().result()
         expected = None if self._arrival is None else self._arrival.expect(regions(self._engines.holders), rate)
         while True:
             if self._connected != self._engines.incarnations:
@@ -108,8 +118,17 @@ class Refit:
         return self._trainers.checksums(wanted, self._compact_export_plan).result()
 
     @cached_property
+    def _sources(self) -> Sequence[Holder]:
+        """The holders of what is sent."""
+        holders = self._trainers.holders
+        return quantised_sources(self._hf_config, holders) if self._quantises else holders
+
+    @cached_property
     def _compact_export_plan(self) -> CompactPlan:
-        return CompactPlan.of(self._export_plan)
+        """The plan that says which trainer speaks for which elements."""
+        folder = [huggingface_holder(self._hf_config, self._config.model.dtype)]
+        folder = quantised_destinations(self._hf_config, folder) if self._quantises else folder
+        return CompactPlan.of(make_plan(self._sources, folder))
 
     def _connect(self) -> None:
         if self._plan is None:
@@ -130,13 +149,13 @@ class Refit:
         if self._reads_on_gpu:
             near = CudaMemory(self._trainers.publish_on_gpu(self._plan.near).result(), self._parameters_move)
         else:
-            near = SharedMemory(self._trainers.publish().result())
+            near = SharedMemory(self._trainers.publish(for_refit=True).result())
         return NearAndFar(near, self._rendezvous) if self._sends else near
 
     def _make_plan(self) -> Plan:
         bucket_mib = self._config.rollout.refit_bucket_mib
         bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
-        return make_plan(self._trainers.holders, self._engines.holders, bucket_bytes)
+        return make_plan(self._sources, self._engines.holders, bucket_bytes)
 
     def _meet(self) -> Rendezvous:
         """Makes a new rendezvous for each plan, because one that somebody left cannot go on."""

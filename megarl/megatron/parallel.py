@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -79,6 +80,18 @@ def destroy() -> None:
     _host_group = None
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def tensor_group(is_expert: bool) -> dist.ProcessGroup:
+    """Returns the group of the ranks that have parts of the same tensors: those of experts are cut among others."""
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Makes a tensor, in place, the maximum over the ranks of a group."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
 
 def data_parallel_rank() -> int:

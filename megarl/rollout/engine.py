@@ -69,6 +69,10 @@ class Engine(Protocol):
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """Returns for each worker what a refit writes: name -> shape and dtype."""
 
+    def repacking(self) -> list[str]:
+        """Returns why parameters cannot be written in place although their shapes and dtypes are right: kernels that
+        read them packed in a way of their own."""
+
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         """Makes every later refit follow this plan, by this channel, into these holders: the engine's workers.
 

@@ -26,7 +26,7 @@ from megarl.config.schema import Config, Limit
 from megarl.core import device
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.model_folder import read_config
-from megarl.resharding.families import huggingface_holder, vllm_holders
+from megarl.resharding.families import huggingface_holder, quantised_destinations, vllm_holders
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
@@ -39,10 +39,13 @@ if TYPE_CHECKING:
 
 
 SHOWN = 3
-"""The number of parameters that a message names of those that cannot be written in place."""
+"""The number of parameters or kernels that a message names of those that are in the way of writing in place."""
 
 RESTARTS = 3
 """The number of times that an engine is started again: what ended it so often would end it once more."""
+
+Parameters = Mapping[str, tuple[tuple[int, ...], str]]
+"""Shapes and dtypes of a worker's parameters."""
 
 Incarnation = tuple[str, int]
 """The name of an engine's process, and the number of processes of this name that were lost before it."""
@@ -126,19 +129,24 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
         """The engines that are started again, each with the calls after which it is ready."""
 
+        hf_config = read_config(model_folder)
+
+        def take(holders: list[Holder]) -> list[Holder]:
+            return holders if config.rollout.quantization is None else quantised_destinations(hf_config, holders)
+
         def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
             holders = vllm_holders(
-                read_config(model_folder),
+                hf_config,
                 tp,
                 len(processes),
                 config.model.dtype,
                 expert_parallel=bool(extra.get("enable_expert_parallel")),
                 padded_experts=padded_experts,
             )
-            return {p.name: p.hold(holders[p.index * tp : (p.index + 1) * tp]) for p in processes}
+            return {p.name: p.hold(take(holders[p.index * tp : (p.index + 1) * tp])) for p in processes}
 
         self._hold, self._holders = hold, hold(None)
-        self._whole_model = huggingface_holder(read_config(model_folder), config.model.dtype)
+        [self._whole_model] = take([huggingface_holder(hf_config, config.model.dtype)])
         self.by_loader = False
         """Whether they take weights by vLLM's own loader, which does not keep them as they arrive."""
 
@@ -148,22 +156,28 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         started = super().start().then(lambda _: self._parameters_of_first())
         return started.then(self._check_parameters).then(lambda _: self.sleep(keeps_weights=False))
 
-    def _parameters_of_first(self) -> Pending[list[dict[str, tuple[tuple[int, ...], str]]]]:
+    def _parameters_of_first(self) -> Pending[tuple[Sequence[Parameters], Sequence[str]]]:
         return self._submit_to_first(
-            "parameters of the engine", "start", "parameters", lambda engine: engine.parameters()
+            "parameters of the engine",
+            "start",
+            "parameters",
+            lambda engine: (engine.parameters(), engine.repacking()),
         )
 
-    def _check_parameters(self, workers: Sequence[Mapping[str, tuple[tuple[int, ...], str]]]) -> None:
-        """Takes whole tensors if parameters differ from the model's family, but for experts that are padded. workers:
-        shapes and dtypes of the parameters of each worker of the first engine."""
+    def _check_parameters(self, found: tuple[Sequence[Parameters], Sequence[str]]) -> None:
+        """Takes whole tensors if parameters differ from the model's family, but for experts that are padded, or if
+        kernels have packed them. found: of the first engine the parameters of each worker, and what packs them."""
+        workers, repacking = found
         self._holders = self._hold(padded_experts(workers[0]))
-        mismatched_params = [
+        mismatched = [
             f"{holder.name}: {line}"
             for holder, parameters in zip(self._holders[self.names[0]], workers, strict=True)
             for line in holder.shard.mismatched_params(parameters)
         ]
-        if mismatched_params:
-            self._take_whole_tensors(mismatched_params)
+        if mismatched:
+            self._take_whole_tensors(f"{len(mismatched)} parameters are not those of the model's family", mismatched)
+        elif repacking:
+            self._take_whole_tensors("kernels pack weights for themselves", repacking)
 
     def sleep(self, keeps_weights: bool) -> Pending[None]:
         """Gives the devices' memory back until the next refit, if rollout.sleep asks for it: see Engine.sleep. Weights
@@ -181,13 +195,12 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         pending = self._session.submit(calls, phase, limit, expendable=self.expendable)
         return pending.then(lambda answers: replace(answers, values=self._session.trace.add(task, answers)))
 
-    def _take_whole_tensors(self, mismatched_params: Sequence[str]) -> None:
-        """Makes every worker take the whole model, in the tensors of the checkpoint."""
+    def _take_whole_tensors(self, reason: str, places: Sequence[str]) -> None:
+        """Makes every worker take the whole model, in the tensors of the checkpoint. places: where the reason is
+        found."""
         print(
             "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because "
-            f"{len(mismatched_params)} parameters are not those of the model's family: "
-            f"{'; '.join(mismatched_params[:SHOWN])}"
-            f"{'; …' if len(mismatched_params) > SHOWN else ''}",
+            f"{reason}: {'; '.join(places[:SHOWN])}{'; …' if len(places) > SHOWN else ''}",
             flush=True,
         )
         self.by_loader = True

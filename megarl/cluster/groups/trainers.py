@@ -76,11 +76,17 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             )
         )
 
-    def publish(self) -> Pending[dict[str, Published]]:
-        """Publishes the weights. The result has the place of each live parameter in shared memory, by holder name."""
-        return self._submit("publishing weights", "refit", "publish", lambda worker: worker.publish()).then(
-            self._by_holder
+    def quantise(self) -> Pending[list[None]]:
+        """Quantises the weights as they are, for engines that have theirs so."""
+        return self._submit("quantising weights", "refit", "quantise", lambda worker: worker.quantise())
+
+    def publish(self, for_refit: bool) -> Pending[dict[str, Published]]:
+        """Publishes the weights, or what a refit sends in their place. The result has the place of each live parameter
+        in shared memory, by holder name."""
+        published = self._submit(
+            "publishing weights", "refit", "publish", lambda worker, for_refit: worker.publish(for_refit), for_refit
         )
+        return published.then(self._by_holder)
 
     def publish_on_gpu(self, plan: Plan) -> Pending[dict[str, dict[str, Published]]]:
         """Publishes the weights on the devices. The result has, by holder name and name of the reading holder, the
@@ -210,7 +216,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         others' where they lie, or, where some are on other nodes, from files that they have written beside `out`."""
         transport: Transport
         if len({process.node.number for process in self._processes}) == 1:
-            transport = SharedMemory(self.publish().result())
+            transport = SharedMemory(self.publish(for_refit=False).result())
         else:
             parts = out.with_name(f".{out.name}-parts")
             parts.mkdir()

@@ -6,11 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
 
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config, Role
@@ -35,11 +36,12 @@ from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
 from megarl.planning.device_spans import is_alone
 from megarl.resharding.execute import execute
-from megarl.resharding.families import huggingface_holder
+from megarl.resharding.families import huggingface_holder, quantised_sources
 from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.quantised import QuantisedCopy
 from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
 from megarl.resharding.transports.p2p import Rendezvous, Sent
@@ -89,16 +91,39 @@ class TrainerWorker(ModelWorker, ABC):
     def objective(self) -> Loss:
         """The loss of the next update."""
 
-    def publish(self) -> Published:
-        """Moves the live parameters into shared memory, where others on this machine read them from now on; on GPU, a
-        copy of the parameters as they are."""
-        self._published = {name: weight.cpu() for name, weight in self.parameters().items()}
+    def quantise(self) -> None:
+        """Quantises the weights as they are, for a refit of engines that have theirs so. All ranks call it."""
+        self._quantised_copy.fill(self.parameters(), parallel.reduce_max)
+        device.synchronize()  # before another process reads it
+
+    @cached_property
+    def _quantised_copy(self) -> QuantisedCopy:
+        [quantised] = quantised_sources(self._hf_config, [self.holder])
+        trained = named_parameters(self.chunks)
+
+        def group_of(parameter: str) -> ProcessGroup:
+            return parallel.tensor_group(is_expert=not getattr(trained[parameter], "allreduce", True))
+
+        shapes = huggingface_holder(self._hf_config).shapes
+        return QuantisedCopy(self.holder.shard, quantised.shard, shapes, group_of, device.device())
+
+    @property
+    def _refit_weights(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that engines take, by name."""
+        quantised = {} if self._config.rollout.quantization is None else self._quantised_copy.tensors
+        return self.parameters() | quantised
+
+    def publish(self, for_refit: bool) -> Published:
+        """Moves the live parameters, or what a refit sends in their place, into shared memory, where others on this
+        machine read them from now on; on GPU, a copy of them as they are."""
+        weights = self._refit_weights if for_refit else self.parameters()
+        self._published = {name: weight.cpu() for name, weight in weights.items()}
         return shared_memory.publish(self._published)
 
     def publish_on_gpu(self, readers: Mapping[str, Collection[str]]) -> dict[str, Published]:
-        """Lets others on this machine read the live parameters where they are. readers: name -> the parameters that it
+        """Lets others on this machine read what a refit sends where it is. readers: name -> the parameters that it
         will read."""
-        parameters = self.parameters()
+        parameters = self._refit_weights
         return {
             reader: cuda_memory.publish({name: parameters[name].detach() for name in names})
             for reader, names in readers.items()
@@ -106,15 +131,16 @@ class TrainerWorker(ModelWorker, ABC):
 
     def connect(self, plan: Plan, rendezvous: Rendezvous) -> None:
         """Makes this plan the one of which `send` sends this rank's part to others at the rendezvous."""
-        self._transport = rendezvous.open(self.holder.name, self.parameters(), plan)
+        self._transport = rendezvous.open(self.holder.name, self._refit_weights, plan)
 
     def send(self) -> Sent:
         """Sends this rank's part of a refit."""
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        """Returns this rank's part of the checksums that engines should have. plan: the plan of an export."""
-        return own_checksums(wanted, plan, self.holder.name, self.parameters())
+        """Returns this rank's part of the checksums that engines should have. plan: the plan of an export of what a
+        refit sends."""
+        return own_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         """Does one optimizer step on the loss Σ w·ℓ over the microbatches of all ranks, or skips it where the gradient

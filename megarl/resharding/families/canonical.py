@@ -56,6 +56,10 @@ class Canonical:
         """Returns the layer's tensors that are float32 whatever the dtype of the model."""
         return self._layer(layer).float32
 
+    def quantised(self, layer: int) -> frozenset[str]:
+        """Returns the layer's tensors that engines have quantised, if they quantise."""
+        return self._layer(layer).quantised
+
     def _layer(self, layer: int) -> _Layer:
         mixed = self.model.has_experts(layer)
         if mixed not in self._layers:
@@ -69,12 +73,19 @@ class _Layer(NamedTuple):
     parts: list[Part]
     shapes: dict[str, Shape]
     float32: frozenset[str]
+    quantised: frozenset[str]
 
     @classmethod
     def of(cls, model: ModelShape, mixed: bool) -> Self:
         parts = parts_of_layer(model, mixed)
         shapes = {name: shape for part in parts for name, shape in part.shapes(model).items()}
-        return cls(parts, shapes, frozenset(name for part in parts for name in part.float32))
+        quantised = (part.shapes(model) for part in parts if part.quantised)
+        return cls(
+            parts,
+            shapes,
+            frozenset(name for part in parts for name in part.float32),
+            frozenset(name for found in quantised for name, shape in found.items() if len(shape) == 2),
+        )
 
 
 def parts_of_layer(model: ModelShape, has_experts: bool) -> list[Part]:

@@ -18,6 +18,7 @@ class Part:
     megatron, vllm      local parameter -> its tiling
     transformer_engine  the same for Megatron's layers of Transformer Engine (None: as in `megatron`)
     float32             canonical tensors that are kept so, whatever the dtype of the model
+    quantised           whether engines that quantise have its matrices quantised
     per_expert          whether it describes one expert: {} in names is its number, in Megatron's that among the rank's
                         own; a parameter of vLLM has all of the worker's, one after the other
     """
@@ -27,6 +28,7 @@ class Part:
     vllm: Mapping[str, Tiling]
     transformer_engine: Mapping[str, Tiling] | None = None
     float32: tuple[str, ...] = ()
+    quantised: bool = True
     per_expert: bool = False
 
     def shapes(self, model: ModelShape) -> dict[str, tuple[int, ...]]:

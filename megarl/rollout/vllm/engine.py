@@ -123,6 +123,9 @@ class VllmEngine:
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         return self._ask_workers(RefitExtension.parameters)
 
+    def repacking(self) -> list[str]:
+        return self._ask_workers(RefitExtension.repacking)[0]
+
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         self._ask_workers(RefitExtension.connect, plan, channel, holders, by_loader)
 

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.model_executor.kernels.linear import (
+    CutlassFp8BlockScaledMMKernel,
+    DeepGemmFp8BlockScaledMMKernel,
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+    TritonFp8BlockScaledMMKernel,
+)
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megarl.core import stacks
@@ -40,6 +48,32 @@ if ENDS_WITH_PARENT in os.environ:
 
 DERIVED = ("W_UV", "W_UK_T")
 """The parameters that latent attention computes from its kv_b_proj."""
+
+
+PLAIN = (CutlassFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel, cpu_support.DequantisingKernel)
+"""The kernels for fp8 blocks that read weights and scales as a checkpoint has them. So does DeepGEMM's, unless it has
+the scales rounded to powers of two (is_deep_gemm_e8m0_used)."""
+
+
+def _repacking(model: torch.nn.Module) -> list[str]:
+    """Returns the kernels for fp8 blocks that read other bytes than the checkpoint's, each with a layer that has it.
+    Shapes and dtypes do not tell them."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, Fp8MoEMethod) and method.fp8_backend != Fp8MoeBackend.TRITON:
+            found.setdefault(method.fp8_backend.value, name)
+        elif isinstance(method, Fp8LinearMethod) and not _is_plain(method.fp8_linear):
+            found.setdefault(type(method.fp8_linear).__name__, name)
+    return [f"{kernel} of {name}" for kernel, name in found.items()]
+
+
+def _is_plain(kernel: object) -> bool:
+    if isinstance(kernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
+        return _is_plain(kernel.fallback)  # both read what DeepGEMM's has made of the weights
+    if isinstance(kernel, DeepGemmFp8BlockScaledMMKernel):
+        return not kernel.use_deep_gemm_e8m0
+    return isinstance(kernel, PLAIN)
 
 
 def _prepare(model: torch.nn.Module, dtype: torch.dtype) -> bool:
@@ -129,6 +163,11 @@ class RefitExtension:
     def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns the parameters that a refit writes: name -> shape and dtype."""
         return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
+
+    def repacking(self) -> list[str]:
+        """Returns why the parameters, although they are described rightly, cannot be written in place; a line for each
+        reason."""
+        return _repacking(self.model_runner.get_model())
 
     def describe(self) -> str:
         """Returns what may differ between two starts of an engine, and with it the last digits of its log-probs."""

@@ -1,0 +1,117 @@
+"""Quantises weights to fp8 blocks as vLLM does, on the ranks that have them: each its own part, with scales that ranks
+agree upon where a cut splits a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from math import prod
+from typing import Generic, TypeVar
+
+import torch
+
+from megarl.resharding.families.quantised import BLOCK, FP8, SCALES, blocks_of
+from megarl.resharding.piece import Piece, Rectangle, Shard, shape_of
+from megarl.resharding.transports.transport import view
+
+LARGEST = torch.finfo(getattr(torch, FP8)).max
+SMALLEST = 1e-4
+"""The magnitude that a block is taken to have at least, as in vLLM: a block of zeros has a scale, too."""
+
+CHUNK = 2**24
+"""The elements that are quantised at once: more would only take memory, 4 bytes each."""
+
+G = TypeVar("G", bound=Hashable)
+"""A process group."""
+
+
+class QuantisedCopy(Generic[G]):
+    """The tensors that a source sends in place of its own: the quantised ones, and their scales.
+
+    tensors   by the names of the quantised shard's parameters; valid from `fill` on until weights change
+    """
+
+    def __init__(
+        self,
+        source: Shard,
+        quantised: Shard,
+        shapes: Mapping[str, tuple[int, ...]],
+        group_of: Callable[[str], G],
+        device: torch.device | None = None,
+    ):
+        """
+        source, quantised   the holder's shard, and the shard of its copy
+        shapes              those of whole canonical tensors
+        group_of            returns the group of those ranks that have parts of the same tensors as this parameter has,
+                            all of them and in the same order of tensors
+        """
+        self._pieces = [piece for piece in source.pieces if quantised.dtypes[piece.local] == FP8]
+        self._scales = [piece for piece in quantised.pieces if piece.local not in source.shapes]
+        names = {piece.local for piece in (*self._pieces, *self._scales)}
+        self.tensors = {
+            name: torch.empty(quantised.shapes[name], dtype=getattr(torch, quantised.dtypes[name]), device=device)
+            for name in quantised.shapes
+            if name in names
+        }
+        groups: dict[G, dict[str, tuple[int, ...]]] = {}
+        for piece in self._pieces:
+            assert piece.canonical is not None, f"padding of {piece.local}"
+            grid = tuple(-(-size // BLOCK) for size in shapes[piece.canonical])
+            groups.setdefault(group_of(piece.local), {})[piece.canonical] = grid
+        self._largest = {
+            group: torch.empty(sum(map(prod, grids.values())), device=device) for group, grids in groups.items()
+        }
+        self._grids: dict[str, torch.Tensor] = {}
+        """The largest magnitudes of each tensor's blocks, float32, then their scales: views of _largest."""
+        for group, grids in groups.items():
+            parts = self._largest[group].split([prod(grid) for grid in grids.values()])
+            self._grids |= {name: part.view(grid) for (name, grid), part in zip(grids.items(), parts, strict=True)}
+
+    @torch.no_grad()
+    def fill(self, parameters: Mapping[str, torch.Tensor], reduce_max: Callable[[torch.Tensor, G], None]) -> None:
+        """Quantises the source's parameters. reduce_max: makes a float32 tensor the maximum over the ranks of a group,
+        which all call this."""
+        for largest in self._largest.values():
+            largest.zero_()
+        for piece in self._pieces:
+            _add_largest(self._grids[piece.canonical], view(parameters[piece.local], piece.local_rectangle), piece)
+        for group, largest in self._largest.items():
+            reduce_max(largest, group)
+            largest.clamp_(min=SMALLEST).div_(LARGEST)
+        for piece in self._pieces:
+            self._quantise(piece, view(parameters[piece.local], piece.local_rectangle))
+        for piece in self._scales:
+            grid = self._grids[piece.canonical.removesuffix(SCALES)]
+            self.tensors[piece.local].copy_(view(grid, piece.canonical_rectangle))
+
+    def _quantise(self, piece: Piece, values: torch.Tensor) -> None:
+        target = view(self.tensors[piece.local], piece.local_rectangle)
+        (first, _), (left, right) = piece.canonical_rectangle
+        # The reciprocal comes first, as in vLLM: a division by the scale would round otherwise.
+        factors = self._grids[piece.canonical].reciprocal()
+        columns = torch.arange(left, right, device=values.device) // BLOCK
+        for start, part in _chunks(values):
+            rows = torch.arange(first + start, first + start + len(part), device=values.device) // BLOCK
+            target[start : start + len(part)].copy_(part.float() * factors[rows][:, columns])
+
+
+def _add_largest(grid: torch.Tensor, values: torch.Tensor, piece: Piece) -> None:
+    """Takes the magnitudes of a piece's values into the grid of its tensor's blocks."""
+    (top, _), (left, right) = piece.canonical_rectangle
+    for start, part in _chunks(values):
+        rectangle: Rectangle = ((top + start, top + start + len(part)), (left, right))
+        blocks = blocks_of(rectangle)
+        (before, after), (above, below) = (
+            (start - first * BLOCK, last * BLOCK - stop)
+            for (first, last), (start, stop) in zip(reversed(blocks), reversed(rectangle), strict=True)
+        )
+        rows, columns = shape_of(blocks)
+        padded = torch.nn.functional.pad(part, (before, after, above, below)).view(rows, BLOCK, columns, BLOCK)
+        found = view(grid, blocks)
+        torch.maximum(found, padded.abs().amax(dim=(1, 3)).float(), out=found)
+
+
+def _chunks(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields the first row of each chunk, and its rows."""
+    rows = max(1, CHUNK // values.shape[1])
+    for start in range(0, len(values), rows):
+        yield start, values[start : start + rows]
