@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 from megarl.cluster.arrival import Arrival
 from megarl.cluster.groups.engines import EngineGroup, Incarnation
@@ -17,7 +16,6 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.metrics import Metric
-from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.plan import Plan
@@ -37,16 +35,12 @@ class Refit:
     again. It connects once for a plan, or for each refit where the weights lie elsewhere each time."""
 
     def __init__(
-        self,
-        session: Session,
-        config: Config,
-        trainers: TrainerGroup,
-        engines: EngineGroup,
-        hf_config: Mapping[str, Any],
+        self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
     ):
-        """hf_config: that of the actor's model."""
-        self._session, self._config, self._hf_config = session, config, hf_config
+        """export_plan: the plan that says which trainer speaks for which elements."""
+        self._session, self._config = session, config
         self._trainers, self._engines = trainers, engines
+        self._export_plan = export_plan
         self._quantises = config.rollout.quantization is not None
         verify = config.rollout.verify_refit
         self._arrival = None if verify == "off" else Arrival(self._checksums, verify, config.actor.frozen)
@@ -120,15 +114,12 @@ class Refit:
     @cached_property
     def _sources(self) -> Sequence[Holder]:
         """The holders of what is sent."""
-        holders = self._trainers.holders
-        return quantised_sources(self._hf_config, holders) if self._quantises else holders
+        return self._engines.sources(self._trainers.holders)
 
     @cached_property
     def _compact_export_plan(self) -> CompactPlan:
-        """The plan that says which trainer speaks for which elements."""
-        folder = [huggingface_holder(self._hf_config, self._config.model.dtype)]
-        folder = quantised_destinations(self._hf_config, folder) if self._quantises else folder
-        return CompactPlan.of(make_plan(self._sources, folder))
+        quantised = self._quantises and make_plan(self._sources, [self._engines.whole_model])
+        return CompactPlan.of(quantised or self._export_plan)
 
     def _connect(self) -> None:
         if self._plan is None:

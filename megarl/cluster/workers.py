@@ -132,7 +132,7 @@ def launch_workers(
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,
-        refit=Refit(session, config, actor, engines, models.hf_config),
+        refit=Refit(session, config, actor, engines, export_plan),
         export_plan=export_plan,
         rewards_need_room=reward_model_is_beside_engines(config),
     )

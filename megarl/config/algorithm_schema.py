@@ -115,7 +115,8 @@ class KL(Section):
 
 class Correction(Section):
     old: Literal["trainer", "rollout"]
-    weight: Literal["token", "sequence", "geometric"] | None
+    weight: Literal["auto", "token", "sequence", "geometric"] | None
+    """Never "auto" once the whole configuration is loaded."""
     weight_limit: PositiveFloat | None
     mask: Literal["token", "sequence", "geometric"] | None
     mask_low: NonNegativeFloat

@@ -6,9 +6,9 @@ a list's items, which a recipe gives as a whole and cannot lay over those of the
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.fields import (
@@ -187,6 +187,7 @@ class Rollout(Section):
     refit_timeout_s: PositiveFloat
     refit_delta: bool
     verify_refit: Literal["off", "first", "always"]
+    quantization: Literal["fp8_block"] | None
     threads: PositiveInt | None
     vllm_overrides: dict[str, Any]
 
@@ -315,6 +316,17 @@ class Config(Section):
     rewards: Rewards
     checkpoint: Checkpoint
     cluster: Cluster
+
+    @model_validator(mode="after")
+    def _weight_of_correction(self) -> Self:
+        """Decides algorithm.correction.weight=auto: quantised engines sample from another policy than the trainer's."""
+        algorithm = self.algorithm
+        if algorithm.correction.weight != "auto":
+            return self
+        samples_otherwise = self.rollout.quantization is not None and not self.is_offline
+        weight = "token" if samples_otherwise and algorithm.correction.old == "trainer" else None
+        correction = algorithm.correction.model_copy(update={"weight": weight})
+        return self.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})
 
     @property
     def is_offline(self) -> bool:

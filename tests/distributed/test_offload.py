@@ -95,7 +95,7 @@ def test_all_parts_come_back_bit_by_bit(folder, dtype, dp):
 
 def published(store, rank: int, config: Config, folder: Path) -> int:
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    worker.publish()
+    worker.publish(for_refit=False)
     offload = Offload(worker.chunks, worker.optimizer)
     with pytest.raises(ValueError, match="the parameters are published in shared memory"):
         offload.move_out("parameters")

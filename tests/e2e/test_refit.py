@@ -26,7 +26,13 @@ from megarl.core.types import NO_BASELINE, Baseline, Prompt, Sample, TrainingSam
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron.workers.actor import ActorWorker
-from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.families import (
+    huggingface_holder,
+    quantised_destinations,
+    quantised_sources,
+    vllm_holder,
+    vllm_holders,
+)
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.plan import Plan
@@ -176,6 +182,9 @@ class EngineSide:
     def parameters(self):
         return self.engine.parameters()
 
+    def repacking(self):
+        return self.engine.repacking()
+
     def checksums(self):
         return self.engine.checksums()
 
@@ -198,8 +207,11 @@ class TrainerSide:
     def holder(self):
         return self.worker.holder
 
-    def publish(self):
-        return self.worker.publish()
+    def quantise(self):
+        self.worker.quantise()
+
+    def publish(self, for_refit):
+        return self.worker.publish(for_refit)
 
     def connect(self, plan, rendezvous):
         self.worker.connect(plan, rendezvous)
@@ -394,8 +406,8 @@ class Trainers:
         self.begin(method, *args)
         return self.end()
 
-    def shared_memory(self) -> SharedMemory:
-        return SharedMemory({h.name: p for h, p in zip(self.holders, self.call("publish"), strict=True)})
+    def shared_memory(self, for_refit: bool = True) -> SharedMemory:
+        return SharedMemory({h.name: p for h, p in zip(self.holders, self.call("publish", for_refit), strict=True)})
 
     def rendezvous(self) -> Rendezvous:
         return Rendezvous("127.0.0.1", self._rendezvous.port, "refit", DEADLINE_S)
@@ -411,9 +423,10 @@ class Trainers:
         self._ranks[0].call("export", self.export_plan(hf_config), transport, out)
         return out
 
-    def expected(self, hf_config, engine_holders) -> dict[Region, Checksum]:
+    def expected(self, hf_config, engine_holders, plan: Plan | None = None) -> dict[Region, Checksum]:
+        """plan: of an export of what is sent, where that is not the weights themselves."""
         whole = dict.fromkeys(regions(engine_holders), NOTHING)
-        for part in self.call("checksums", list(whole), self.export_plan(hf_config)):
+        for part in self.call("checksums", list(whole), plan or self.export_plan(hf_config)):
             whole |= {region: whole[region] + checksum for region, checksum in part.items()}
         return whole
 
@@ -632,4 +645,48 @@ def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path
     [worker] = engine.call("refit", 4, right)
     assert sum(sent.num_bytes for sent in trainers.end()) == worker.num_bytes
     assert engine.call("checksums") == expected, "what a failed refit has left counts in the next"
+    assert engine.call("greedy", prompts()) == answers
+
+
+BLOCKS = dict(vocab_size=128, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+BLOCKS |= dict(num_hidden_layers=2, intermediate_size=384, max_position_embeddings=256)
+"""Sizes that engines cut at whole blocks of 128, and two tensor-parallel ranks of a trainer within blocks."""
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_an_engine_of_fp8_blocks_is_one_that_vllm_has_quantised(model_type, tmp_path, remotes):
+    """Two refits in place, of what the trainer's ranks have quantised, give what a fresh engine has that quantises
+    the exported folder by itself."""
+    folder = write_tiny_model(tmp_path / "model", model_type, **BLOCKS, tie_word_embeddings=False)
+    quantised = ("model.dtype=bfloat16", "rollout.quantization=fp8_block")
+    config, hf_config = config_of(folder, ROWS, 1, quantised), read_config(folder)
+    trainers = Trainers(remotes, config, folder, tmp_path / "store")
+    engine = remotes(engine_context(), EngineSide, config, folder, False)
+    sources = quantised_sources(hf_config, trainers.holders)
+    targets = quantised_destinations(hf_config, vllm_holders(hf_config, 1, 1, "bfloat16"))
+    assert targets[0].shard.mismatched_params(engine.call("parameters")[0]) == []
+    assert engine.call("repacking") == []
+    whole = quantised_destinations(hf_config, [huggingface_holder(hf_config, "bfloat16")])
+    trainers.call("quantise")
+    shared_memory, plan = trainers.shared_memory(), make_plan(sources, targets, BUCKET_BYTES)
+    engine.call("connect", plan, shared_memory, targets)
+    for version in range(2):
+        trainers.call("quantise")
+        [worker] = engine.call("refit", version, trainers.expected(hf_config, targets, make_plan(sources, whole)))
+        assert worker.num_bytes == targets[0].shard.num_bytes
+        if version == 0:
+            trainers.call("update", engine.call("sample", prompts()))
+    exported = trainers.export(hf_config, trainers.shared_memory(for_refit=False), tmp_path / "exported")
+    by_vllm = "rollout.vllm_overrides={block_size: 32, max_num_seqs: 4, quantization: fp8_per_block}"
+    online = config_of(exported, ROWS, 1, ("model.dtype=bfloat16", by_vllm))
+    fresh = remotes(engine_context(), EngineSide, online, exported, True)
+    expected, answers = fresh.call("checksums"), fresh.call("greedy", prompts())
+    assert engine.call("checksums") == expected
+    assert engine.call("greedy", prompts()) == answers
+
+    by_loader = [replace(whole[0], name="vllm:0.0")]
+    engine.call("connect", make_plan(sources, by_loader, BUCKET_BYTES), shared_memory, by_loader, True)
+    engine.call("wipe")
+    engine.call("refit", 2, trainers.expected(hf_config, by_loader, make_plan(sources, whole)))
+    assert engine.call("checksums") == expected
     assert engine.call("greedy", prompts()) == answers

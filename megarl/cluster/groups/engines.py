@@ -26,7 +26,7 @@ from megarl.config.schema import Config, Limit
 from megarl.core import device
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.model_folder import read_config
-from megarl.resharding.families import huggingface_holder, quantised_destinations, vllm_holders
+from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources, vllm_holders
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
@@ -124,29 +124,26 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         tp, extra = config.rollout.tp, config.rollout.vllm_overrides
         super().__init__(session, config, model_folder, processes)
         self._sleeps, self._takes_deltas = config.rollout.sleep, config.rollout.refit_delta
+        self._quantises, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
         self._starts_again = not (config.is_colocated and device.on_cuda())
         self._losses: Counter[str] = Counter()
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
         """The engines that are started again, each with the calls after which it is ready."""
 
-        hf_config = read_config(model_folder)
-
-        def take(holders: list[Holder]) -> list[Holder]:
-            return holders if config.rollout.quantization is None else quantised_destinations(hf_config, holders)
-
         def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
             holders = vllm_holders(
-                hf_config,
+                self._hf_config,
                 tp,
                 len(processes),
                 config.model.dtype,
                 expert_parallel=bool(extra.get("enable_expert_parallel")),
                 padded_experts=padded_experts,
             )
-            return {p.name: p.hold(take(holders[p.index * tp : (p.index + 1) * tp])) for p in processes}
+            return {p.name: p.hold(self._destinations(holders[p.index * tp : (p.index + 1) * tp])) for p in processes}
 
         self._hold, self._holders = hold, hold(None)
-        [self._whole_model] = take([huggingface_holder(hf_config, config.model.dtype)])
+        [self.whole_model] = self._destinations([huggingface_holder(self._hf_config, config.model.dtype)])
+        """The holder of a folder that has all that they take."""
         self.by_loader = False
         """Whether they take weights by vLLM's own loader, which does not keep them as they arrive."""
 
@@ -205,7 +202,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         )
         self.by_loader = True
         self._holders = {
-            name: [replace(holder, shard=self._whole_model.shard) for holder in holders]
+            name: [replace(holder, shard=self.whole_model.shard) for holder in holders]
             for name, holders in self._holders.items()
         }
 
@@ -223,6 +220,13 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     def holders(self) -> list[Holder]:
         """The holders of the weights in all workers of these processes."""
         return [holder for name in self._actors for holder in self._holders[name]]
+
+    def sources(self, holders: list[Holder]) -> list[Holder]:
+        """Returns a trainer's holders as holders of what these engines take of it."""
+        return quantised_sources(self._hf_config, holders) if self._quantises else holders
+
+    def _destinations(self, holders: list[Holder]) -> list[Holder]:
+        return quantised_destinations(self._hf_config, holders) if self._quantises else holders
 
     @property
     def expendable(self) -> list[str]:

@@ -8,10 +8,15 @@ from typing import Any
 
 from megarl.config.classifier import score_head_of
 from megarl.config.divisors import divisors, does_not_divide, listed, quotient
-from megarl.config.huggingface import attention_window, completed, experts, kv_heads, unsupported
+from megarl.config.huggingface import attention_window, completed, experts, kv_heads, latent_attention, unsupported
 from megarl.config.schema import Config, Placed
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
+
+FP8_BLOCK = 128
+"""Rows and columns of a block that has a scale, with rollout.quantization=fp8_block."""
+
+EXPERT_ROWS = "MLP rows of an expert"
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
@@ -24,7 +29,8 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
         raise_all([*actor_violations, labels])
         return
     engine_violations = _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, config.actor), model)
-    raise_all([*actor_violations, *engine_violations, kept_tokens_are_in_the_vocabulary(config, model)])
+    sampling_violations = kept_tokens_are_in_the_vocabulary(config, model), engine_cuts_keep_blocks_whole(config, model)
+    raise_all([*actor_violations, *engine_violations, *sampling_violations])
 
 
 def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
@@ -211,6 +217,57 @@ def engine_expert_mlp_divides_by_tp(key: str, tp: int, hf: Mapping[str, Any]) ->
     if mixture is None:
         return None
     return does_not_divide(key, tp, "MLP rows of an expert", mixture.intermediate, _engine_sizes(hf))
+
+
+def engine_cuts_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> str | None:
+    """What an engine's rank has of a quantised tensor begins and ends where blocks do. vLLM refuses other cuts, but not
+    in a layer that is put together from several tensors, whose scales would then be wrong."""
+    tp = config.rollout.tp
+    if config.rollout.quantization is None or tp not in _engine_sizes(hf):
+        return None
+    whole_experts = bool(config.rollout.vllm_overrides.get("enable_expert_parallel"))
+    odd = {what: size for what, size in _cut_sizes(hf, tp, whole_experts).items() if size % FP8_BLOCK}
+    if not odd:
+        return None
+    legal = [
+        size
+        for size in _engine_sizes(hf)
+        if not any(n % FP8_BLOCK for n in _cut_sizes(hf, size, whole_experts).values())
+    ]
+    remedy = f"choose rollout.tp from {listed(legal)}" if legal else "set rollout.quantization=null"
+    if odd.keys() == {EXPERT_ROWS} and not whole_experts:
+        remedy += ", or rollout.vllm_overrides={enable_expert_parallel: true}, which gives ranks whole experts"
+    what, size = next(iter(odd.items()))
+    return (
+        f"rollout.quantization={config.rollout.quantization}: with rollout.tp={tp} an engine's rank has {size} {what}, "
+        f"no multiple of {FP8_BLOCK}, and blocks cannot be cut; {remedy}"
+    )
+
+
+def _cut_sizes(hf: Mapping[str, Any], tp: int, whole_experts: bool) -> dict[str, float]:
+    """Returns how much an engine's rank has of what is cut or put together with others in a quantised layer, in
+    words -> rows or columns."""
+    mixture, latent = experts(hf), latent_attention(hf)
+    sizes: dict[str, float] = {}
+    if _has_dense_layers(hf):
+        sizes["MLP rows"] = hf["intermediate_size"] / tp
+    if mixture is not None:
+        sizes[EXPERT_ROWS] = mixture.intermediate / (1 if whole_experts else tp)
+        sizes["MLP rows of the shared experts"] = mixture.shared_intermediate / tp
+    heads = hf["num_attention_heads"]
+    if latent is None:
+        head_dim = hf["head_dim"] or hf["hidden_size"] // heads
+        return sizes | {
+            "query rows": heads // tp * head_dim,
+            "key rows": max(1, kv_heads(hf) // tp) * head_dim,
+        }
+    if latent.query_rank is not None:
+        sizes["rows of the queries' latent"] = latent.query_rank
+    if tp > 1:
+        sizes["query rows"] = heads // tp * (latent.content_dim + latent.position_dim)
+        sizes["rows of keys and values"] = heads // tp * (latent.content_dim + latent.value_dim)
+        sizes["columns of the output projection"] = heads // tp * latent.value_dim
+    return sizes
 
 
 def context_fits_the_positions(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:

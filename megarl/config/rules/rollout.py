@@ -49,9 +49,41 @@ def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
     )
 
 
+def quantised_weights_are_bfloat16(config: Config) -> str | None:
+    if config.rollout.quantization is None or config.model.dtype == "bfloat16":
+        return None
+    return (
+        f"rollout.quantization={config.rollout.quantization}: engines with fp8 blocks compute in bfloat16, and "
+        f"model.dtype={config.model.dtype}; set model.dtype=bfloat16 or rollout.quantization=null"
+    )
+
+
+def weights_are_quantised_once(config: Config) -> str | None:
+    rollout = config.rollout
+    if rollout.quantization is None or "quantization" not in rollout.vllm_overrides:
+        return None
+    return (
+        f"rollout.vllm_overrides.quantization={rollout.vllm_overrides['quantization']}: with rollout.quantization="
+        f"{rollout.quantization} weights come quantised; leave one of them out"
+    )
+
+
+def deltas_are_of_whole_precision(config: Config) -> str | None:
+    rollout = config.rollout
+    if rollout.quantization is None or not rollout.refit_delta:
+        return None
+    return (
+        f"rollout.refit_delta=true: with rollout.quantization={rollout.quantization} a block's scale changes all of "
+        "its elements; set rollout.refit_delta=false"
+    )
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     kept_tokens_can_be_handed_over,
     deltas_are_sent,
     nodes_do_not_share_memory,
     context_holds_a_prompt_and_a_response,
+    quantised_weights_are_bfloat16,
+    weights_are_quantised_once,
+    deltas_are_of_whole_precision,
 )

@@ -19,8 +19,10 @@ from vllm.sampling_params import RequestOutputKind
 from megarl.config.schema import Rollout
 from megarl.core import device
 from megarl.core.types import CandidateIds, Sample, VersionRun
+from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import response_text
 from megarl.planning.reserves import batched_tokens
+from megarl.resharding.families.quantised import quantization_config
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel
@@ -35,6 +37,8 @@ PAUSE_S = 0.05
 
 def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int) -> dict[str, Any]:
     """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does."""
+    quantises = config.quantization is not None
+    quantization = {"quantization_config": quantization_config(read_config(model_folder))} if quantises else {}
     return engine_arguments(
         "rollout",
         model_folder,
@@ -49,7 +53,7 @@ def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int
         max_logprobs=config.top_k or 0,
         max_num_batched_tokens=batched_tokens(config),
         # In bfloat16, logits near 20 lie 0.06 to 0.13 apart; the trainer's are in float32, too.
-        hf_overrides={"head_dtype": "float32"},
+        hf_overrides={"head_dtype": "float32"} | quantization,
         # On GPU, this kernel for experts leaves their weights as they are, to be written into.
         moe_backend="triton" if device.on_cuda() else "auto",
         # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.

@@ -17,8 +17,10 @@ def environment(ranks: int, threads: int, index: int, on_gpu: bool = False) -> d
     index     the engine's number among those of its kind
     """
     # On CPU vLLM calls one function compiled, which counts tokens: it would begin with a C++ compiler's seconds.
-    compiler = {} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
-    return compiler | {
+    # With scales that are powers of two, its default for DeepGEMM, vLLM would quantise a second time what comes in fp8
+    # blocks: an error of 3.7 % of the weights instead of 2.6 %, and memory would not be what a refit writes.
+    own = {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
+    return own | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if ranks == 1 else _binding(ranks, threads, index),
         "OMP_NUM_THREADS": str(threads),

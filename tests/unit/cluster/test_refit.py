@@ -33,7 +33,8 @@ class FakeTrainers:
     def __init__(self, log: list, offloads: Collection[str]):
         self._log, self.offloads = log, frozenset(offloads)
 
-    def publish(self) -> Pending[dict]:
+    def publish(self, for_refit: bool) -> Pending[dict]:
+        assert for_refit
         return self.do("publish")
 
     def publish_on_gpu(self, plan) -> Pending[dict]:
@@ -62,6 +63,7 @@ class FakeTrainers:
 
 class FakeEngines:
     by_loader = False
+    sources = staticmethod(list)
 
     def __init__(self, log: list):
         self._log, self.names = log, ["engine-0", "engine-1"]

@@ -33,6 +33,7 @@ class FakeActor:
     """Those that die when they are next asked."""
     model: dict[str, Any]
     misfit = False
+    repacking: tuple[str, ...] = ()
     padded: int | None = None
     """The size to which its kernels pad experts."""
     connected: list[tuple]
@@ -83,6 +84,9 @@ class FakeEngine:
             own["model.other.weight"] = own.pop("model.norm.weight")
         return [own]
 
+    def repacking(self) -> list[str]:
+        return FakeActor.repacking
+
     def sleep(self, keeps_weights: bool) -> bool:
         FakeActor.asleep.append(f"{self._name} with weights" if keeps_weights else self._name)
         return True
@@ -124,6 +128,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.asleep = {}, set(), [], []
     FakeActor.is_up, FakeActor.start_fails = False, False
     FakeActor.misfit, FakeActor.padded, FakeActor.put, FakeActor.model = False, None, [], config_of()
+    FakeActor.repacking = ()
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     made = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
     monkeypatch.setattr(EngineGroup, "actor_class", made)
@@ -284,6 +289,17 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
         "family's; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
+
+
+def test_whole_tensors_go_to_engines_whose_kernels_pack_weights(start, capsys) -> None:
+    """Names, shapes and dtypes are right: only the engine knows."""
+    engines = start(1)
+    FakeActor.repacking = ("MARLIN of model.layers.0.mlp.experts",)
+    engines.start().result()
+    assert engines.by_loader
+    assert capsys.readouterr().out.endswith(
+        "because kernels pack weights for themselves: MARLIN of model.layers.0.mlp.experts\n"
+    )
 
 
 @pytest.mark.parametrize("lost", [False, True])

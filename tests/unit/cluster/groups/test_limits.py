@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Limit, Callable[[Groups, Path], Any]]] = {
     "actor update": ("update", lambda groups, _: groups.actor.train([["batch"]])),
     "change of the KL's coefficient": ("update", lambda groups, _: groups.actor.adapt_kl(0.1, 1)),
     "renewal of the reference": ("update", lambda groups, _: groups.actor.renew_reference()),
-    "publishing weights": ("refit", lambda groups, _: groups.actor.publish()),
+    "publishing weights": ("refit", lambda groups, _: groups.actor.publish(for_refit=False)),
     "checksums of the weights": ("refit", lambda groups, _: groups.actor.checksums([], None)),
     "connecting for the refit": ("refit", lambda groups, _: groups.engines.connect(None, None)),
     "refit": ("refit", lambda groups, _: groups.refit.run(version=1)),
