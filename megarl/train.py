@@ -65,7 +65,7 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
     rollouts = collect_rollouts(config, workers, number, loop.take, file, watch, loop.saver.commit)
     with watch.phase("train"):
         metrics = train(config, workers, rollouts, number, loop.state.average)
-    warn_of_disagreement(config.model.dtype, metrics, loop.folder.logs)
+    warn_of_disagreement(config, metrics, loop.folder.logs)
     recorded = record_advantages(workers, file)
     with watch.phase("refit"):
         workers.trained.present_actor()

@@ -10,7 +10,13 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here
 from megarl.planning.device_spans import ENGINE, NAMES, device_spans
-from megarl.resharding.families import megatron_holders, vllm_holders
+from megarl.planning.parameters import has_whole_experts
+from megarl.resharding.families import (
+    megatron_holders,
+    quantised_destinations,
+    quantised_sources,
+    vllm_holders,
+)
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures
 from megarl.resharding.planning.preview import plan_figures, read_speeds
@@ -34,7 +40,7 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
     layout, dtype, rollout = config.actor.layout, config.model.dtype, config.rollout
     spans = device_spans(config)
     trainer_gpus, engine_gpus = spans[NAMES["actor"]], spans[ENGINE]
-    whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
+    whole_experts = has_whole_experts(config)
     bucket_bytes = None if rollout.refit_bucket_mib is None else rollout.refit_bucket_mib * 2**20
 
     def place(holders: Sequence[Holder], gpus: range) -> list[Holder]:
@@ -42,11 +48,23 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
         return [replace(holder, node=gpu // ranks_per_node, device=gpu) for holder, gpu in pairs]
 
     def make_sides() -> tuple[list[Holder], list[Holder]]:
+        trainers = megatron_holders(hf_config, layout, dtype)
         engines = vllm_holders(hf_config, rollout.tp, rollout.replicas, dtype, expert_parallel=whole_experts)
-        return place(megatron_holders(hf_config, layout, dtype), trainer_gpus), place(engines, engine_gpus)
+        if rollout.quantization is not None:
+            trainers, engines = quantised_sources(hf_config, trainers), quantised_destinations(hf_config, engines)
+        return place(trainers, trainer_gpus), place(engines, engine_gpus)
 
     placed = [list(trainer_gpus), list(engine_gpus), ranks_per_node]
-    inputs = [hf_config, layout.model_dump(), dtype, rollout.tp, rollout.replicas, whole_experts, placed]
+    inputs = [
+        hf_config,
+        layout.model_dump(),
+        dtype,
+        rollout.tp,
+        rollout.replicas,
+        whole_experts,
+        rollout.quantization,
+        placed,
+    ]
     return plan_figures(inputs, make_sides, speeds, bucket_bytes)
 
 

@@ -80,6 +80,9 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
 LATENT_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"default": (), "yarn": ("factor",)}
 """Supported rotary embeddings, the latter with latent attention -> the parameters that they need."""
 
+FP8_BLOCK = 128
+"""Rows and columns of a block that has a scale, in checkpoints in fp8."""
+
 _BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
 """Bias switches that a family has here. Qwen2's attention biases are always on, whatever the switch says."""
 

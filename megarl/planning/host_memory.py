@@ -29,7 +29,10 @@ def least_host_bytes(config: Config, models: Models, policy: ModelParameters) ->
         if role == "actor" and config.has_reference:
             parts["reference: weights"] = weights
     rollout = config.rollout
+    if not config.is_offline and rollout.quantization is not None:
+        layout, actor = config.actor.layout, models.actor
+        matrices = sum(actor.of_stage(layout, stage).matrices for stage in range(layout.pp))
+        parts["actor: fp8 copy for the engines"] = layout.tp * layout.cp * layout.dp * matrices
     if not config.is_offline and rollout.vllm_overrides.get("quantization") is None:  # how much less is not known here
-        rank_bytes = policy.engine_bytes(rollout.tp, config.model.dtype)
-        parts["engines: weights"] = rollout.replicas * rollout.tp * rank_bytes
+        parts["engines: weights"] = rollout.replicas * rollout.tp * policy.engine_bytes(config)
     return parts

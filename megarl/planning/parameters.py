@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from megarl.config.schema import Layout, Role
+from megarl.config.schema import Config, Layout, Role
 from megarl.planning.memory import RankParameters
-from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.families import huggingface_holder, quantised_destinations, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.piece import Holder
@@ -43,12 +43,23 @@ class ModelParameters:
             self._layers[key] = chunk_layers(self.shape.num_layers, layout)
         return self._layers[key]
 
-    def engine_bytes(self, tp: int, dtype: str, whole_experts: bool = False) -> int:
+    def engine_bytes(self, config: Config) -> int:
         """Returns the bytes of the weights of an engine's rank."""
-        key = (tp, dtype, whole_experts)
+        key = (config.rollout.tp, config.model.dtype, has_whole_experts(config), config.rollout.quantization)
         if key not in self._engines:
-            self._engines[key] = vllm_holder(self.hf_config, tp, 0, 0, dtype, whole_experts).shard.num_bytes
+            self._engines[key] = engine_holder(config, self.hf_config, 0).shard.num_bytes
         return self._engines[key]
+
+
+def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Holder:
+    """Returns the holder of a rank of an engine, in the format that it has weights in."""
+    holder = vllm_holder(hf_config, config.rollout.tp, rank, 0, config.model.dtype, has_whole_experts(config))
+    return holder if config.rollout.quantization is None else quantised_destinations(hf_config, [holder])[0]
+
+
+def has_whole_experts(config: Config) -> bool:
+    """Returns whether an engine's ranks have whole experts."""
+    return bool(config.rollout.vllm_overrides.get("enable_expert_parallel"))
 
 
 @dataclass(frozen=True, slots=True)

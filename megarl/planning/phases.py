@@ -151,9 +151,8 @@ def _engine(
 ) -> list[Load]:
     """Returns the loads of the phases in which the engine is awake, for each stage of the actor, whose ranks the
     engine's meet on their GPUs if they are colocated."""
-    rollout, actor = config.rollout, models.actor
-    whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
-    weights = actor.engine_bytes(rollout.tp, config.model.dtype, whole_experts)
+    actor = models.actor
+    weights = actor.engine_bytes(config)
     awake = staging_parts(config, weights, cluster.gpus_per_node) | _reward(config, models, ENGINE)
     awake |= awake_reserve(config, actor.shape)
     spans = device_spans(config)
@@ -215,8 +214,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         _add(parts, "reference: weights", ranks * max(actor))
     if not workload.is_offline:
         if config.rollout.sleep and _engines_keep_weights(config):
-            weights = models.actor.engine_bytes(config.rollout.tp, config.model.dtype)
-            _add(parts, "sleeping engines: weights", ranks * weights)
+            _add(parts, "sleeping engines: weights", ranks * models.actor.engine_bytes(config))
         _add(parts, "samples of a step", object_store_mib(config) * 2**20)
     return parts
 

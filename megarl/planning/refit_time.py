@@ -35,7 +35,7 @@ def refit_time(config: Config, model: ModelParameters, cluster: Cluster) -> Refi
         config.actor.layout,
         (config.rollout.tp, config.rollout.replicas),
         model,
-        config.model.dtype,
+        model.engine_bytes(config),
         cluster.gpus_per_node,
         _speeds(config, cluster),
         config.is_colocated,
@@ -73,7 +73,7 @@ def least_refit(
     layout: Layout,
     engines: tuple[int, int],
     model: ModelParameters,
-    dtype: str,
+    rank_bytes: int,
     gpus_per_node: int,
     speeds: Bandwidth,
     colocated: bool,
@@ -81,10 +81,10 @@ def least_refit(
     """Returns the least time of a refit. What a node's engines need enters it once, over the cards of all its GPUs, and
     is handed on inside; colocated, what the node's own trainer ranks hold does not enter. All sources give alike.
 
-    engines   tp of an engine, and the number of engines
+    engines      tp of an engine, and the number of engines
+    rank_bytes   what each of an engine's ranks takes
     """
     tp, replicas = engines
-    rank_bytes = model.engine_bytes(tp, dtype)
     workers = tp * replicas
     on_node = min(workers, gpus_per_node)
     nodes = -(-workers // gpus_per_node)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.huggingface import FP8_BLOCK
 from megarl.config.schema import Config, Layout, Placed, Role, Rollout
 from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import GIB
@@ -26,6 +27,7 @@ MOST_SEQUENCES = 1024
 CONTEXTS, NCCL, FP8, FRAGMENTS = "CUDA contexts", "NCCL", "fp8 copies of weights", "fragments"
 GRAPHS, ACTIVATIONS, LOGITS = "CUDA graphs", "engine: activations", "engine: logits"
 WORKSPACE = "engine: experts' workspace"
+SENT = "actor: fp8 copy for the engines"
 """The names of the items."""
 
 CONTEXT = 426 * MIB
@@ -91,6 +93,8 @@ def gpu_reserve(
     ]
     if sends and ("actor" in held or engine is not None):
         items.append({NCCL: _refit_buffers(config, engine is not None, gpus_per_node)})
+    if "actor" in held and config.rollout.quantization is not None and not config.is_offline:
+        items.append({SENT: held["actor"][1] * (1 + 4 / FP8_BLOCK**2)})
     if "actor" in held and not config.is_offline:
         items.append(_readers_reserve(config, gpus_per_node))
     if engine is not None:

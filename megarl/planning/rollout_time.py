@@ -104,13 +104,13 @@ class _Step:
         self.num_bytes = item_bytes(config)
         self.tp, self.shape = rollout.tp, shape
         self.token = kv_bytes(model, rollout.tp, self.num_bytes)
-        weights = model.engine_bytes(rollout.tp, config.model.dtype)
+        weights = model.engine_bytes(config)
         self.experts = 0.0
         self.latency_of_kernels = shape.num_layers * LAYER_SECONDS
         if shape.experts is not None:
             matrices = 3 * shape.hidden * shape.experts.intermediate * shape.experts.count * sum(shape.experts.layers)
             self.latency_of_kernels += sum(shape.experts.layers) * EXPERTS_SECONDS
-            self.experts = matrices * self.num_bytes / rollout.tp
+            self.experts = matrices * (self.num_bytes if rollout.quantization is None else 1) / rollout.tp
         self.dense = weights - self.experts
         self.bandwidth = cluster.gpu.memory_gb_s * 1e9 * MEMORY_SHARE
         self.flops_per_second = cluster.gpu.tflops * 1e12 * DENSE_SHARE

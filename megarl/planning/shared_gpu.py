@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.planning.device_spans import ENGINE, NAMES, device_spans
 from megarl.planning.memory import RankMemory, RankParameters, item_bytes, rank_memory
+from megarl.planning.parameters import engine_holder
 from megarl.planning.reserves import awake_reserve, gpu_reserve, sampling_reserve
 from megarl.planning.shared_gpu_rules import weights_travel
-from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _reserve(
     for role, model_config in trained.items():
         settings, span = config.placed(role), spans[NAMES[role]]
         if gpu in span:
-            copied = settings.fp8 is not None
+            copied = settings.fp8 is not None or (role == "actor" and config.rollout.quantization is not None)
             rank = RankParameters.of(model_config, settings.layout, gpu - span.start) if copied else None
             held[role] = ModelShape.of(model_config), rank.matrices if rank else 0
     scores = reward is not None and gpu in spans[NAMES["reward_model"]]
@@ -180,10 +181,8 @@ def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> i
     rollout = config.rollout
     if rollout.vllm_overrides.get("quantization") is not None:
         return 0
-    whole_experts = bool(rollout.vllm_overrides.get("enable_expert_parallel"))
     rank = (gpu - device_spans(config)[ENGINE].start) % rollout.tp
-    holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, whole_experts)
-    return holder.shard.num_bytes
+    return engine_holder(config, hf_config, rank).shard.num_bytes
 
 
 def _memory(config: Config, settings: Placed, hf_config: Mapping[str, Any], rank: int) -> RankMemory:

@@ -370,7 +370,9 @@ def rounding() -> str:
         pass over all of them {means["one token at a time - bfloat16"]:.3f}: a trainer and an engine cannot be nearer
         unless they are the same bit by bit.
         One of them is {means["bfloat16 - float32"]:.3f} from float32 (`python tools/benchmarks/rounding.py`, the mean
-        over {found["tokens"]} tokens)."""
+        over {found["tokens"]} tokens). With linear layers in fp8 blocks (`rollout.quantization=fp8_block`) it is
+        {means["weights in fp8 blocks - bfloat16"]:.3f} away, and with activations in fp8, too, as GPUs have them,
+        {means["weights and activations in fp8 - bfloat16"]:.3f}."""
     )
 
 

@@ -1,4 +1,5 @@
-"""How far two computations of one model in bfloat16 are apart that differ in nothing but the order of sums.
+"""How far two computations of one model in bfloat16 are apart that differ in nothing but the order of sums, and how far
+one with linear layers in fp8 is, as rollout.quantization=fp8_block has them.
 
 .venv/bin/python tools/benchmarks/rounding.py --out tools/benchmarks/results/rounding.json
 """
@@ -24,6 +25,7 @@ QUESTIONS = [
     f"What is {a}+{b}? Answer with just the number." for a, b in ((3, 9), (7, 2), (5, 5), (8, 1), (4, 6), (9, 9))
 ]
 NEW_TOKENS, SEED = 16, 0
+BLOCK = 128
 
 Linear = Callable[..., torch.Tensor]
 
@@ -55,12 +57,16 @@ def measure(folder: Path) -> dict[str, Any]:
         "sums of linear layers in float32": score(rounded, documents, summed_in(torch.float32)),
         "sums of linear layers in float64": score(rounded, documents, summed_in(torch.float64)),
         "one token at a time": score(rounded, documents, row_by_row),
+        "weights in fp8 blocks": score(rounded, documents, in_fp8(activations=False)),
+        "weights and activations in fp8": score(rounded, documents, in_fp8(activations=True)),
     }
     pairs = (
         ("bfloat16", "float32"),
         ("sums of linear layers in float32", "bfloat16"),
         ("sums of linear layers in float64", "sums of linear layers in float32"),
         ("one token at a time", "bfloat16"),
+        ("weights in fp8 blocks", "bfloat16"),
+        ("weights and activations in fp8", "bfloat16"),
     )
     return {
         "tokens": sum(len(ids) - prompt for ids, prompt in documents),
@@ -99,6 +105,27 @@ def summed_in(dtype: torch.dtype) -> Linear:
 def row_by_row(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Does what decoding does: a product for each token."""
     return torch.cat([F.linear(row, weight) for row in hidden.split(1, dim=-2)], dim=-2)
+
+
+def in_fp8(activations: bool) -> Linear:
+    """Rounds a weight by blocks of 128 × 128, and activations by 128 channels of a token, as vLLM does on GPUs."""
+
+    def linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = hidden.flatten(0, -2)
+        product = F.linear(_rounded(rows, 1) if activations else rows, _rounded(weight, BLOCK))
+        return product.view(*hidden.shape[:-1], -1)
+
+    return linear
+
+
+def _rounded(matrix: torch.Tensor, rows: int) -> torch.Tensor:
+    """Returns a matrix rounded to fp8 with a scale for each block of so many rows and BLOCK columns."""
+    height, width = matrix.shape
+    padded = F.pad(matrix.float(), (0, -width % BLOCK, 0, -height % rows))
+    blocks = padded.view(padded.shape[0] // rows, rows, -1, BLOCK)
+    scales = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=1e-4) / torch.finfo(torch.float8_e4m3fn).max
+    whole = ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).view_as(padded)
+    return whole[:height, :width].to(matrix.dtype)
 
 
 if __name__ == "__main__":

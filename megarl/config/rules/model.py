@@ -8,13 +8,18 @@ from typing import Any
 
 from megarl.config.classifier import score_head_of
 from megarl.config.divisors import divisors, does_not_divide, listed, quotient
-from megarl.config.huggingface import attention_window, completed, experts, kv_heads, latent_attention, unsupported
+from megarl.config.huggingface import (
+    FP8_BLOCK,
+    attention_window,
+    completed,
+    experts,
+    kv_heads,
+    latent_attention,
+    unsupported,
+)
 from megarl.config.schema import Config, Placed
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
-
-FP8_BLOCK = 128
-"""Rows and columns of a block that has a scale, with rollout.quantization=fp8_block."""
 
 EXPERT_ROWS = "MLP rows of an expert"
 

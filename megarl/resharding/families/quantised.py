@@ -12,12 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megarl.config.huggingface import FP8_BLOCK as BLOCK
 from megarl.core.errors import UserError
 from megarl.resharding.families.canonical import Canonical
 from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, shape_of, whole
-
-BLOCK = 128
-"""Rows and columns of a block."""
 
 FP8 = "float8_e4m3fn"
 SCALES = "_scale_inv"

@@ -11,6 +11,7 @@ from typing import Any
 from megarl.core.collector import without_collector
 from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here, default_cache
+from megarl.resharding.families.quantised import FP8, quantised_sources
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures, figures
 from megarl.resharding.planning.messages import LATENCY_S
@@ -37,6 +38,8 @@ def reshard(
     def make_sides() -> tuple[list[Holder], list[Holder]]:
         sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
         wanting = side_holders("--to", destination, hf_config, is_source=False)
+        if FP8 in wanting[0].dtypes.values():
+            sources = quantised_sources(hf_config, sources)
         destinations = on_nodes(wanting, ranks_per_node, first=0 if colocated else sources[-1].node + 1)
         return colocate(source, sources, destination, destinations) if colocated else (sources, destinations)
 

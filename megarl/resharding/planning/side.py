@@ -13,11 +13,14 @@ from megarl.config.huggingface import completed
 from megarl.config.rules.layout import check_layout
 from megarl.config.schema import Layout
 from megarl.core.errors import UserError
-from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.families import huggingface_holder, megatron_holders, quantised_destinations, vllm_holders
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
 
-FORMS = "tp=…,pp=… (a trainer), vllm:tp=…,replicas=… (engines; ep=true for whole experts), or hf (a folder)"
+FORMS = (
+    "tp=…,pp=… (a trainer), vllm:tp=…,replicas=… (engines; ep=true for whole experts, fp8=true for fp8 blocks), or hf "
+    "(a folder)"
+)
 _BITS = {"b": 1, "B": 8}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -93,12 +96,17 @@ def _bandwidth(key: str, text: str) -> float:
 
 
 def _engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
-    given = _fields(text, ("tp", "replicas", "ep"))
-    whole_experts = given.pop("ep", "false")
-    if whole_experts not in ("true", "false"):
-        raise UserError(f"ep={whole_experts}: expected true or false")
+    given = _fields(text, ("tp", "replicas", "ep", "fp8"))
+    whole_experts, quantised = (_switch(name, given.pop(name, "false")) for name in ("ep", "fp8"))
     sizes = {"tp": 1, "replicas": 1} | {name: _positive(name, value) for name, value in given.items()}
-    return vllm_holders(hf_config, **sizes, expert_parallel=whole_experts == "true")
+    holders = vllm_holders(hf_config, **sizes, expert_parallel=whole_experts)
+    return quantised_destinations(hf_config, holders) if quantised else holders
+
+
+def _switch(name: str, value: str) -> bool:
+    if value not in ("true", "false"):
+        raise UserError(f"{name}={value}: expected true or false")
+    return value == "true"
 
 
 def _layout(text: str, hf_config: Mapping[str, Any]) -> Layout:

@@ -13,6 +13,7 @@ from megarl.planning.parameters import ModelParameters
 from megarl.planning.plan import plan_recipe
 from megarl.planning.refit_time import least_refit
 from megarl.planning.rollout_time import kv_bytes
+from megarl.resharding.families import vllm_holder
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.planning.schedule import Bandwidth
 from megarl.resharding.planning.side import _fields
@@ -188,7 +189,8 @@ def test_a_refit_takes_as_long_as_its_simulated_plan(case):
         **{**ONE_PROCESS, **{k: int(v) for k, v in _fields(text, ONE_PROCESS).items()}}, sequence_parallel=False
     )
     speeds = Bandwidth(inter=50e9, intra=400e9)
-    least = least_refit(layout, engines, ModelParameters(CONFIGS[model]), "bfloat16", 8, speeds, colocated)
+    rank_bytes = vllm_holder(CONFIGS[model], engines[0], 0, 0, "bfloat16").shard.num_bytes
+    least = least_refit(layout, engines, ModelParameters(CONFIGS[model]), rank_bytes, 8, speeds, colocated)
     figures = RECORDED[case]["figures"]
     assert least.seconds == pytest.approx(figures["floor_seconds"], rel=0.06)
     assert least.seconds == pytest.approx(figures["predicted_seconds"], rel=0.1)
