@@ -653,7 +653,7 @@ BLOCKS |= dict(num_hidden_layers=2, intermediate_size=384, max_position_embeddin
 """Sizes that engines cut at whole blocks of 128, and two tensor-parallel ranks of a trainer within blocks."""
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
 def test_an_engine_of_fp8_blocks_is_one_that_vllm_has_quantised(model_type, tmp_path, remotes):
     """Two refits in place, of what the trainer's ranks have quantised, give what a fresh engine has that quantises
     the exported folder by itself."""

@@ -203,3 +203,22 @@ def test_other_layouts_run(series, tmp_path, overrides, ranks):
         assert all(step["kl/loss_token_k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)
     assert all(("policy/drift_abs_max" in step) == ("batch.prompts_per_update=4" in overrides) for step in steps)
     assert all(step["mismatch/logprob_abs_max"] <= 1e-4 for step in steps)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+def test_engines_of_fp8_blocks(series, tmp_path, placement):
+    """Read where they lie, and sent. A byte for each element of a matrix, and four for the scale of each block."""
+    model = write_tiny_llama(
+        tmp_path / "model", hidden_size=256, num_heads=4, num_kv_heads=2, intermediate_size=384, tied=False
+    )
+    keys = ("model.dtype=bfloat16", "rollout.quantization=fp8_block", "rollout.verify_refit=always")
+    ranks = ("actor.layout.tp=2", "actor.layout.sequence_parallel=true", f"cluster.placement={placement}")
+    run = train_in(series, tmp_path, model, "run.steps=2", *keys, *ranks)
+    rows = (256, 128, 128, 256, 384, 384)
+    blocks = 2 * (sum(size // 128 for size in rows) * 2 + 2 * 3)
+    others = 2 * 128 * 256 + 5 * 256
+    for step in metrics_of(run):
+        assert step["refit/gb"] * 1e9 == pytest.approx(blocks * (128**2 + 4) + 2 * others)
+        assert step["mismatch/logprob_abs_mean"] < 0.6
+        assert step["correction/weight_mean"] == pytest.approx(1, abs=0.1), "corrected for by default"

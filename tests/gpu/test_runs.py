@@ -20,8 +20,9 @@ from tests.gpu.gpus import needs_gpus
 from tests.gpu.models import write_model
 from tests.tiny_model import write_tiny_model
 
-NEAR = 0.05
-"""The bound of the mean difference of trainer's and engine's log-probs, in nats a token, in bfloat16."""
+NEAR, NEAR_IN_FP8 = 0.05, 0.6
+"""The bounds of the mean difference of trainer's and engine's log-probs, in nats a token: in bfloat16, and of an engine
+that has its layers in fp8."""
 
 COLOCATED = ("cluster.placement=colocated", "rollout.sleep=true")
 MIB = 2**20
@@ -33,6 +34,7 @@ OF_8B = (
 )
 RUNS = {
     "in turns": (1, (*COLOCATED,)),
+    "fp8 blocks": (1, (*COLOCATED, "model.dtype=bfloat16", "rollout.quantization=fp8_block")),
     "an engine over two": (2, (*COLOCATED, "actor.layout.dp=2", "rollout.tp=2")),
     "sent": (2, ("cluster.placement=disaggregated",)),
     "killed": (2, (*COLOCATED, "actor.layout={pp: 1, dp: 2}", "rollout.replicas=2")),
@@ -60,13 +62,13 @@ def train(folder: Path, model: Path, *overrides: str, seconds: float = 600) -> P
     return folder / "runs" / "tiny"
 
 
-def train_verified(folder: Path, name: str, *overrides: str) -> list[dict]:
+def train_verified(folder: Path, name: str, *overrides: str, near: float = NEAR) -> list[dict]:
     """Three steps in bfloat16, after each of which checksums of all of the engine's weights are compared with the
     trainer's. Returns their metrics."""
     keys = ("run.steps=3", "model.dtype=bfloat16", "rollout.verify_refit=always", *overrides)
     steps = metrics_of(train(folder, write_model(folder / "model", name), *keys))
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
-    assert all(step["mismatch/logprob_abs_mean"] <= NEAR for step in steps)
+    assert all(step["mismatch/logprob_abs_mean"] <= near for step in steps)
     return steps
 
 
@@ -96,6 +98,14 @@ def test_engine_and_trainer_take_turns_on_a_gpu(tmp_path, name, offload, eager):
     present = [*away, *(back if "parameters" in parts else [])]
     step = [*away, "generate", "sleep", *back, "update", *present, "refit"]
     assert turns_of(tmp_path / "runs" / "tiny")[: 1 + 3 * len(step)] == ["refit", *step, *step, *step]
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+@needs_gpus(1, can_rehearse=False)
+def test_an_engine_of_fp8_blocks_takes_them_in_place(tmp_path, name):
+    """The kernels that vLLM chooses read what was sent as it is."""
+    steps = train_verified(tmp_path, name, *RUNS["fp8 blocks"][1], near=NEAR_IN_FP8)
+    assert all(step["refit/gb"] > 0 and step["refit/staging_mib"] == 0 for step in steps), "vLLM's loader stages"
 
 
 @needs_gpus(2)

@@ -106,7 +106,7 @@ def test_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     listed = {line.split(":")[0].strip() for line in lines}
     assert {*ESTIMATORS, *OBJECTIVES, *get_args(Aggregation)} <= listed
     assert set(get_args(KL.model_fields["estimator"].annotation)) <= listed
-    assert "    weight=token | sequence | geometric | null" in lines
+    assert "    weight=auto | token | sequence | geometric | null" in lines
     words = set(re.findall(r"\w+", " ".join(lines)))
     for section in (Advantage, Objective, Value, KL, Correction):
         assert words.issuperset(section.model_fields), section

@@ -249,16 +249,16 @@ def engine_cuts_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> str 
     )
 
 
-def _cut_sizes(hf: Mapping[str, Any], tp: int, whole_experts: bool) -> dict[str, float]:
+def _cut_sizes(hf: Mapping[str, Any], tp: int, whole_experts: bool) -> dict[str, int]:
     """Returns how much an engine's rank has of what is cut or put together with others in a quantised layer, in
     words -> rows or columns."""
     mixture, latent = experts(hf), latent_attention(hf)
-    sizes: dict[str, float] = {}
+    sizes: dict[str, int] = {}
     if _has_dense_layers(hf):
-        sizes["MLP rows"] = hf["intermediate_size"] / tp
+        sizes["MLP rows"] = hf["intermediate_size"] // tp
     if mixture is not None:
-        sizes[EXPERT_ROWS] = mixture.intermediate / (1 if whole_experts else tp)
-        sizes["MLP rows of the shared experts"] = mixture.shared_intermediate / tp
+        sizes[EXPERT_ROWS] = mixture.intermediate // (1 if whole_experts else tp)
+        sizes["MLP rows of the shared experts"] = mixture.shared_intermediate // tp
     heads = hf["num_attention_heads"]
     if latent is None:
         head_dim = hf["head_dim"] or hf["hidden_size"] // heads

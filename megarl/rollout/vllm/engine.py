@@ -16,8 +16,10 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
+from megarl.config.huggingface import completed, experts
 from megarl.config.schema import Rollout
 from megarl.core import device
+from megarl.core.errors import UserError
 from megarl.core.types import CandidateIds, Sample, VersionRun
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import response_text
@@ -37,8 +39,7 @@ PAUSE_S = 0.05
 
 def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int) -> dict[str, Any]:
     """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does."""
-    quantises = config.quantization is not None
-    quantization = {"quantization_config": quantization_config(read_config(model_folder))} if quantises else {}
+    quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
     return engine_arguments(
         "rollout",
         model_folder,
@@ -60,6 +61,17 @@ def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int
         enable_sleep_mode=config.sleep and device.on_cuda(),
         seed=seed,
     )
+
+
+def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
+    """Returns what vLLM is told of quantised weights that a refit will bring."""
+    hf_config = read_config(model_folder)
+    if not device.on_cuda() and experts(completed(hf_config)) is not None:
+        raise UserError(
+            f"rollout.quantization={name}: {model_folder} has experts, and on CPU no kernel of vLLM for their blocks "
+            "has weights where a refit could write them; set rollout.quantization=null, or run this model on GPUs"
+        )
+    return {"quantization_config": quantization_config(hf_config)}
 
 
 @dataclass(slots=True)

@@ -52,6 +52,17 @@ def test_a_disaggregated_recipe_has_devices_of_its_own(model: Path) -> None:
     assert together.bytes_by_link == {"inter": 0, "intra": apart.bytes_total, "local": 0}
 
 
+def test_engines_of_fp8_blocks_take_a_byte_for_an_element(model: Path) -> None:
+    sizes = dict(hidden_size=1536, head_dim=256, intermediate_size=1536, num_key_value_heads=6, vocab_size=64)
+    (model / "config.json").write_text(json.dumps(config_of(**sizes) | {"max_position_embeddings": 4096}))
+    keys = "rollout.quantization=fp8_block", "model.dtype=bfloat16", "rollout.replicas=4"
+    found = preview_refit(recipe(model, "disaggregated", *keys), 8, SPEEDS)
+    layers = 2 * (4 * 1536 * 1536 + 3 * 1536 * 1536)
+    others = 2 * (2 * 64 * 1536 + (2 * 2 + 1) * 1536 * 2)
+    assert found.bytes_total == pytest.approx(4 * (layers * (1 + 4 / 128**2) + others), rel=1e-3)
+    assert found.bytes_wasted == 0
+
+
 def test_devices_are_shared_as_far_as_both_have_ranks_on_them(model: Path) -> None:
     """A recipe for CPUs, where all are on one machine, may have fewer engines than ranks."""
     found = preview_refit(recipe(model, "colocated", "rollout.replicas=1"), 8, SPEEDS)

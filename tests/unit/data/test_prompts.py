@@ -28,7 +28,7 @@ def config_of(source, max_new_tokens=16, context_length=256, seed=0, **data) -> 
     document["model"]["path"] = "unused"
     document["rollout"].update(max_new_tokens=max_new_tokens, context_length=context_length)
     document["data"].update(source=str(source), **data)
-    return Config(**document)
+    return Config.model_validate(document)
 
 
 def jsonl(folder, *prompts):

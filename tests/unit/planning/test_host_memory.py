@@ -19,12 +19,13 @@ HF_CONFIG = LlamaConfig(
     num_key_value_heads=2,
     tie_word_embeddings=False,
 )
+BLOCKS = dict(hidden_size=256, intermediate_size=512, num_attention_heads=2, num_key_value_heads=1, head_dim=128)
 COUNT = LlamaForCausalLM(HF_CONFIG).num_parameters()
 ACTOR, REFERENCE, ENGINES = "actor: weights, gradients, optimizer", "reference: weights", "engines: weights"
 
 
-def parts(*overrides: str) -> dict[str, int]:
-    hf_config = HF_CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+def parts(*overrides: str, model: LlamaConfig = HF_CONFIG) -> dict[str, int]:
+    hf_config = model.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
     return least_host_bytes(config, Models.of({"actor": hf_config}), ModelParameters(hf_config))
 
@@ -51,6 +52,16 @@ def test_bytes_of_a_parameter(overrides, actor, engines):
 def test_a_reference_is_a_copy_of_the_weights():
     found = parts("model.dtype=float32", "algorithm.kl.coefficient=0.1")
     assert found[REFERENCE] == 4 * COUNT
+
+
+def test_an_engine_of_fp8_blocks_and_the_copy_that_it_takes():
+    """Llama's matrices, a byte each, and the rest in bfloat16; scales are a four-thousandth."""
+    model = LlamaConfig(**HF_CONFIG.to_dict() | BLOCKS)
+    sizes = {name: p.numel() for name, p in LlamaForCausalLM(model).named_parameters()}
+    matrices = sum(size for name, size in sizes.items() if "proj" in name)
+    found = parts("rollout.quantization=fp8_block", "model.dtype=bfloat16", "actor.layout.dp=2", model=model)
+    assert found["actor: fp8 copy for the engines"] == 2 * matrices
+    assert found[ENGINES] == pytest.approx(2 * sum(sizes.values()) - matrices, rel=1e-3)
 
 
 def test_an_engine_that_quantises_is_left_out():

@@ -18,7 +18,7 @@ from megarl.planning import reserves
 from megarl.planning.hardware import GIB, read_cluster
 from megarl.planning.memory import RankParameters
 from megarl.planning.plan import plan_recipe
-from megarl.planning.reserves import ACTIVATIONS, CONTEXTS, FP8, FRAGMENTS, GRAPHS, LOGITS, NCCL, WORKSPACE
+from megarl.planning.reserves import ACTIVATIONS, CONTEXTS, FP8, FRAGMENTS, GRAPHS, LOGITS, NCCL, SENT, WORKSPACE
 from megarl.planning.shared_gpu import Load
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.families.shape import ModelShape
@@ -199,6 +199,13 @@ def test_fp8_copies_of_the_matrices_of_layers():
     assert FP8 not in reserve()
     uncached = "actor.megatron_overrides.model={disable_parameter_transpose_cache: true}"
     assert FP8 not in reserve("actor.fp8=blockwise", uncached)
+
+
+def test_the_copy_that_engines_of_fp8_blocks_take():
+    """A byte for each element of the layers' matrices, and a scale of four for each block of 128 x 128."""
+    layer = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+    assert reserve("rollout.quantization=fp8_block")[SENT] == 28 * layer * (1 + 4 / 128**2)
+    assert SENT not in reserve()
 
 
 KEYS = (

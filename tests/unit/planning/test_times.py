@@ -218,3 +218,15 @@ def test_a_plan_refuses_deltas_and_a_node_has_its_own_links_for_a_refit():
     assert plan.times.refit.seconds == pytest.approx(0.596e9 / 337.5e9, rel=0.01)
     problem = plan_of("Qwen3-0.6B", "4xH100", *keys, "rollout.refit_delta=true").problem
     assert problem.startswith("rollout.refit_delta=true: a trainer's rank would read 0.596 GB of its last state")
+
+
+def test_engines_of_fp8_blocks_take_and_read_a_byte_for_each_element_of_a_layers_matrices():
+    """Each block has a scale of four bytes. The rest is in bfloat16."""
+    keys = (*layout_keys(dp=4), *ENGINE[:1], "rollout.replicas=4", "cluster.placement=disaggregated")
+    whole, quantised = (
+        plan_of(DENSE, "8xH100", *keys, *BATCH, *more).times for more in ((), ("rollout.quantization=fp8_block",))
+    )
+    matrices = 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+    saved = whole.refit.entering - quantised.refit.entering
+    assert saved == pytest.approx(matrices * (1 - 4 / 128**2), rel=1e-6)
+    assert quantised.rollout.seconds < whole.rollout.seconds

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.unit.config.rules.recipes import errors
+from megarl.config.load import dump, load
+from tests.unit.config.rules.recipes import errors, recipe
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,24 @@ from tests.unit.config.rules.recipes import errors
 def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
     (line,) = errors(*overrides)
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weight"),
+    [
+        ([], None),
+        (["rollout.quantization=fp8_block"], "token"),
+        (["rollout.quantization=fp8_block", "algorithm.correction.weight=null"], None),
+        (["rollout.quantization=fp8_block", "algorithm.correction.weight=sequence"], "sequence"),
+        (["rollout.quantization=fp8_block", "algorithm.correction.old=rollout"], None),
+        (["algorithm.correction.weight=token"], "token"),
+    ],
+)
+def test_quantised_engines_are_corrected_for_unless_it_is_said_otherwise(
+    overrides: list[str], weight: str | None, tmp_path: Path
+) -> None:
+    config = recipe(*overrides)
+    assert config.algorithm.correction.weight == weight
+    assert config.algorithm.correction.weight_limit == 2
+    (tmp_path / "dumped.yaml").write_text(dump(config))
+    assert load(tmp_path / "dumped.yaml") == config

@@ -4,8 +4,15 @@ from typing import Any
 
 import pytest
 
-from megarl.config.huggingface import FAMILIES
-from megarl.config.rules.model import check_critic_model, check_model, check_reward_model
+from megarl.config.huggingface import FAMILIES, completed
+from megarl.config.rules.model import (
+    check_critic_model,
+    check_model,
+    check_reward_model,
+    engine_cuts_keep_blocks_whole,
+)
+from megarl.resharding.families import quantised_destinations, vllm_holders
+from tests.published_models import CONFIGS
 from tests.unit.config.rules.recipes import GAE, errors, recipe
 
 SMOLLM2 = {
@@ -394,4 +401,40 @@ def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_
     assert line == (
         "reward_model.context_length=512: with reward_model.reads=ids it reads the sampled tokens, at most "
         "rollout.context_length=256; set reward_model.context_length=null"
+    )
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_engines_of_fp8_blocks_are_refused_where_a_cut_would_split_a_block(name: str, whole_experts: bool) -> None:
+    """Those tensor-parallel sizes, and no others, of which the engine's pieces begin and end where blocks do."""
+    model = completed(CONFIGS[name] | {"num_hidden_layers": 4})
+    for tp in (1, 2, 4, 8):
+        keys = ("rollout.quantization=fp8_block", f"rollout.tp={tp}")
+        experts = f"rollout.vllm_overrides={{enable_expert_parallel: {str(whole_experts).lower()}}}"
+        try:
+            holders = vllm_holders(model, tp, 1, "bfloat16", whole_experts)
+        except ValueError:
+            continue
+        message = engine_cuts_keep_blocks_whole(recipe(*keys, experts), model)
+        try:
+            quantised_destinations(model, holders)
+        except ValueError:
+            assert message is not None and message.startswith(f"rollout.quantization=fp8_block: with rollout.tp={tp} ")
+        else:
+            assert message is None
+
+
+def test_the_remedies_of_a_split_block() -> None:
+    keys = ("rollout.quantization=fp8_block", "rollout.tp=4")
+    message = engine_cuts_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
+    assert message == (
+        "rollout.quantization=fp8_block: with rollout.tp=4 an engine's rank has 192 MLP rows of an expert, no multiple "
+        "of 128, and blocks cannot be cut; choose rollout.tp from 1, 2, or "
+        "rollout.vllm_overrides={enable_expert_parallel: true}, which gives ranks whole experts"
+    )
+    smollm2 = completed(SMOLLM2 | {"hidden_size": 576})
+    message = engine_cuts_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
+    assert message is not None and message.endswith(
+        "has 576 query rows, no multiple of 128, and blocks cannot be cut; set rollout.quantization=null"
     )

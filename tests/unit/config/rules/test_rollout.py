@@ -19,6 +19,18 @@ from tests.unit.config.rules.recipes import errors, recipe
             "rollout.refit_delta=true: with rollout.transport=shared_memory and cluster.placement=disaggregated",
         ),
         (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the tokens that the engine kept"),
+        (
+            ["rollout.quantization=fp8_block", "model.dtype=float32"],
+            "rollout.quantization=fp8_block: engines with fp8 blocks compute in bfloat16, and model.dtype=float32; set",
+        ),
+        (
+            ["rollout.quantization=fp8_block", "rollout.vllm_overrides={quantization: fp8}"],
+            "rollout.vllm_overrides.quantization=fp8: with rollout.quantization=fp8_block weights come quantised",
+        ),
+        (
+            ["rollout.quantization=fp8_block", "rollout.refit_delta=true", "rollout.transport=p2p"],
+            "rollout.refit_delta=true: with rollout.quantization=fp8_block a block's scale changes all of its elements",
+        ),
         (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
     ],
 )

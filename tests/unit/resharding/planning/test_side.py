@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
+from megarl.resharding.families import huggingface_holder, megatron_holders, quantised_destinations, vllm_holders
 from megarl.resharding.piece import intersect, num_elements
 from megarl.resharding.planning.preview import reshard, table
 from megarl.resharding.planning.side import bytes_per_second, on_nodes, side_holders
@@ -39,6 +39,9 @@ def test_engines_and_folders():
     expected = vllm_holders(config, 2, 1, expert_parallel=True)
     assert same(read("vllm:tp=2,ep=true", config, is_source=False), expected)
     assert same(read("hf"), [huggingface_holder(MIXED)])
+    blocks = dict(hidden_size=384, head_dim=128, intermediate_size=256, moe_intermediate_size=128)
+    expected = quantised_destinations(MIXED | blocks, vllm_holders(MIXED | blocks, 1, 2))
+    assert same(read("vllm:replicas=2,fp8=true", MIXED | blocks, is_source=False), expected)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,7 @@ def test_engines_and_folders():
         ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination; give"),
         ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 num_attention_heads do not divide by 4"),
         ("vllm:ep=yes", False, "ep=yes: expected true or false"),
+        ("vllm:fp8=true", False, r"layers.0.self_attn.qkv_proj.weight has .* not cut at multiples of 128; choose"),
     ],
 )
 def test_sides_that_are_refused(text, is_source, message):

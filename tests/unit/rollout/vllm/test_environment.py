@@ -43,6 +43,11 @@ def test_a_rank_has_no_core_twice(cores) -> None:
     assert binding(2, 8, 0) == "3,5|3,5"
 
 
+def test_fp8_blocks_stay_as_they_came_on_gpus(cores) -> None:
+    cores(range(4))
+    assert environment(1, 4, 0, on_gpu=True)["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+
+
 def test_an_engine_of_one_rank_is_left_to_the_system(cores) -> None:
     cores(range(16))
     own = environment(1, 4, 3)

@@ -7,15 +7,28 @@ import ast
 import importlib.util
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.kernels.linear import (
+    CutlassFp8BlockScaledMMKernel,
+    DeepGemmFp8BlockScaledMMKernel,
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+    TritonFp8BlockScaledMMKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, convert_to_fp8_moe_kernel_format
+from vllm.model_executor.layers.quantization.utils.fp8_utils import process_fp8_weight_block_strategy
 from vllm.usage.usage_lib import UsageContext
 
 from megarl.config.load import load
+from megarl.core.errors import UserError
+from megarl.rollout.vllm import worker_extension
 from megarl.rollout.vllm.engine import rollout_arguments
 from tests.paths import BASE
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 VLLM = Path(importlib.util.find_spec("vllm").origin).parent
 RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")
@@ -99,9 +112,41 @@ def test_seeds_of_requests_are_numbers_in_a_tensor() -> None:
     assert not [file.name for file in sampler if "Generator" in file.read_text(encoding="utf-8")]
 
 
-def test_engines_have_the_newer_runner(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["null", "fp8_block"])
+def test_engines_have_the_newer_runner(tmp_path: Path, quantization: str) -> None:
     folder = write_tiny_llama(tmp_path)
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=32"]
+    keys += ["model.dtype=bfloat16", f"rollout.quantization={quantization}"]
     arguments = rollout_arguments(load(BASE, keys).rollout, folder, "bfloat16", seed=0)
     config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     assert config._get_v2_model_runner_unsupported_features() == []
+
+
+def test_kernels_for_fp8_blocks_that_are_written_in_place_leave_weights_as_they_are() -> None:
+    """Those of a layer do nothing of their own after loading, and experts' weights are the ones that were given."""
+    whole = Fp8BlockScaledMMLinearKernel.process_weights_after_loading
+    for kernel in (CutlassFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel):
+        assert kernel in worker_extension.PLAIN and kernel.process_weights_after_loading is whole
+    parameters = [torch.empty(4, 4).to(torch.float8_e4m3fn), torch.ones(1, 1)]
+    layer = SimpleNamespace(weight=parameters[0], weight_scale_inv=parameters[1], weight_scale=None)
+    given = process_fp8_weight_block_strategy(*parameters)
+    assert [a.data_ptr() for a in given] == [b.data_ptr() for b in parameters]
+    experts = [torch.empty(2, 4, 4).to(torch.float8_e4m3fn) for _ in range(2)] + [torch.ones(2, 1, 1) for _ in range(2)]
+    kept = convert_to_fp8_moe_kernel_format(Fp8MoeBackend.TRITON, layer, *experts, None, None)
+    assert all(a is b for a, b in zip(kept, experts, strict=True))
+
+
+def test_deepgemm_packs_weights_only_for_scales_that_are_powers_of_two() -> None:
+    for rounded in (False, True):
+        kernel = object.__new__(DeepGemmFp8BlockScaledMMKernel)
+        kernel.use_deep_gemm_e8m0 = rounded
+        mixed = object.__new__(FlashInferFp8DeepGEMMDynamicBlockScaledKernel)
+        mixed.fallback = kernel
+        assert worker_extension._is_plain(kernel) == worker_extension._is_plain(mixed) == (not rounded)
+
+
+def test_experts_in_fp8_blocks_need_a_gpu(tmp_path: Path) -> None:
+    folder = write_tiny_experts(tmp_path)
+    keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.quantization=fp8_block"]
+    with pytest.raises(UserError, match="has experts, and on CPU no kernel of vLLM for their blocks "):
+        rollout_arguments(load(BASE, keys).rollout, folder, "bfloat16", seed=0)
