@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.model_folders import ModelFolders
@@ -227,8 +229,9 @@ def test_frozen_layers_go_on_and_go_through_another_layout(model, tmp_path, froz
 
 
 def bytes_read(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> tuple[int, set[str]]:
-    """Returns the bytes that a rank reads of the optimizer, and the files that they are in."""
-    num_bytes, files, read = 0, set(), TorchDistFolder.read
+    """Returns the bytes that a rank reads of the trained parameters and their state, and the files that they are
+    in."""
+    num_bytes, files, read, commit = 0, set(), TorchDistFolder.read, MCoreLoadPlanner.commit_tensor
 
     def counted(self: TorchDistFolder, *place: Any) -> torch.Tensor:
         nonlocal num_bytes
@@ -237,7 +240,12 @@ def bytes_read(store, rank: int, config: Config, model: Path, checkpoint: Checkp
         files.update(self._maps)
         return part
 
-    TorchDistFolder.read = counted
+    def counted_by_megatron(self: MCoreLoadPlanner, item: ReadItem, part: torch.Tensor) -> None:
+        nonlocal num_bytes
+        num_bytes += part.nbytes
+        commit(self, item, part)
+
+    TorchDistFolder.read, MCoreLoadPlanner.commit_tensor = counted, counted_by_megatron
     load(store, rank, config, model, checkpoint)
     return num_bytes, files
 
@@ -257,7 +265,8 @@ def bytes_in_files(folder: Path) -> dict[tuple[str, str], int]:
 
 @pytest.mark.newest
 def test_every_rank_writes_and_reads_its_own_range(model, tmp_path):
-    """The optimizer has 12 bytes a parameter. Under another layout a rank reads what it needs, and no more."""
+    """Weights have 2 bytes a parameter and the optimizer 12. Under another layout a rank reads what it needs, and no
+    more."""
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     [held, _], checkpoint = saved_by(config, model, tmp_path)
     count = sum(weight.numel() for weight in held.weights.values())
@@ -267,10 +276,10 @@ def test_every_rank_writes_and_reads_its_own_range(model, tmp_path):
         shares = [written[file, kind] for file in own]
         assert sum(shares) == each * count and min(shares) > 0.49 * each * count
     read = run_ranks(2, bytes_read, config, model, checkpoint)
-    assert read == [(written[file, "optimizer"], {file}) for file in own]
+    assert read == [(written[file, "weights"] + written[file, "optimizer"], {file}) for file in own]
     elsewhere = config_of(model, "model.dtype=bfloat16", "actor.layout.tp=2")
     sizes = [num_bytes for num_bytes, _ in run_ranks(2, bytes_read, elsewhere, model, checkpoint)]
-    assert sum(sizes) == 12 * (count + 9 * SIZES["hidden_size"])  # both ranks have the norms
+    assert sum(sizes) == 14 * (count + 9 * SIZES["hidden_size"])  # both ranks have the norms
 
 
 def test_an_optimizer_that_is_saved_in_whole_tensors_goes_on(model, tmp_path):
@@ -337,11 +346,11 @@ def load(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) 
 
 
 def test_what_is_written_are_the_weights_of_the_moment_of_the_save(model, tmp_path):
-    # In bfloat16 the model's weights are not those that the optimizer brings.
-    config = config_of(model, "model.dtype=bfloat16")
-    [held], checkpoint = saved_by(config, model, tmp_path, function=save_late)
-    [loaded] = run_ranks(1, load, config, model, checkpoint)
-    assert all(torch.equal(loaded[name], held.weights[name]) for name in loaded)
+    # In bfloat16 the model's weights are not those that the optimizer brings. Each rank has read one half of them.
+    config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
+    held, checkpoint = saved_by(config, model, tmp_path, function=save_late)
+    for loaded, result in zip(run_ranks(2, load, config, model, checkpoint), held, strict=True):
+        assert all(torch.equal(loaded[name], result.weights[name]) for name in loaded)
 
 
 AWAY = ("gradients", "optimizer")
@@ -458,6 +467,9 @@ def test_another_models_checkpoint_is_refused(model, tmp_path):
     [message] = run_ranks(1, refusal, config_of(untied), untied, checkpoint)
     assert message.startswith(f"{checkpoint.path}/actor: it is the checkpoint of another model: ")
     assert "output_layer.weight is in one only" in message
+    wider = write_tiny_llama(tmp_path / "wider", **SIZES | {"intermediate_size": 2 * SIZES["intermediate_size"]})
+    messages = run_ranks(2, refusal, config_of(wider, "actor.layout.dp=2"), wider, checkpoint)
+    assert all("decoder.layers.0.mlp.linear_fc1.weight has shape (200, 72), not (400, 72)" in m for m in messages)
 
 
 def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, role: Role) -> list[FileRecord]:

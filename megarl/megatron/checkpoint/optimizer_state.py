@@ -3,8 +3,8 @@
 Megatron keeps it in flat buckets, each split evenly over the data-parallel ranks, so that a rank has a range of the
 elements of a parameter, flattened. In the checkpoint the state is a tensor of the parameter's shape. The range is a few
 rectangles of it, which the rank writes by itself; and it reads, from whatever rectangles others wrote, those alone. Of
-the parameters' weights it writes the same range, so that all ranks write alike; it needs all of them, and reads them
-with the model.
+the parameters' weights it writes and reads the same range, so that all ranks write and read alike, and takes the other
+ranges from the ranks that have read them, as after an update.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from megarl.resharding.transports.torch_dist import TorchDistFolder
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """Megatron's names of the main weights and of the moments, all float32."""
+
+WEIGHT = "weight"
+"""Our name of the model's own weights, which may have fewer bits than the main weights."""
 
 PREFIX = "optimizer.state."
 
@@ -73,26 +76,36 @@ def trained_parameters(optimizer: MegatronOptimizer) -> set[Parameter]:
 
 
 @torch.no_grad()
-def restore(optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], num_updates: int, folder: Path) -> None:
-    """Loads this rank's ranges, on all ranks together. Raises UserError for the state of other parameters.
+def restore(
+    optimizer: MegatronOptimizer,
+    models: Mapping[Parameter, Shard],
+    num_updates: int,
+    folder: Path,
+    stored_keys: set[str],
+) -> None:
+    """Loads weights and state of this rank's ranges, on all ranks together. Raises UserError for those of other
+    parameters.
 
-    num_updates: the number of updates that the state has seen
+    num_updates  the number of updates that the state has seen
+    stored_keys  the keys of all trained weights and of their state in the checkpoint
     """
     for part in parts_of(optimizer):
         if not part.optimizer.state:  # the first update would make it
             part.init_state_fn(part.optimizer, part.config)
+    prefixes = {WEIGHT: ""} | {key: f"{PREFIX}{key}." for key in KEYS}
     extents = [
-        (own, {key: own.extents(models[own.parameter], f"{PREFIX}{key}.") for key in KEYS})
+        (own, {name: own.extents(models[own.parameter], prefix) for name, prefix in prefixes.items()})
         for own in _own_ranges(optimizer)
     ]
+    own_keys = {extent.key for _, states in extents for found in states.values() for extent in found}
+    _refuse_others(folder, own_keys, stored_keys)
+    trained = trained_parameters(optimizer)
     with TorchDistFolder(folder) as stored:
-        _refuse_others(
-            folder,
-            {extent.key for _, states in extents for found in states.values() for extent in found},
-            {key for key in stored.tensors if key.startswith(PREFIX)},
-        )
+        for shard in (shard for parameter, shard in models.items() if parameter in trained):
+            _refuse_other_shape(folder, shard, stored)
         for own, states in extents:
-            tensors = {key: own.read(stored, found) for key, found in states.items()}
+            tensors = {name: own.read(stored, found) for name, found in states.items()}
+            own.parameter.view(-1)[own.start : own.stop].copy_(tensors.pop(WEIGHT))
             if kernels.adam() == kernels.TORCH_ADAM:
                 tensors["step"] = torch.tensor(float(num_updates))  # Megatron asks for every entry of the state
             own.part._set_main_param_and_optimizer_states(own.parameter, tensors)
@@ -175,6 +188,17 @@ def _refuse_others(folder: Path, own: set[str], stored: set[str]) -> None:
     dist.all_gather_object(of_ranks, own, group=parallel.host_group())
     if differing := set().union(*of_ranks) ^ stored:
         raise UserError(f"{folder}: it is the checkpoint of another model: {min(differing)} is in one only")
+
+
+def _refuse_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> None:
+    """Raises UserError where a parameter is stored in another shape. All ranks that have the parameter look at it, not
+    only those with a range of it: the others would wait for their part."""
+    for extent in extents_of(shard, shard.key):
+        found, expected = stored.tensors[extent.key].shape, extent.global_shape
+        if found != expected and not extent.resizable:
+            raise UserError(
+                f"{folder}: it is the checkpoint of another model: {extent.key} has shape {found}, not {expected}"
+            )
 
 
 def _set_count(part: DistributedOptimizer, num_updates: int) -> None:

@@ -115,11 +115,7 @@ def save(
     # This copies by itself. It looks parameters up by identity, so those of the model are copied after it.
     own = optimizer_state.sharded(optimizer, _by_parameter(models), on_device)
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
-    trained = optimizer_state.trained_parameters(optimizer)
-    others = {
-        name: {key: entry for key, entry in entries.items() if entry.data not in trained}
-        for name, entries in models.items()
-    }
+    others = _untrained(models, optimizer)
     for shard in _shards([others, snapshots]):
         if is_main_replica(shard.replica_id):
             shard.data = shard.data.detach().to("cpu", copy=True)
@@ -141,23 +137,28 @@ def load(
     folder: Path,
     same_layout: bool,
 ) -> dict[str, float]:
-    """Loads a checkpoint of any layout in place, on all ranks together. Returns the counters.
+    """Loads a checkpoint of any layout in place, on all ranks together. Returns the counters. Of trained parameters
+    each data-parallel rank reads its range, and gets the others' from them.
 
     same_layout: whether it was saved from this layout, so that each rank takes its random states too.
     """
     models = _sharded_models(chunks)
     shards = _by_parameter(models)
-    state = {**models, SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models)}
+    others = _untrained(models, optimizer)
+    state = {**others, SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models)}
     if same_layout:
         state[RANDOM] = _sharded_random()
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
-    differing = unexpected | {key for key in missing if not key.startswith((RANDOM, optimizer_state.PREFIX))}
-    if differing:
-        raise UserError(f"{folder}: it is the checkpoint of another model: {sorted(differing)[0]} is in one only")
+    if unexpected:
+        raise UserError(f"{folder}: it is the checkpoint of another model: {sorted(unexpected)[0]} is in one only")
     for index, chunk in enumerate(chunks):
-        unwrap_model(chunk).load_state_dict(loaded[f"model{index}"])
+        # The trained parameters are not in it; that no other is lacking, the keys have shown.
+        unwrap_model(chunk).load_state_dict(loaded.get(f"model{index}", {}), strict=False)
     weight_snapshots.restore(loaded.get(SNAPSHOTS, {}))
-    optimizer_state.restore(optimizer, shards, loaded["counters"]["num_updates"], folder)
+    trained_keys = {key for key in missing if not key.startswith(RANDOM)}
+    optimizer_state.restore(optimizer, shards, loaded["counters"]["num_updates"], folder, trained_keys)
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
     if same_layout:
         random_state.restore(loaded[RANDOM])
     return loaded["counters"]
@@ -188,6 +189,15 @@ def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]
     """Returns the sharded state by chunk. Layers are numbered through the whole model, so that the chunks of another
     layout find them."""
     return {f"model{i}": unwrap_model(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
+
+
+def _untrained(models: Mapping[str, Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
+    """Returns the sharded state without the trained parameters, of which every rank has its range to write and read."""
+    trained = optimizer_state.trained_parameters(optimizer)
+    return {
+        name: {key: entry for key, entry in entries.items() if entry.data not in trained}
+        for name, entries in models.items()
+    }
 
 
 def _sharded_snapshots(
