@@ -119,7 +119,7 @@ def _check_blocks(piece: Piece, shape: tuple[int, ...]) -> None:
     ):
         rectangle = " × ".join(f"{start}:{stop}" for start, stop in piece.canonical_rectangle)
         raise UserError(
-            f"rollout.quantization=fp8_block: {piece.local} has {rectangle} of {piece.canonical}, which is not cut at "
-            f"multiples of {BLOCK}; choose a smaller rollout.tp, or for experts whole ones on each worker "
-            "(rollout.vllm_overrides={enable_expert_parallel: true})"
+            f"{piece.local} has {rectangle} of {piece.canonical}, and fp8 blocks of {BLOCK} × {BLOCK} cannot be cut; "
+            "give a smaller tp, whole precision (without fp8), or for experts whole ones on each worker (ep=true; in a "
+            "recipe rollout.vllm_overrides={enable_expert_parallel: true})"
         )

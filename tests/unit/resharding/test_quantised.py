@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
+from megarl.resharding import quantised as quantiser
 from megarl.resharding.execute import execute
 from megarl.resharding.families import (
     huggingface_holder,
@@ -158,6 +159,54 @@ def test_engines_and_folder_have_what_vllm_makes_of_whole_tensors(name, layout):
             right = held(target, expected)
             wrong = [name for name in right if not torch.equal(bits(found[name]), bits(right[name]))]
             assert not wrong, f"{target.name}: {wrong}"
+
+
+def test_blocks_are_handed_on_inside_a_node():
+    """Bucket after bucket: what comes from another engine's worker has arrived there before."""
+    config, layout = MODELS["DeepSeek-V3"], layout_of(**LAYOUTS["tp=8 ep=2 etp=4"])
+    tensors = checkpoint(config)
+    sources = quantised_sources(config, megatron_holders(config, layout, "bfloat16"))
+    copies = copies_of(megatron_holders(config, layout, "bfloat16"), sources, layout, tensors)
+    targets = [replace(h, node=1) for h in quantised_destinations(config, vllm_holders(config, 2, 2, "bfloat16"))]
+    plan = make_plan(sources, targets, bucket_bytes=2**18)
+    found = [empty(target) for target in targets]
+    everybody = [copies[source.name] for source in sources] + found
+    handed_on = set()
+    for bucket in plan.buckets:
+        for link, is_first in [*((link, True) for link in bucket.links), *((link, False) for link in bucket.onward)]:
+            for move in bucket.moves:
+                place = move.source if is_first else move.destination
+                values = view(everybody[link.source][place.parameter], place.rectangle)
+                view(everybody[link.destination][move.destination.parameter], move.destination.rectangle).copy_(values)
+                handed_on |= set() if is_first else {values.dtype, move.destination.parameter.endswith(SCALES)}
+    assert handed_on >= {torch.float8_e4m3fn, True}
+    expected = vllms_own(config, tensors)
+    for target, tensors_found in zip(targets, found, strict=True):
+        right = held(target, expected)
+        assert not [name for name in right if not torch.equal(bits(tensors_found[name]), bits(right[name]))]
+
+
+@pytest.mark.parametrize("chunk", [1000, 2**24])
+def test_what_is_sent_is_quantised_as_in_vllm(monkeypatch, chunk):
+    """Matrices of no whole number of blocks, tiny ones, outliers and zeros; chunks that end inside a block; and a
+    second time, when smaller weights have taken the place of others."""
+    monkeypatch.setattr(quantiser, "CHUNK", chunk)
+    config = MODELS["Llama"] | dict(hidden_size=200, intermediate_size=300, num_attention_heads=5, head_dim=40)
+    config |= dict(num_key_value_heads=5)
+    holder = replace(huggingface_holder(config, "bfloat16"), name="folder")
+    [sent] = quantised_sources(config, [holder])
+    copy = QuantisedCopy(holder.shard, sent.shard, dict(holder.shapes), lambda _: "alone")
+    first = checkpoint(config)
+    for name in first:
+        if "q_proj" in name:
+            first[name][::37, ::41] = 3.0e4
+        elif "up_proj" in name:
+            first[name][:130] = 0.0
+    for tensors in (first, {name: tensor * 1e-4 for name, tensor in first.items()}):
+        copy.fill(tensors, lambda tensor, group: None)
+        expected = vllms_own(config, tensors)
+        assert copy.tensors.keys() == expected.keys() - {n for n in tensors if expected[n] is tensors[n]}
+        assert not [n for n, tensor in copy.tensors.items() if not torch.equal(bits(tensor), bits(expected[n]))]
 
 
 def vllms_own(config, tensors) -> dict[str, torch.Tensor]:

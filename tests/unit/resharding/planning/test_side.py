@@ -68,7 +68,12 @@ def test_engines_and_folders():
         ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination; give"),
         ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 num_attention_heads do not divide by 4"),
         ("vllm:ep=yes", False, "ep=yes: expected true or false"),
-        ("vllm:fp8=true", False, r"layers.0.self_attn.qkv_proj.weight has .* not cut at multiples of 128; choose"),
+        ("vllm:fp8=1", False, "fp8=1: expected true or false"),
+        (
+            "vllm:fp8=true",
+            False,
+            "--to vllm:fp8=true: .* has 0:12 × 0:12 of .*, and fp8 blocks of 128 × 128 cannot be cut",
+        ),
     ],
 )
 def test_sides_that_are_refused(text, is_source, message):
@@ -105,6 +110,17 @@ def test_a_preview_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     padding = 3 * 2 * 27 * model["hidden_size"] * 4  # 64 rows for 37 tokens, in embedding and head of three engines
     assert found.bytes_total == kept - padding
     assert "6 -> 6" in table(found) and "every element is written exactly once" in table(found)
+
+
+def test_fp8_blocks_are_half_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An element of a linear layer is one byte, and a block of them four more; all else stays as it is."""
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    model = config_of(**sizes, vocab_size=128) | {"torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    whole, quantised = (reshard(str(tmp_path), "tp=4", f"vllm:tp=2{more}", 8, SPEEDS) for more in ("", ",fp8=true"))
+    elements = model["num_hidden_layers"] * 512 * (512 + 2 * 256 + 512 + 3 * 1024)
+    assert whole.bytes_total - quantised.bytes_total == elements - 4 * elements // 128**2
 
 
 def test_models_that_cannot_be_read(tmp_path: Path):
