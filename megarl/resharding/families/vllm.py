@@ -113,6 +113,11 @@ def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bo
     for name, size in sizes.items():
         if message := does_not_divide("rollout.tp", tp, name, size, divisors(size)):
             raise UserError(message)
+    if experts and expert_parallel and tp > experts.count:
+        raise UserError(
+            f"rollout.tp={tp}: with whole experts on each worker, some of {tp} would have none of the {experts.count}; "
+            f"choose at most {experts.count}"
+        )
     if model.kv_heads % tp and tp % model.kv_heads:
         raise UserError(
             f"rollout.tp={tp}: num_key_value_heads {model.kv_heads} neither divides by {tp} nor divides it; "

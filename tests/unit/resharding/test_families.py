@@ -145,6 +145,12 @@ def test_transformer_engine_fuses_norms_into_the_linears():
         ),
         (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: 6 num_attention_heads do not divide by 4"),
         (
+            lambda: vllm_holder(
+                config_of(**MIXTRAL, num_attention_heads=16, num_key_value_heads=8), 8, 0, 0, expert_parallel=True
+            ),
+            "rollout.tp=8: with whole experts on each worker, some of 8 would have none of the 4; choose at most 4",
+        ),
+        (
             lambda: vllm_holder(config_of(), 2, 0, 0),
             "rollout.tp=2: num_key_value_heads 3 neither divides by 2 nor divides it",
         ),
