@@ -118,8 +118,8 @@ class Refit:
 
     @cached_property
     def _compact_export_plan(self) -> CompactPlan:
-        quantised = self._quantises and make_plan(self._sources, [self._engines.whole_model])
-        return CompactPlan.of(quantised or self._export_plan)
+        of_sent = make_plan(self._sources, [self._engines.whole_model]) if self._quantises else self._export_plan
+        return CompactPlan.of(of_sent)
 
     def _connect(self) -> None:
         if self._plan is None:

@@ -35,6 +35,7 @@ from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
 from megarl.planning.device_spans import is_alone
+from megarl.planning.memory import EXPERTS
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, quantised_sources
 from megarl.resharding.folder import write_folder
@@ -99,10 +100,9 @@ class TrainerWorker(ModelWorker, ABC):
     @cached_property
     def _quantised_copy(self) -> QuantisedCopy:
         [quantised] = quantised_sources(self._hf_config, [self.holder])
-        trained = named_parameters(self.chunks)
 
         def group_of(parameter: str) -> ProcessGroup:
-            return parallel.tensor_group(is_expert=not getattr(trained[parameter], "allreduce", True))
+            return parallel.tensor_group(is_expert=EXPERTS in parameter)
 
         shapes = huggingface_holder(self._hf_config).shapes
         return QuantisedCopy(self.holder.shard, quantised.shard, shapes, group_of, device.device())
