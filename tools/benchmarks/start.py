@@ -88,6 +88,9 @@ class StubWorker:
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         return [{name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()} for shard in self._shards]
 
+    def repacking(self) -> list[str]:
+        return []
+
     def send(self) -> Sent:
         return Sent()
 
