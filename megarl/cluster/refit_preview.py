@@ -10,7 +10,6 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here
 from megarl.planning.device_spans import ENGINE, NAMES, device_spans
-from megarl.planning.parameters import has_whole_experts
 from megarl.resharding.families import (
     megatron_holders,
     quantised_destinations,
@@ -40,7 +39,7 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
     layout, dtype, rollout = config.actor.layout, config.model.dtype, config.rollout
     spans = device_spans(config)
     trainer_gpus, engine_gpus = spans[NAMES["actor"]], spans[ENGINE]
-    whole_experts = has_whole_experts(config)
+    whole_experts = rollout.has_whole_experts
     bucket_bytes = None if rollout.refit_bucket_mib is None else rollout.refit_bucket_mib * 2**20
 
     def place(holders: Sequence[Holder], gpus: range) -> list[Holder]:

@@ -191,6 +191,11 @@ class Rollout(Section):
     threads: PositiveInt | None
     vllm_overrides: dict[str, Any]
 
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether an engine's ranks have whole experts, not a share of each."""
+        return bool(self.vllm_overrides.get("enable_expert_parallel"))
+
 
 class Batch(Section):
     prompts_per_step: PositiveInt

@@ -45,7 +45,7 @@ class ModelParameters:
 
     def engine_bytes(self, config: Config) -> int:
         """Returns the bytes of the weights of an engine's rank."""
-        key = (config.rollout.tp, config.model.dtype, has_whole_experts(config), config.rollout.quantization)
+        key = (config.rollout.tp, config.model.dtype, config.rollout.has_whole_experts, config.rollout.quantization)
         if key not in self._engines:
             self._engines[key] = engine_holder(config, self.hf_config, 0).shard.num_bytes
         return self._engines[key]
@@ -53,13 +53,9 @@ class ModelParameters:
 
 def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Holder:
     """Returns the holder of a rank of an engine, in the format that it has weights in."""
-    holder = vllm_holder(hf_config, config.rollout.tp, rank, 0, config.model.dtype, has_whole_experts(config))
-    return holder if config.rollout.quantization is None else quantised_destinations(hf_config, [holder])[0]
-
-
-def has_whole_experts(config: Config) -> bool:
-    """Returns whether an engine's ranks have whole experts."""
-    return bool(config.rollout.vllm_overrides.get("enable_expert_parallel"))
+    rollout = config.rollout
+    holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, rollout.has_whole_experts)
+    return holder if rollout.quantization is None else quantised_destinations(hf_config, [holder])[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     actor_class, title = EngineActor, "EngineActor"
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
-        tp, extra = config.rollout.tp, config.rollout.vllm_overrides
+        tp = config.rollout.tp
         super().__init__(session, config, model_folder, processes)
         self._sleeps, self._takes_deltas = config.rollout.sleep, config.rollout.refit_delta
         self._quantises, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
@@ -136,7 +136,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
                 tp,
                 len(processes),
                 config.model.dtype,
-                expert_parallel=bool(extra.get("enable_expert_parallel")),
+                expert_parallel=config.rollout.has_whole_experts,
                 padded_experts=padded_experts,
             )
             return {p.name: p.hold(self._destinations(holders[p.index * tp : (p.index + 1) * tp])) for p in processes}

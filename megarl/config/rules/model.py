@@ -230,7 +230,7 @@ def engine_cuts_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> str 
     tp = config.rollout.tp
     if config.rollout.quantization is None or tp not in _engine_sizes(hf):
         return None
-    whole_experts = bool(config.rollout.vllm_overrides.get("enable_expert_parallel"))
+    whole_experts = config.rollout.has_whole_experts
     odd = {what: size for what, size in _cut_sizes(hf, tp, whole_experts).items() if size % FP8_BLOCK}
     if not odd:
         return None

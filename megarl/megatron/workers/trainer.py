@@ -42,7 +42,7 @@ from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
-from megarl.resharding.quantised import QuantisedCopy
+from megarl.resharding.quantised_copy import QuantisedCopy
 from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
 from megarl.resharding.transports.p2p import Rendezvous, Sent

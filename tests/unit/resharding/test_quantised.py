@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-from megarl.resharding import quantised as quantiser
+from megarl.resharding import quantised_copy
 from megarl.resharding.execute import execute
 from megarl.resharding.families import (
     huggingface_holder,
@@ -25,7 +25,7 @@ from megarl.resharding.families.quantised import SCALES, quantization_config
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.check import check_plan
 from megarl.resharding.planning.planner import make_plan
-from megarl.resharding.quantised import QuantisedCopy
+from megarl.resharding.quantised_copy import QuantisedCopy
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.transport import view
 from tests.published_models import CONFIGS
@@ -190,7 +190,7 @@ def test_blocks_are_handed_on_inside_a_node():
 def test_what_is_sent_is_quantised_as_in_vllm(monkeypatch, chunk):
     """Matrices of no whole number of blocks, tiny ones, outliers and zeros; chunks that end inside a block; and a
     second time, when smaller weights have taken the place of others."""
-    monkeypatch.setattr(quantiser, "CHUNK", chunk)
+    monkeypatch.setattr(quantised_copy, "CHUNK", chunk)
     config = MODELS["Llama"] | dict(hidden_size=200, intermediate_size=300, num_attention_heads=5, head_dim=40)
     config |= dict(num_key_value_heads=5)
     holder = replace(huggingface_holder(config, "bfloat16"), name="folder")
