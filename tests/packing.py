@@ -10,8 +10,9 @@ import torch
 from megarl.data.packing import Packing
 from megarl.planning.token_cost import TokenCost
 
-Prompts = Sequence[tuple[int, Sequence[int]]]
-"""The tokens of each prompt and of each of its responses, in the order of the pack."""
+Trees = Sequence[tuple[int, Sequence["int | tuple[int, Sequence]"]]]
+"""The tokens of each prompt, and what goes on from it, in the order of the pack: the tokens of a response that ends, or
+those of a turn and what goes on from it."""
 
 
 def packing(pack_multiple: int = 1, shares_prompts: bool = True, **changes) -> Packing:
@@ -27,12 +28,21 @@ def packing(pack_multiple: int = 1, shares_prompts: bool = True, **changes) -> P
     return Packing(**(fields | changes))
 
 
-def documents(prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
+def documents(trees: Trees) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns document_tokens and boundaries of TokenBatch."""
-    found, end = [], 0
-    for num_prompt, responses in prompts:
-        prompt, end = range(end, end + num_prompt), end + num_prompt
-        for num_response in responses:
-            found.append([*prompt, *range(end, end + num_response)])
-            end += num_response
+    found: list[list[int]] = []
+    end = 0
+
+    def add(before: list[int], branch: int | tuple[int, Sequence]) -> None:
+        nonlocal end
+        length, onward = (branch, ()) if isinstance(branch, int) else branch
+        here = [*before, *range(end, end + length)]
+        end += length
+        for following in onward:
+            add(here, following)
+        if not onward:
+            found.append(here)
+
+    for tree in trees:
+        add([], tree)
     return torch.tensor([*chain.from_iterable(found)]), torch.tensor([0, *map(len, found)]).cumsum(0).int()

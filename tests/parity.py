@@ -108,6 +108,32 @@ def random_groups(seed: int) -> list[Group]:
     return groups
 
 
+def branching_group(seed: int) -> Group:
+    """Samples of which some go on from others, as turns of a rollout do, and some branch off, with tokens between them
+    that the policy did not make; one is another's beginning, and one shares no more than a few tokens."""
+    source = random.Random(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(source.randrange(6, 100) for _ in range(count))
+
+    prompt, first, observed, second = Prompt(f"branching {seed}", "", ids(5)), ids(18), ids(4), ids(12)
+    responses = [
+        first,
+        first + observed + second,
+        first + observed + second + ids(9),
+        first + observed + ids(3),
+        first[:17] + ids(6),
+        first[:3] + ids(8),
+    ]
+    group = []
+    for k, response in enumerate(responses):
+        mask = tuple(not len(first) <= i < len(first) + len(observed) for i in range(len(response)))
+        runs, logprobs = (VersionRun(0, len(response)),), (-1.0,) * len(response)
+        sample = Sample(f"{prompt.id}.{k}", prompt, response, logprobs, mask, runs, "stop", "")
+        group.append((sample, float(k % 3)))
+    return group
+
+
 def rank_batches(
     config: Config,
     packing: Packing,

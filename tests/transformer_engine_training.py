@@ -39,7 +39,7 @@ def main() -> None:
 
     from megarl.megatron import parallel
     from megarl.megatron.model import kernels
-    from tests.parity import config_of, random_groups, train
+    from tests.parity import branching_group, config_of, random_groups, train
 
     folder = Path(sys.argv[1])
     trained = {}
@@ -49,7 +49,7 @@ def main() -> None:
         store = dist.FileStore(str(folder / f"store {name}"), 1)
         try:
             config = config_of(Path(model), "actor.tokens_per_microbatch=256", *overrides)
-            rank = train(store, 0, config, Path(model), [random_groups(0)], **packing)
+            rank = train(store, 0, config, Path(model), [[*random_groups(0), branching_group(0)]], **packing)
         except BaseException as error:
             error.add_note(f"in the case: {name}")
             raise

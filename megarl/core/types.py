@@ -302,8 +302,9 @@ ROW_FIELDS = (
 class TokenBatch:
     """One microbatch: D documents (a prompt and one response each), packed without padding between them.
 
-    Documents of the same prompt may share its tokens: these stand in the pack once, and each document lists where its
-    own tokens are. T = tokens in the pack, padding at its end included. N = rows whose log-prob is wanted, ordered by
+    Documents of the same prompt may share tokens that they begin with: these stand in the pack once, and each document
+    lists where its own tokens are. The pack is then depth first: what goes on from a token follows it before anything
+    else. T = tokens in the pack, padding at its end included. N = rows whose log-prob is wanted, ordered by
     document, then by position. The row of a response token is the token before it, whose hidden state predicts it.
 
     tokens            int64 [T]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megarl.core.types import CandidateIds, Sample, TokenBatch, TrainingSample
 from megarl.data.packing import Packing, round_up
+from megarl.data.prefixes import place_runs
 
 PADDING = 0
 """Any token: nothing that is trained on attends to it."""
@@ -49,8 +50,8 @@ def collate(
     batch = TokenBatch(
         tokens=torch.from_numpy(layout.tokens(members)),
         positions=torch.from_numpy(layout.positions()),
-        document_tokens=torch.from_numpy(layout.document_tokens()),
-        boundaries=torch.from_numpy(layout.boundaries()),
+        document_tokens=torch.from_numpy(layout.document_tokens),
+        boundaries=torch.from_numpy(layout.boundaries.astype(np.int32)),
         rows=torch.from_numpy(layout.rows(reads)),
         targets=torch.from_numpy(_concatenate((sample.response_ids for sample in members), np.int64)),
         row_sample=row_sample,
@@ -110,86 +111,65 @@ def _scalars(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The places of the tokens of S samples in a pack. A sample's document is its prompt, which may stand before
-    another sample's response, and then its response with the padding after it.
+    """The places of the tokens of S samples in a pack. A sample's document is its tokens, in runs of which others may
+    share the first ones, and the padding after them.
 
-    prompt_starts, prompt_lengths         int64 [S]
-    prompt_is_new                         bool [S]: whether the prompt stands right before this sample's response
-    response_starts, response_lengths     int64 [S]
-    paddings                              int64 [S]
-    num_tokens                            tokens of all samples
-    last_padding                          tokens of the document that fills up the pack
+    prompt_lengths, response_lengths   int64 [S]
+    boundaries                         int64 [D + 1]: where each document begins in document_tokens; that of the padding
+                                       at the pack's end, if any, is the last
+    document_tokens                    as in TokenBatch
+    num_tokens                         of the pack
     """
 
-    prompt_starts: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
-    prompt_is_new: NDArray[np.bool_]
-    response_starts: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
-    paddings: NDArray[np.int64]
+    boundaries: NDArray[np.int64]
+    document_tokens: NDArray[np.int64]
     num_tokens: int
-    last_padding: int
 
     @classmethod
     def of(cls, samples: Sequence[Sample], packing: Packing) -> _Layout:
-        places: list[tuple[int, int, bool, int, int, int]] = []
-        start_by_prompt: dict[str, int] = {}
-        end = 0
-        for sample in samples:
-            prompt, num_response = sample.prompt, len(sample.response_ids)
-            num_prompt = len(prompt.token_ids)
+        prompts, responses = [len(s.prompt.token_ids) for s in samples], [len(s.response_ids) for s in samples]
+        for sample, num_prompt, num_response in zip(samples, prompts, responses, strict=True):
             assert num_prompt or not num_response, f"sample {sample.id}: no token comes before its response"
-            start = start_by_prompt.get(prompt.id) if packing.shares_prompts else None
-            is_new = start is None
-            if is_new:
-                start = start_by_prompt[prompt.id] = end
-                end += num_prompt
-            padding = packing.padded(num_prompt + num_response) - num_prompt - num_response
-            places.append((start, num_prompt, is_new, end, num_response, padding))
-            end += num_response + padding
-        columns = np.array(places, np.int64).reshape(-1, 6).T
-        last_padding = round_up(max(end, 1), packing.pack_multiple) - end
-        starts, prompts, are_new, responses, lengths, paddings = columns
-        return cls(starts, prompts, are_new.astype(np.bool_), responses, lengths, paddings, end, last_padding)
+        runs, end = place_runs(samples, packing)
+        num_tokens = round_up(max(end, 1), packing.pack_multiple)
+        if num_tokens > end:
+            runs.append([(end, num_tokens - end)])
+        lengths = [sum(length for _, length in of_document) for of_document in runs]
+        starts, sizes = np.array([run for of_document in runs for run in of_document], np.int64).reshape(-1, 2).T
+        return cls(
+            np.array(prompts, np.int64),
+            np.array(responses, np.int64),
+            np.cumsum([0, *lengths], dtype=np.int64),
+            _ranges(starts, sizes),
+            num_tokens,
+        )
 
     def tokens(self, samples: Sequence[Sample]) -> NDArray[np.int64]:
-        segments = []
-        for sample, is_new, padding in zip(samples, self.prompt_is_new.tolist(), self.paddings.tolist(), strict=True):
-            if is_new:
-                segments.append(sample.prompt.token_ids)
-            segments.append(sample.response_ids)
-            if padding:
-                segments.append(np.full(padding, PADDING, np.int32))
-        segments.append(np.full(self.last_padding, PADDING, np.int32))
-        return _concatenate(segments, np.int64)
+        """Returns the tokens of the pack, those that several samples share once."""
+        lengths = np.diff(self.boundaries).tolist()
+        parts: list[np.ndarray] = []
+        for sample, length in zip(samples, lengths, strict=False):
+            parts += (sample.prompt.token_ids, sample.response_ids)
+            if padding := length - len(sample.prompt.token_ids) - len(sample.response_ids):
+                parts.append(np.full(padding, PADDING, np.int32))
+        values = _concatenate(parts, np.int64)
+        tokens = np.full(self.num_tokens, PADDING, np.int64)
+        tokens[self.document_tokens[: len(values)]] = values
+        return tokens
 
     def positions(self) -> NDArray[np.int64]:
-        """Returns each token's position within its document. Positions go on from a prompt to its response, even where
-        the prompt stands elsewhere."""
-        new_prompts = np.where(self.prompt_is_new, self.prompt_lengths, 0)
-        lengths = new_prompts + self.response_lengths + self.paddings
-        return _ranges(np.append(self.prompt_lengths - new_prompts, 0), np.append(lengths, self.last_padding))
-
-    def document_tokens(self) -> NDArray[np.int64]:
-        firsts = np.stack((self.prompt_starts, self.response_starts), 1).ravel()
-        lengths = np.stack((self.prompt_lengths, self.response_lengths + self.paddings), 1).ravel()
-        return _ranges(np.append(firsts, self.num_tokens), np.append(lengths, self.last_padding))
-
-    def boundaries(self) -> NDArray[np.int32]:
-        lengths = self.prompt_lengths + self.response_lengths + self.paddings
-        last = [self.last_padding] if self.last_padding else []
-        return np.cumsum(np.concatenate(([0], lengths, last)), dtype=np.int32)
+        """Returns each token's position within its documents, the same in all that share it."""
+        positions = np.empty(self.num_tokens, np.int64)
+        positions[self.document_tokens] = _ranges(np.zeros_like(self.boundaries[:-1]), np.diff(self.boundaries))
+        return positions
 
     def rows(self, reads: Reads) -> NDArray[np.int64]:
         """Returns the row that the head reads for each response token: the hidden state of a token predicts the
         next."""
-        rows = _ranges(self.response_starts, self.response_lengths)
-        if reads == "tokens":
-            return rows
-        rows -= 1
-        first = (np.cumsum(self.response_lengths) - self.response_lengths)[self.response_lengths > 0]
-        rows[first] = (self.prompt_starts + self.prompt_lengths - 1)[self.response_lengths > 0]
-        return rows
+        firsts = self.boundaries[: len(self.prompt_lengths)] + self.prompt_lengths - (reads == "states")
+        return self.document_tokens[_ranges(firsts, self.response_lengths)]
 
 
 def _ranges(firsts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -59,21 +59,21 @@ def documents_of(
     held   int64 [T]: the place in the pack of each token, in the order of keys and values; given with own
 
     A token that several documents share (a common prompt) has the same output in each of them, as it attends to
-    nothing after it; the first document keeps it.
+    nothing after it; it is a query of the first document only.
     """
     device = document_tokens.device
     num_tokens = int(document_tokens.max()) + 1
     documents = document_tokens.cpu().tensor_split(boundaries[1:-1].long().cpu())
-    groups: dict[int, list[_Document]] = {}
+    groups: dict[tuple[bool, int], list[_Document]] = {}
     unclaimed = torch.ones(num_tokens, dtype=torch.bool)
     query_index, key_index = (_inverse(places, num_tokens) for places in (own, held))
     for places in documents:
-        document = _Document(places, query_index, key_index, unclaimed, has_all_queries=own is None)
+        document = _Document(places, query_index, key_index, unclaimed)
         unclaimed[places] = False
-        if len(document.positions):
-            groups.setdefault(-(-len(places) // LENGTH_STEP), []).append(document)
+        if len(document.queries):
+            groups.setdefault((document.is_whole, -(-len(places) // LENGTH_STEP)), []).append(document)
     ordered = [members for _, members in sorted(groups.items())]
-    buckets = [_bucket(members, causal=own is None) for members in ordered]
+    buckets = [_bucket(members) for members in ordered]
     tokens = torch.cat([bucket.queries.flatten() for bucket in buckets])
     kept = torch.cat([_padded([document.kept for document in members], fill=False).flatten() for members in ordered])
     outputs = torch.empty(num_tokens if own is None else len(own), dtype=torch.long)
@@ -91,24 +91,23 @@ def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
 
 
 class _Document:
-    """A document: its keys [S], and for its queries [q] where they are, their positions in the document, and whether
-    they are kept."""
+    """A document: its keys [S], its queries [q] that no document before it has, and their positions in it. Where those
+    are all, the kernel needs no mask."""
 
-    def __init__(self, places, query_index, key_index, unclaimed, has_all_queries: bool):
+    def __init__(self, places, query_index, key_index, unclaimed):
         self.keys = key_index[places]
-        new = unclaimed[places]
-        # With all queries here the kernel wants all, to need no mask; otherwise only what is kept is computed.
-        chosen = torch.ones_like(new) if has_all_queries else new & (query_index[places] >= 0)
-        self.positions = chosen.nonzero()[:, 0]
+        self.positions = (unclaimed[places] & (query_index[places] >= 0)).nonzero()[:, 0]
         self.queries = query_index[places][self.positions]
-        self.kept = new[self.positions]
+        self.kept = torch.ones_like(self.queries, dtype=torch.bool)
+        self.is_whole = len(self.queries) == len(self.keys)
 
 
-def _bucket(documents: list[_Document], causal: bool) -> Bucket:
+def _bucket(documents: list[_Document]) -> Bucket:
     keys, queries, positions = (
         _padded([getattr(document, name) for document in documents]) for name in ("keys", "queries", "positions")
     )
-    visible = None if causal else torch.arange(keys.shape[1]) <= positions[:, None, :, None]
+    is_causal = documents[0].is_whole
+    visible = None if is_causal else torch.arange(keys.shape[1]) <= positions[:, None, :, None]
     return Bucket(keys, queries, visible)
 
 

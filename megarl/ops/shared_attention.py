@@ -1,7 +1,7 @@
-"""Computes causal self-attention over a pack whose documents share prompts, where one kernel takes the whole pack.
+"""Computes causal self-attention over a pack whose documents share tokens, where one kernel takes the whole pack.
 
-FlexAttention skips blocks of the scores that a mask leaves empty. Compiled for a GPU, it never stores scores, and a
-prompt's tokens are computed once, queries among them.
+FlexAttention skips blocks of the scores that a mask leaves empty. Compiled for a GPU, it never stores scores, and what
+documents share is computed once, queries included.
 """
 
 from __future__ import annotations
@@ -21,23 +21,20 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockM
 
     document_tokens, boundaries   as in TokenBatch
 
-    A document is a run of tokens, after a prompt that may stand apart, before it. A token sees its own run up to
-    itself, and all of the prompt. So whole blocks follow from the runs' ends, without the square of the pack.
+    Documents that share tokens are a tree, which stands in the pack depth first: whatever goes on from a token follows
+    it, before anything that does not. So a token is seen by those from itself to the end of the last of its documents,
+    and whole blocks follow from these ends, without the square of the pack.
     """
-    device, tokens = document_tokens.device, document_tokens.cpu()
-    runs, lengths = _runs(tokens, boundaries.long().cpu())
-    num_tokens = int(tokens.max()) + 1
-    # Of a token that several documents share, all say the same.
-    first, prompt_start, prompt_end = (
-        torch.empty(num_tokens, dtype=torch.int32).index_copy(0, tokens, of_run.int().repeat_interleave(lengths))
-        for of_run in (runs[:, 0], runs[:, 2], runs[:, 3])
-    )
-    some, every = _blocks(runs, -(-num_tokens // BLOCK))
-    first, prompt_start, prompt_end = (x.to(device) for x in (first, prompt_start, prompt_end))
+    device, tokens, bounds = document_tokens.device, document_tokens.cpu(), boundaries.long().cpu()
+    num_tokens, lengths = int(tokens.max()) + 1, bounds.diff()
+    lasts = tokens[bounds[1:] - 1].repeat_interleave(lengths)
+    ends = torch.zeros(num_tokens, dtype=torch.long).scatter_reduce(0, tokens, lasts + 1, "amax")
+    _check_order(tokens, bounds, ends)
+    some, every = _blocks(ends, -(-num_tokens // BLOCK))
+    ends = ends.int().to(device)
 
     def is_visible(_batch, _head, query, key):
-        own = (first[query] <= key) & (key <= query)
-        return own | ((prompt_start[query] <= key) & (key < prompt_end[query]))
+        return (key <= query) & (query < ends[key])
 
     rows = [*_listed(some & ~every), *_listed(every)]
     columns = [*_listed((some & ~every).T), *_listed(every.T)]
@@ -49,28 +46,26 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockM
     )
 
 
-def _runs(tokens: torch.Tensor, boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int64 [R, 4]: begin and end of each run of the documents, and those of the prompt apart that it sees (0
-    and 0: none); and their lengths."""
-    breaks = (tokens.diff() != 1).nonzero()[:, 0] + 1
-    starts = torch.cat((boundaries[:-1], breaks)).unique()
-    starts = starts[starts < len(tokens)]
-    lengths = torch.cat((starts[1:], boundaries[-1:])) - starts
-    begins = tokens[starts]
-    own = torch.stack((begins, begins + lengths), 1)
-    is_first = torch.isin(starts, boundaries)
-    assert not (~is_first[1:] & ~is_first[:-1]).any(), "a document of more than a prompt and a response"
-    return torch.cat((own, torch.where(is_first[:, None], 0, own.roll(1, dims=0))), 1), lengths
+def _check_order(tokens: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor) -> None:
+    """Checks that each token is to see as many as there are in its document up to it."""
+    steps = torch.ones(len(ends) + 1, dtype=torch.long).index_add(0, ends, torch.tensor(-1).expand(len(ends)))
+    in_document = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(bounds.diff())
+    assert torch.equal(steps.cumsum(0)[tokens], in_document + 1), "documents are not in the pack depth first"
 
 
-def _blocks(runs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two bool [count, count]: the blocks of queries and keys of which any see each other, and all do."""
-    # Each run is a rectangle of queries and keys, of which the part up to the diagonal counts; its prompt is another.
-    apart = runs[runs[:, 3] > 0]
-    corners = torch.cat((runs[:, [0, 1, 0, 1]], apart)).view(-1, 2, 2)
-    begins, ends = corners.unbind(-1)
-    some = _covered(begins // BLOCK, (ends - 1) // BLOCK + 1, count)
-    every = _covered((begins - 1) // BLOCK + 1, ends // BLOCK, count)
+def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns two bool [count, count]: the blocks of queries and keys of which any see each other, and all do.
+
+    ends   int64 [T]: the token after the last that sees each
+    """
+    # Keys that follow each other and are seen up to the same token are a rectangle of queries and keys, of which the
+    # part up to the diagonal counts.
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), (ends.diff() != 0).nonzero()[:, 0] + 1))
+    stops = torch.cat((starts[1:], torch.tensor([len(ends)])))
+    begins = torch.stack((starts, starts), 1)
+    stops = torch.stack((ends[starts], stops), 1)
+    some = _covered(begins // BLOCK, (stops - 1) // BLOCK + 1, count)
+    every = _covered((begins - 1) // BLOCK + 1, stops // BLOCK, count)
     return some.tril(), every.tril(-1)
 
 

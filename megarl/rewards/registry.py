@@ -12,8 +12,10 @@ from types import ModuleType
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.rewards.choice import choice_match
 from megarl.rewards.exact import exact_match
 from megarl.rewards.numeric import numeric_match
+from megarl.rewards.think_answer import think_answer_format
 
 RewardFunction = Callable[..., Any]
 """A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list of them, one
@@ -25,7 +27,9 @@ and returns a list with one such result for each sample."""
 
 SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
 
-FUNCTIONS: dict[str, RewardFunction] = {"exact_match": exact_match, "numeric_match": numeric_match}
+FUNCTIONS: dict[str, RewardFunction] = {
+    function.__name__: function for function in (exact_match, numeric_match, choice_match, think_answer_format)
+}
 
 
 def resolve(name: str) -> RewardFunction:

@@ -14,6 +14,7 @@ from tests.parity import (
     Outcome,
     RankResult,
     assert_same_training,
+    branching_group,
     config_of,
     plain_training,
     random_groups,
@@ -22,7 +23,8 @@ from tests.parity import (
 )
 from tests.tiny_model import write_tiny_experts, write_tiny_llama, write_tiny_model
 
-UPDATES = [random_groups(seed) for seed in range(2)]  # of the second, the policy is no longer its reference
+# Of the second, the policy is no longer its reference.
+UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
 KL = 0.05
 DENSE = {
     "DP2": "dp: 2",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_families import MODELS, write
-from tests.parity import assert_equal, assert_same_training, canonical, plain_training, random_groups
+from tests.parity import assert_equal, assert_same_training, branching_group, canonical, plain_training, random_groups
 from tests.paths import ROOT
 from tests.tiny_model import write_tiny_llama
 from tests.transformer_engine_training import Trained
@@ -67,7 +67,7 @@ def trained(folders, tmp_path_factory) -> dict[str, Trained]:
 def test_training_equals_that_of_transformers(trained, folders, name):
     assert trained[name].kernels.startswith("layers of Transformer Engine, Transformer Engine's FusedAdam")
     assert not trained[name].quantized
-    plain = plain_training(folders[name], [random_groups(0)], kl_coefficient=0.0)
+    plain = plain_training(folders[name], [[*random_groups(0), branching_group(0)]], kl_coefficient=0.0)
     assert_same_training(folders[name], [trained[name].rank], plain)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from tests.forked import run_ranks
 from tests.forked_script import run_script
 from tests.paths import ROOT
-from tools.benchmarks import figures, lost_updates
+from tools.benchmarks import figures, lost_updates, shared_prefixes
 
 FOLDER = ROOT / "tools" / "benchmarks"
 
@@ -60,6 +61,19 @@ def test_head_is_measured_against_full_logits(tmp_path):
     for side in ("plain", "tiled"):
         assert len(result[side]["seconds"]) == 2
         assert result["share_of_logits"][side] == result[side]["extra_bytes"] / (50 * 3000 * 4)
+
+
+def test_an_update_of_samples_that_share_what_they_begin_with_keeps_its_target():
+    recorded = figures.result("shared_prefixes")["cases"]
+    assert recorded.keys() == shared_prefixes.CASES.keys()
+    # A prompt and a response each; and a prompt, five parts of each rollout, and the branch.
+    tokens = dict(zip(recorded, [512 + 8 * 128, 256 + 4 * 5 * 64 + 64], strict=True))
+    for name, case in recorded.items():
+        samples = shared_prefixes.CASES[name](1.0, random.Random(0))
+        assert len(samples) == case["samples"]
+        apart = sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
+        assert case["tokens"] == {"shared": tokens[name], "apart": apart}
+        assert case["ratio_of_seconds"] <= 0.4
 
 
 def test_mixed_lengths_have_the_median_and_the_longest_that_are_asked_for():

@@ -109,6 +109,7 @@ def figures() -> str:
     sections = (
         quickstart,
         *training,
+        shared_prefixes,
         refit,
         saving,
         converting,
@@ -270,6 +271,19 @@ def update_against_trl() -> str:
         ]
         rows.append([title, *sides, f"{mix['ratio_of_seconds']:.2f}, {mix['ratio_of_bytes_above_state']:.2f}"])
     return f"{text(lead + meanwhile(found))}\n\n{table(['', 'megarl', 'TRL', 'ratios'], rows)}"
+
+
+def shared_prefixes() -> str:
+    found = result("shared_prefixes")
+    lead = """An update of SmolLM2-135M in which what samples begin with stands in their pack once, against the same
+        samples each by itself, the median of 3, by `python tools/benchmarks/shared_prefixes.py`"""
+    rows = []
+    for name, case in found["cases"].items():
+        shared, apart = (median(case["seconds"][way]) for way in ("shared", "apart"))
+        row = [name, f"{shared:.1f} s", f"{apart:.1f} s", f"{case['ratio_of_seconds']:.2f} (target 0.4)"]
+        rows.append([*row, f"{case['ratio_of_tokens']:.2f}"])
+    header = ["", "shared", "apart", "ratio", "of the tokens"]
+    return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}"
 
 
 def refit() -> str:

@@ -65,7 +65,7 @@ def loop(
     samples: list[TrainingSample], wanted: Packing, reads: str, truncates: bool, old: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
     """Returns the batch's tensors by field; None or missing for what a batch does not have."""
-    tokens, positions, documents, rows, standing = [], [], [], [], {}
+    tokens, positions, standing = [], [], {}
 
     def append(ids: list[int], first_position: int) -> list[int]:
         places = [*range(len(tokens), len(tokens) + len(ids))]
@@ -73,15 +73,23 @@ def loop(
         positions.extend(first_position + i for i in range(len(ids)))
         return places
 
-    for item in samples:
-        prompt_ids, response_ids = item.sample.prompt.token_ids.tolist(), item.sample.response_ids.tolist()
-        prompt = standing.get(item.sample.prompt.id) if wanted.shares_prompts else None
-        if prompt is None:
-            prompt = standing[item.sample.prompt.id] = append(prompt_ids, 0)
+    names = [item.sample.prompt.id if wanted.shares_prompts else i for i, item in enumerate(samples)]
+    found = {}
+    for i in sorted(range(len(samples)), key=lambda i: names.index(names[i])):  # prompts in the order of their first
+        prompt_ids, response_ids = (
+            x.tolist() for x in (samples[i].sample.prompt.token_ids, samples[i].sample.response_ids)
+        )
+        if names[i] not in standing:
+            standing[names[i]] = append(prompt_ids, 0)
+        prompt = standing[names[i]]
         response = append(response_ids, len(prompt_ids))
         whole = prompt + response
-        rows += whole[len(prompt) - 1 : -1] if reads == "states" else response
-        documents.append(whole + append([0] * (-len(whole) % wanted.document_multiple), len(whole)))
+        rows = whole[len(prompt) - 1 : -1] if reads == "states" else response
+        found[i] = rows, whole + append([0] * (-len(whole) % wanted.document_multiple), len(whole))
+    rows, documents = (
+        [row for i in range(len(samples)) for row in found[i][0]],
+        [found[i][1] for i in range(len(samples))],
+    )
     if missing := -max(len(tokens), 1) % wanted.pack_multiple + (not tokens):
         documents.append(append([0] * missing, 0))
 

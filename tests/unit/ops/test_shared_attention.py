@@ -14,15 +14,16 @@ from megarl.ops import shared_attention
 from megarl.ops.packed_attention import plain_attention
 from megarl.ops.shared_attention import pack_mask
 from tests.closeness import relative_error
-from tests.packing import Prompts, documents
+from tests.packing import Trees, documents
 
 TOLERANCE = 2e-6
 
-PACKS: dict[str, Prompts] = {
+PACKS: dict[str, Trees] = {
     "one token": [(1, [0])],
     "a prompt that nobody shares": [(5, [1])],
     "less than a block": [(3, [3, 24, 1]), (1, [2])],
     "whole blocks": [(128, [128, 128, 256])],
+    "turns and branches": [(100, [(60, [(128, [30, 200]), 0, (256, [(1, [5, 128])])]), 70]), (40, [300])],
     "blocks of several documents": [(200, [100, 300, 1, 128]), (56, [72, 0, 128, 300]), (1, [400])],
 }
 
@@ -81,9 +82,9 @@ def test_whole_blocks_are_found():
     ]
 
 
-def test_documents_are_a_prompt_and_a_response():
-    with pytest.raises(AssertionError, match="more than a prompt and a response"):
-        pack_mask(torch.tensor([0, 1, 2, 0, 3, 0, 3, 5]), torch.tensor([0, 3, 5, 8]))
+def test_what_goes_on_from_a_token_follows_it_before_anything_else():
+    with pytest.raises(AssertionError, match="documents are not in the pack depth first"):
+        pack_mask(torch.tensor([0, 1, 2, 0, 3]), torch.tensor([0, 2, 3, 5]))
 
 
 def test_one_compilation_serves_packs_of_all_lengths(monkeypatch):

