@@ -8,6 +8,7 @@ torch tensors and exists only where a model runs.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -117,8 +118,75 @@ class CandidateIds(_HoldsArrays):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Completion(_HoldsArrays):
+    """R tokens that an engine sampled in one go, the end of the sequence included if it was sampled. Fields as in
+    Sample.
+
+    num_cached_tokens   the tokens before them whose keys and values the engine had already
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: tuple[VersionRun, ...]
+    finish_reason: FinishReason
+    candidate_ids: CandidateIds | None = None
+    num_cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._freeze("token_ids", np.int32)
+        self._freeze("logprobs", np.float32)
+
+    def __reduce__(self) -> tuple:
+        return Completion, tuple(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutInfo:
+    """The numbers of a rollout in an environment, which each of its samples has.
+
+    stop_reason         why it ended: a StopReason
+    num_turns           turns of the policy
+    num_samples         the sequences that it is trained on as: more than one where a turn's context did not begin with
+                        what had been sampled
+    tool_calls          how many calls of tools ended in which way
+    num_context_tokens  tokens before its turns after the first, summed over these
+    num_cached_tokens   those of them whose keys and values the engine had already
+    """
+
+    stop_reason: str
+    num_turns: int
+    num_samples: int
+    tool_calls: Mapping[str, int]
+    num_context_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What an environment says of a rollout, for its rewards and for people to read.
+
+    info           its numbers
+    rewards        of each turn, None for one without its own
+    parts          the sums of rewards over turns, by the name that the environment gives them
+    failure        why it has no reward, with the stack; None if it has one
+    messages       the conversation, as text
+    first_turn     the rollout's number of the first turn that this sample is trained on
+    is_last        whether this is the last of the rollout's samples, whose text reward functions read
+    """
+
+    info: RolloutInfo
+    rewards: tuple[float | None, ...]
+    parts: Mapping[str, float]
+    failure: str | None
+    messages: tuple[Mapping[str, Any], ...]
+    first_turn: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample(_HoldsArrays):
-    """One completion of one prompt. R = number of response tokens, end-of-sequence included if it was sampled.
+    """One sequence that is trained on: the completion of a prompt, or turns of a rollout in an environment with what
+    stands between them. R = number of response tokens, end-of-sequence included if it was sampled.
 
     Arrays may be given as any sequences. Pickled, a response costs 8.2 bytes a token beside its text: flags travel as
     bits.
@@ -129,6 +197,8 @@ class Sample(_HoldsArrays):
     versions            runs of weight versions, whose counts sum to R
     text                the decoded response that rewards read, special tokens left out
     candidate_ids       None if the engine kept the whole vocabulary at every token
+    rollout_id          the rollout that it is of, which may have several samples; "" stands for the sample's own id
+    episode             None without an environment
     """
 
     id: str
@@ -140,8 +210,11 @@ class Sample(_HoldsArrays):
     finish_reason: FinishReason
     text: str
     candidate_ids: CandidateIds | None = None
+    rollout_id: str = ""
+    episode: Episode | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
         self._freeze("response_ids", np.int32)
         self._freeze("response_logprobs", np.float32)
         self._freeze("response_mask", np.bool_)
@@ -159,7 +232,7 @@ class Sample(_HoldsArrays):
         return _unpack_sample, (
             np.packbits(self.response_mask),
             *(self.id, self.prompt, self.response_ids, self.response_logprobs),
-            *(self.versions, self.finish_reason, self.text, self.candidate_ids),
+            *(self.versions, self.finish_reason, self.text, self.candidate_ids, self.rollout_id, self.episode),
         )
 
     @property
@@ -182,7 +255,13 @@ def _unpack_sample(
 
 @dataclass(frozen=True, slots=True)
 class SampleInfo:
-    """The driver's knowledge of a sample: numbers and names, never its tokens."""
+    """The driver's knowledge of a sample: numbers and names, never its tokens.
+
+    prompt_id    the prompt's, which the samples of a group have in common
+    rollout_id   as Sample's
+    rollout      the numbers of its rollout; None without an environment
+    beginning    tells the prompts' tokens apart where an environment gives samples of one prompt different ones
+    """
 
     id: str
     prompt_id: str
@@ -192,6 +271,9 @@ class SampleInfo:
     finish_reason: FinishReason
     version_oldest: int
     version_newest: int
+    rollout_id: str = ""
+    rollout: RolloutInfo | None = None
+    beginning: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -208,6 +290,9 @@ class SampleInfo:
             finish_reason=sample.finish_reason,
             version_oldest=min((run.version for run in sample.versions), default=0),
             version_newest=max((run.version for run in sample.versions), default=0),
+            rollout_id=sample.rollout_id,
+            rollout=None if sample.episode is None else sample.episode.info,
+            beginning=0 if sample.episode is None else zlib.crc32(sample.prompt.token_ids),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from megarl.core.errors import UserError
@@ -41,15 +41,15 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The numbers of tokens of one sample, and the prompt that it belongs to."""
+    """The numbers of tokens of one sample, and the prompt whose tokens it begins with."""
 
-    prompt: str
+    prompt: Hashable
     prompt_tokens: int
     response_tokens: int
 
     @classmethod
     def of(cls, info: SampleInfo) -> Lengths:
-        return cls(info.prompt_id, info.num_prompt_tokens, info.num_response_tokens)
+        return cls((info.prompt_id, info.beginning), info.num_prompt_tokens, info.num_response_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -109,7 +109,7 @@ def bundle(
     Raises UserError for a unit that alone has more tokens: it is never split over microbatches.
     """
     bundles: list[_Counts] = []
-    unfinished: dict[str, _Counts] = {}
+    unfinished: dict[Hashable, _Counts] = {}
     most = len(lengths) if most_samples is None else most_samples
     for unit in units or [(index,) for index in range(len(lengths))]:
         counts = _Counts.of(unit, lengths, packing)

@@ -6,7 +6,7 @@ on from an earlier one, share all of its turns; branches share what was before t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,11 @@ def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[R
     Depth first: what goes on from a run follows it, before anything that does not.
     """
     tree = _Tree(samples, packing)
-    groups: dict[str, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):
-        groups.setdefault(sample.prompt.id if packing.shares_prompts else f"{index}", []).append(index)
+        # An environment may give rollouts of one prompt other beginnings.
+        prompt = sample.prompt.id, sample.prompt.token_ids.tobytes()
+        groups.setdefault(prompt if packing.shares_prompts else index, []).append(index)
     for members in groups.values():
         tree.add_prompt(members)
     return tree.runs, tree.end
@@ -47,12 +49,9 @@ class _Tree:
 
     def add_prompt(self, members: Sequence[int]) -> None:
         """Places samples of one prompt."""
-        prompt = min(len(self._samples[member].prompt.token_ids) for member in members)
-        first, *others = members
-        is_shared = all(self._common(first, other, 0) >= prompt for other in others)
-        if others and is_shared:
-            self._place(members, prompt)
-        self._add(members, prompt if others and is_shared else 0)
+        length = len(self._samples[members[0]].prompt.token_ids) if len(members) > 1 else 0
+        self._place(members, length)
+        self._add(members, length)
 
     def _add(self, members: Sequence[int], depth: int) -> None:
         """Places what samples have after their first tokens, `depth` many, which they share."""

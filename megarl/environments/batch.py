@@ -1,5 +1,5 @@
-"""Calls of reward functions: of single samples, and of all samples of a scoring pass at once. The latter see groups, the
-responses to one prompt, which stand side by side, and may do a call to elsewhere once for all of them."""
+"""Calls of reward functions: of single samples, and of all samples of a scoring pass at once. The latter see groups,
+the responses to one prompt, which stand side by side, and may do a call to elsewhere once for all of them."""
 
 from __future__ import annotations
 
