@@ -179,6 +179,7 @@ class Rollout(Section):
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: PositiveInt | None
     max_new_tokens: PositiveInt
+    stop: list[Annotated[str, Field(min_length=1)]]
     context_length: PositiveInt
     kv_cache_gib: PositiveFloat
     sleep: bool

@@ -122,6 +122,7 @@ class Completion(_HoldsArrays):
     """R tokens that an engine sampled in one go, the end of the sequence included if it was sampled. Fields as in
     Sample.
 
+    stop                the text that ended it, which it ends with; None if a token or its limit did
     num_cached_tokens   the tokens before them whose keys and values the engine had already
     """
 
@@ -130,11 +131,18 @@ class Completion(_HoldsArrays):
     versions: tuple[VersionRun, ...]
     finish_reason: FinishReason
     candidate_ids: CandidateIds | None = None
+    stop: str | None = None
     num_cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._freeze("token_ids", np.int32)
         self._freeze("logprobs", np.float32)
+
+    @property
+    def text_ids(self) -> NDArray[np.int32]:
+        """The tokens without the one that ended it, which may be no special one."""
+        is_ended_by_token = self.finish_reason == "stop" and self.stop is None
+        return self.token_ids[:-1] if is_ended_by_token else self.token_ids
 
     def __reduce__(self) -> tuple:
         return Completion, tuple(getattr(self, f.name) for f in fields(self))

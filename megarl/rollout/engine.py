@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from megarl.core.types import Prompt, Sample
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.core.types import Completion, Prompt, Sample
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 
@@ -19,13 +22,31 @@ if TYPE_CHECKING:
 class SamplingRequest:
     """One completion to sample: the same seed, weights and prompt give the same tokens, in any batch.
 
-    greedy   whether the most likely token is taken each time, whatever rollout's temperature
+    greedy           whether the most likely token is taken each time, whatever rollout's temperature
+    max_new_tokens   None: rollout's
+    stop             texts that end it where they come up, beside rollout.stop; they stay part of it
     """
 
     sample_id: str
     prompt: Prompt
     seed: int
     greedy: bool = False
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One turn of a rollout to sample, after tokens of which the engine has seen a part. Fields as in SamplingRequest.
+
+    token_ids   int32 [C]
+    """
+
+    token_ids: NDArray[np.int32]
+    max_new_tokens: int
+    seed: int
+    greedy: bool = False
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +75,9 @@ class Engine(Protocol):
         older weights and go on with the new ones; after a failed refit they go on when another has succeeded. Their
         versions tell which weights made which tokens.
         """
+
+    async def complete(self, request: TurnRequest) -> Completion:
+        """Returns the tokens of a turn, under the same rules."""
 
     @property
     def has_lost_a_rank(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -13,14 +13,14 @@ import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from megarl.config.huggingface import completed, experts
 from megarl.config.schema import Rollout
 from megarl.core import device
 from megarl.core.errors import UserError
-from megarl.core.types import CandidateIds, Sample, VersionRun
+from megarl.core.types import CandidateIds, Completion, Sample, VersionRun
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import response_text
 from megarl.planning.reserves import batched_tokens
@@ -29,7 +29,7 @@ from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region
-from megarl.rollout.engine import Refitted, SamplingRequest
+from megarl.rollout.engine import Refitted, SamplingRequest, TurnRequest
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
@@ -76,18 +76,19 @@ def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A request that vLLM works on, the id that vLLM gave it, and in the end its completion."""
+    """A request that vLLM works on, the id that vLLM gave it, and its completion once there is one."""
 
-    request: SamplingRequest
+    token_ids: list[int]
+    sampling: SamplingParams
     vllm_id: str
-    completion: CompletionOutput | None = None
+    completion: asyncio.Future[Completion]
 
 
 class VllmEngine:
     """An engine that starts without weights (`version` None) and gets them by `refit`, as after every later update.
 
-    All calls are made in one thread, by one event loop: a call that comes while `generate` waits for its samples is
-    done between two steps of vLLM, for any number of `generate` at once.
+    All calls are made in one thread, by one event loop: a call that comes while others wait for their completions is
+    done between two steps of vLLM.
     """
 
     def __init__(self, config: Rollout, arguments: Mapping[str, Any]):
@@ -95,6 +96,7 @@ class VllmEngine:
         self.version: int | None = None
         self._config = config
         self._under_way: dict[str, _UnderWay] = {}
+        self._stepping: asyncio.Task[None] | None = None
         self._numbers = count()
         self._num_refits = 0
         self._llm = LLM(**arguments)
@@ -105,25 +107,58 @@ class VllmEngine:
     async def generate(
         self, requests: Sequence[SamplingRequest], finished: Callable[[list[Sample]], object] = lambda _: None
     ) -> list[Sample]:
+        new: list[Sample] = []
+
+        def tell() -> None:
+            finished([*new])
+            new.clear()
+
+        async def sample(request: SamplingRequest) -> Sample:
+            completion = await self._complete(request.prompt.token_ids.tolist(), self._sampling(request))
+            if not new:  # once for all that a step of vLLM has completed
+                asyncio.get_running_loop().call_soon(tell)
+            new.append(self._sample(request, completion))
+            return new[-1]
+
+        self._require_weights()
+        return await asyncio.gather(*map(sample, requests))
+
+    async def complete(self, request: TurnRequest) -> Completion:
+        if not self._under_way:
+            self._require_weights()
+        return await self._complete(request.token_ids.tolist(), self._sampling(request))
+
+    def _require_weights(self) -> None:
         if self.version is None:
             raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
+
+    async def _complete(self, token_ids: list[int], sampling: SamplingParams) -> Completion:
+        """Returns what vLLM samples after these tokens."""
         self._wake("weights", "kv_cache")
-        numbered = {str(next(self._numbers)): request for request in requests}
-        self._under_way |= {name: _UnderWay(request, self._submit(name, request)) for name, request in numbered.items()}
-        samples: dict[str, Sample] = {}
+        name, completion = str(next(self._numbers)), asyncio.get_running_loop().create_future()
+        self._under_way[name] = _UnderWay(token_ids, sampling, self._submit(name, token_ids, sampling), completion)
+        if self._stepping is None:
+            self._stepping = asyncio.create_task(self._step_while_under_way())
         try:
-            while len(samples) < len(numbered):
+            return await completion
+        finally:
+            if not completion.done() or completion.cancelled():
+                self._withdraw([name])
+            del self._under_way[name]
+
+    async def _step_while_under_way(self) -> None:
+        """Steps vLLM until it has nothing to do, or a step fails, by which all requests fail."""
+        try:
+            while any(not item.completion.done() for item in self._under_way.values()):
                 if self.version is not None:
                     self._step()
-                if new := self._completed(numbered.keys() - samples.keys()):
-                    samples |= new
-                    finished([*new.values()])
                 await asyncio.sleep(PAUSE_S if self.version is None else 0)
-            return [samples[name] for name in numbered]
+        except Exception as error:  # of vLLM, for those who wait
+            for item in self._under_way.values():
+                if not item.completion.done():
+                    item.completion.set_exception(error)
         finally:
-            self._withdraw([name for name in numbered if self._under_way[name].completion is None])
-            for name in numbered:
-                del self._under_way[name]
+            self._stepping = None
 
     def sleep(self, keeps_weights: bool) -> None:
         assert not self._under_way, "asleep, it would lose the samples under way"
@@ -179,44 +214,36 @@ class VllmEngine:
                 raise answer.error
         return answers
 
-    def _submit(self, name: str, request: SamplingRequest) -> str:
-        """Gives vLLM the request. Returns vLLM's own id of it.
+    def _submit(self, name: str, token_ids: list[int], sampling: SamplingParams) -> str:
+        """Gives vLLM a request. Returns vLLM's own id of it.
 
         The salt keeps requests apart in the prefix cache: those of one refit's weights reuse no keys and values of
         another's, which samples that it interrupted still need and go on adding to.
         """
-        prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=str(self._num_refits))
-        return self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
+        prompt = tokens_input(token_ids, cache_salt=str(self._num_refits))
+        return self._llm.llm_engine.add_request(name, prompt, sampling)
 
     def _withdraw(self, names: Sequence[str]) -> None:
         self._llm.llm_engine.abort_request([self._under_way[name].vllm_id for name in names], internal=True)
 
     def _step(self) -> None:
         for output in self._llm.llm_engine.step():
-            self._under_way[output.request_id].completion = output.outputs[0]
+            item = self._under_way.get(output.request_id)
+            if item is not None and not item.completion.done():
+                item.completion.set_result(_completion(output))
 
-    def _completed(self, names: Iterable[str]) -> dict[str, Sample]:
-        """Returns the samples of those of these requests that vLLM has completed."""
-        under_way = [(name, self._under_way[name]) for name in names]
-        return {
-            name: self._sample(item.request, item.completion) for name, item in under_way if item.completion is not None
-        }
-
-    def _sample(self, request: SamplingRequest, completion: CompletionOutput) -> Sample:
-        assert completion.finish_reason in ("stop", "length"), f"{request.sample_id}: {completion.finish_reason}"
-        logprobs = completion.logprobs  # flat: for each position the sampled token, then the most likely ones
+    def _sample(self, request: SamplingRequest, completion: Completion) -> Sample:
         ids = completion.token_ids
-        shown = ids[:-1] if completion.finish_reason == "stop" else ids  # the token that ends it may be no special one
         return Sample(
             id=request.sample_id,
             prompt=request.prompt,
             response_ids=ids,
-            response_logprobs=[logprobs.logprobs[start] for start in logprobs.start_indices],
+            response_logprobs=completion.logprobs,
             response_mask=np.ones(len(ids), np.bool_),
-            versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in completion.weight_versions),
+            versions=completion.versions,
             finish_reason=completion.finish_reason,
-            text=response_text(self._tokenizer, request.prompt.token_ids.tolist(), shown),
-            candidate_ids=_candidate_ids(logprobs),
+            text=response_text(self._tokenizer, request.prompt.token_ids.tolist(), completion.text_ids.tolist()),
+            candidate_ids=completion.candidate_ids,
         )
 
     def _pause(self) -> None:
@@ -230,32 +257,52 @@ class VllmEngine:
         """Submits anew the requests that have no token yet: samples that are of the new weights alone then have no keys
         and values of older ones."""
         states = self._llm.llm_engine.output_processor.request_states
-        unfinished = {name: item for name, item in self._under_way.items() if item.completion is None}
+        unfinished = {name: item for name, item in self._under_way.items() if not item.completion.done()}
         tokenless = [
             name for name, item in unfinished.items() if not states[item.vllm_id].detokenizer.num_output_tokens()
         ]
         self._withdraw(tokenless)
         for name in tokenless:
-            unfinished[name].vllm_id = self._submit(name, unfinished[name].request)
+            item = unfinished[name]
+            item.vllm_id = self._submit(name, item.token_ids, item.sampling)
 
-    def _sampling(self, request: SamplingRequest) -> SamplingParams:
+    def _sampling(self, request: SamplingRequest | TurnRequest) -> SamplingParams:
+        stop = [*self._config.stop, *request.stop]
         return SamplingParams(
             temperature=0.0 if request.greedy else self._config.temperature,
             top_p=self._config.top_p,
             top_k=self._config.top_k or 0,
-            max_tokens=self._config.max_new_tokens,
+            max_tokens=request.max_new_tokens or self._config.max_new_tokens,
+            stop=stop,
+            include_stop_str_in_output=True,
             logprobs=self._num_kept(request),
             flat_logprobs=True,
-            # Else vLLM would decode each token when it is sampled, between two steps, and its log-probs' tokens too.
-            detokenize=False,
+            # vLLM looks for texts that stop in what it decodes. Without any it would decode each token when it is
+            # sampled, between two steps, and its log-probs' tokens too.
+            detokenize=bool(stop),
             seed=request.seed,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _num_kept(self, request: SamplingRequest) -> int:
+    def _num_kept(self, request: SamplingRequest | TurnRequest) -> int:
         """Returns how many of the most likely tokens the engine reports beside the sampled one: under top_k, those that
         it keeps."""
         return 0 if request.greedy else self._config.top_k or 0
+
+
+def _completion(output: RequestOutput) -> Completion:
+    [found] = output.outputs
+    assert found.finish_reason in ("stop", "length"), f"request {output.request_id}: {found.finish_reason}"
+    logprobs = found.logprobs  # flat: for each position the sampled token, then the most likely ones
+    return Completion(
+        token_ids=found.token_ids,
+        logprobs=[logprobs.logprobs[start] for start in logprobs.start_indices],
+        versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in found.weight_versions),
+        finish_reason=found.finish_reason,
+        candidate_ids=_candidate_ids(logprobs),
+        stop=found.stop_reason if isinstance(found.stop_reason, str) else None,
+        num_cached_tokens=output.num_cached_tokens or 0,
+    )
 
 
 def _candidate_ids(logprobs: FlatLogprobs) -> CandidateIds | None:
