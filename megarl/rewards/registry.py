@@ -56,11 +56,7 @@ def resolve(name: str) -> RewardFunction:
 def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., float | bool]:
     """Returns the function of `path/to/file.py:function`, which a key of the config names. Raises UserError if there
     is none, or it cannot be called with these arguments."""
-    file, _, function = name.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"{key}: {path} is not a Python file; check the path (now in {Path.cwd()})")
-    found = getattr(_load(key, path), function, None)
+    path, function, found = defined_in_file(key, name)
     definition = f"define it as {function}({', '.join(arguments)})"
     if not callable(found):
         raise UserError(f"{key}: {path} has no function {function!r}; {definition}")
@@ -71,6 +67,16 @@ def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., fl
         except TypeError as error:
             raise UserError(f"{key}: {name} takes {signature}, {error}; {definition}") from None
     return found
+
+
+def defined_in_file(key: str, name: str) -> tuple[Path, str, Any]:
+    """Returns the file of `path/to/file.py:name`, the name, and what the file defines by it, or None. Raises UserError
+    if there is no such file, or it cannot be imported."""
+    file, _, inner = name.rpartition(":")
+    path = Path(file).expanduser()
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"{key}: {path} is not a Python file; check the path (now in {Path.cwd()})")
+    return path, inner, getattr(_load(key, path), inner, None)
 
 
 def takes_batches(function: Callable[..., Any]) -> bool:
@@ -101,7 +107,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _load(key: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"reward file {path.resolve()}", path)
+    spec = importlib.util.spec_from_file_location(f"file of {key} {path.resolve()}", path)
     assert spec is not None and spec.loader is not None, f"{path} has a loader by its suffix"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there

@@ -1,0 +1,113 @@
+"""Environments by the names that a config gives them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.environments.protocol import Environment
+from megarl.environments.tools import describe, tools_of
+from megarl.rewards.registry import defined_in_file
+
+SHIPPED = {
+    "calculator": "megarl.environments.shipped.calculator:CalculatorEnvironment",
+    "search": "megarl.environments.shipped.search:SearchEnvironment",
+    "text_game": "megarl.environments.shipped.text_game:TextGameEnvironment",
+    "openenv": "megarl.environments.shipped.openenv:OpenEnvEnvironment",
+    "code": "megarl.environments.shipped.code:CodeEnvironment",
+}
+"""Where the classes are that megarl brings. Each is imported when it is asked for: some need a library of their own."""
+
+CLASS, OPTIONS = "environment.class", "environment.options"
+METHODS = {"reset": "task", "step": "turn"}
+"""What the methods of the protocol that a user's class may have take."""
+
+
+def environment_class(name: str) -> type[Environment]:
+    """Returns a class of SHIPPED, or that of `path/to/file.py:Class`; one that is not derived from Environment, joined
+    with it. Raises UserError if there is none, or it has neither a step nor a tool."""
+    if name in SHIPPED:
+        module, _, inner = SHIPPED[name].partition(":")
+        return getattr(importlib.import_module(module), inner)
+    if ":" in name:
+        return _of_file(name)
+    if name.endswith(".py"):
+        raise UserError(f"{CLASS}: {name} names a file but no class; write {name}:CLASS")
+    raise UserError(
+        f"{CLASS}: no environment {name!r}; {_hint(name, SHIPPED)}known: {', '.join(SHIPPED)}, or path/to/file.py:CLASS"
+    )
+
+
+def check_environment(name: str, options: Mapping[str, Any]) -> type[Environment]:
+    """Returns the class of this name. Raises UserError for what its rollouts would fail at: options that its
+    constructor does not take, methods with other arguments, tools that cannot be described."""
+    found = environment_class(name)
+    _check_options(name, found, options)
+    for method, argument in METHODS.items():
+        signature = inspect.signature(getattr(found, method))
+        try:
+            signature.bind(None, None)
+        except TypeError as error:
+            raise UserError(
+                f"{CLASS}: {name}: {method} takes {signature}, {error}; define it as {method}(self, {argument})"
+            ) from None
+    for tool, function in tools_of(found).items():
+        _check_tool(name, tool, function)
+    return found
+
+
+def _of_file(name: str) -> type[Environment]:
+    path, inner, found = defined_in_file(CLASS, name)
+    if not inspect.isclass(found):
+        raise UserError(f"{CLASS}: {path} has no class {inner!r}; define it as class {inner}(Environment)")
+    if not any(hasattr(found, method) for method in ("step", "run")) and not tools_of(found):
+        raise UserError(
+            f"{CLASS}: {name} has no method `step` that answers a turn, no `run`, and no method marked with "
+            "@megarl.environments.tool; give it one of them"
+        )
+    if issubclass(found, Environment):
+        return found
+    return types.new_class(found.__name__, (found, Environment), exec_body=lambda body: body.update(_about(found)))
+
+
+def _about(found: type) -> dict[str, Any]:
+    return {"__doc__": found.__doc__, "__module__": found.__module__}
+
+
+def _check_options(name: str, found: type, options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(found).parameters.values()
+    known = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    listed = f"known: {', '.join(known)}" if known else "it takes none"
+    for option in options:
+        if option not in known and not takes_any:
+            raise UserError(f"{OPTIONS}.{option}: {name} has no such option; {_hint(option, known)}{listed}")
+    missing = [option for option, p in known.items() if p.default is p.empty and option not in options]
+    if missing:
+        raise UserError(f"{OPTIONS}.{missing[0]}: {name} cannot do without it; set it ({listed})")
+
+
+def _check_tool(name: str, tool: str, function: Callable[..., Any]) -> None:
+    try:
+        described = describe(tool, function)
+    except UserError as error:
+        raise UserError(f"{CLASS}: {name}: {error}") from None
+    except (
+        Exception
+    ) as error:  # annotations are the user's code: a type without a JSON schema, a name that is not there
+        raise UserError(
+            f"{CLASS}: {name}: tool {tool}: its annotations raised {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}; annotate its arguments with types that JSON has, such as str, list[int]"
+        ) from error
+    if not described["function"]["description"]:
+        raise UserError(f"{CLASS}: {name}: tool {tool} has no docstring; say in it what the tool does, for the model")
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}? " if close else ""

@@ -1,0 +1,1 @@
+"""The environments that megarl brings, which a config names without a file."""

@@ -1,0 +1,136 @@
+"""Environments by name, and what is said about a wrong one before a run starts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.environments import Environment, Step, Task, ToolCall, Turn
+from megarl.environments.registry import check_environment, environment_class
+
+FILE = """
+from __future__ import annotations
+from dataclasses import dataclass
+from megarl.environments import Environment, Step, tool
+from megarl.rewards.exact import exact_match
+
+@dataclass
+class OnlyTools:
+    start: int
+    scale: int = 2
+
+    @tool
+    def add(self, number: int) -> int:
+        "Adds a number to the sum."
+        self.start += self.scale * number
+        return self.start
+
+class OnlyStep:
+    def step(self, turn):
+        return Step(reward=exact_match("", turn.text, "yes"), done=True)
+
+class Derived(Environment):
+    def __init__(self, **options):
+        self.options = options
+
+class OneTurnTooFew(Environment):
+    def step(self):
+        return Step(done=True)
+
+class Neither:
+    def act(self):
+        pass
+
+class NoAnnotation:
+    @tool
+    def add(self, number):
+        "Adds."
+
+class NoJsonType:
+    @tool
+    def add(self, number: object()):
+        "Adds."
+
+class UnknownType:
+    @tool
+    def add(self, number: Number):
+        "Adds."
+
+class NoDocstring:
+    @tool
+    def add(self, number: int):
+        return number
+
+value = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    file = tmp_path / "games.py"
+    file.write_text(FILE)
+    return file
+
+
+def turn(text: str, *calls: ToolCall) -> Turn:
+    return Turn(np.zeros(1, np.int32), text, "stop", calls)
+
+
+def test_a_class_of_tools_answers_calls_and_ends_without_one(file):
+    found = check_environment(f"{file}:OnlyTools", {"start": 1})
+    assert found.__name__ == "OnlyTools" and issubclass(found, Environment)
+    environment = found(start=1)
+    [answer] = asyncio.run(environment.step(turn("", ToolCall("add", {"number": 2})))).observation
+    assert answer["content"] == "5"
+    assert asyncio.run(environment.step(turn("done"))) == Step(done=True)
+
+
+def test_a_class_with_a_step_of_its_own_has_the_rest_of_the_protocol(file):
+    environment = check_environment(f"{file}:OnlyStep", {})()
+    assert environment.step(turn("yes")).reward == 1.0
+    assert asyncio.run(environment.reset(Task("0", (), None, {}, 0))) is None
+    assert asyncio.run(environment.close()) is None
+
+
+def test_a_derived_class_is_itself(file):
+    found = environment_class(f"{file}:Derived")
+    assert found.__mro__[1] is Environment
+    assert check_environment(f"{file}:Derived", {"any": 1}) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("OnlyTools", {}, "environment.options.start: .*cannot do without it"),
+        ("OnlyTools", {"start": 1, "scala": 3}, "options.scala: .*did you mean scale. known: start, scale"),
+        ("OnlyStep", {"depth": 3}, "options.depth: .*it takes none"),
+        ("OnlyStap", {}, r"has no class 'OnlyStap'; define it as class OnlyStap\(Environment\)"),
+        ("value", {}, "has no class 'value'"),
+        ("Neither", {}, "no method `step`"),
+        ("OneTurnTooFew", {}, r"step takes \(self\), too many positional arguments; define it as step\(self, turn\)"),
+        ("NoAnnotation", {}, "argument number has no annotation"),
+        ("NoJsonType", {}, "tool add: its annotations raised"),
+        ("UnknownType", {}, "tool add: its annotations raised NameError: name 'Number'"),
+        ("NoDocstring", {}, "tool add has no docstring"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(file, name, options, said):
+    with pytest.raises(UserError, match=said):
+        check_environment(f"{file}:{name}", options)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("calculater", "no environment 'calculater'; did you mean calculator"),
+        ("games.py", "names a file but no class; write games.py:CLASS"),
+        ("nowhere.py:Game", "nowhere.py is not a Python file"),
+    ],
+)
+def test_a_name_that_is_none(name, said):
+    with pytest.raises(UserError, match=said):
+        environment_class(name)
