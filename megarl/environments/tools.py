@@ -8,12 +8,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from megarl.core.errors import UserError
+from megarl.data.tool_calls import MalformedCall, ToolCall
 
 Message = Mapping[str, Any]
 """A message of a conversation, as chat templates take it: its role, its content, and for a tool's answer the name of
@@ -27,23 +27,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "_is_tool_of_megarl"
 _ARGUMENT = re.compile(r"^\s*(?P<name>\w+)\s*(\([^)]*\))?(:|\s{2,})\s*(?P<text>\S.*)$")
 _HEADING = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises):\s*$")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that a turn makes."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MalformedCall:
-    """A part of a turn that begins as a call of a tool, and is none. reason: for the model to read."""
-
-    text: str
-    reason: str
 
 
 def tool(method: F) -> F:

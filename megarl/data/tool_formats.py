@@ -1,0 +1,246 @@
+"""The formats in which models write calls of tools: one small function for each, which reads a turn's calls.
+
+A turn is read from its ids. A tag that the tokenizer has as one token is found by its id alone, so that text which looks
+like the tag does not match; a tag that the tokenizer does not have is found in the text. What begins as a call and is
+none becomes a `MalformedCall`: nothing that a model samples raises an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.tool_calls import MalformedCall, ToolCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Call = ToolCall | MalformedCall
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tag, and the text that follows it up to the next one. The first piece of a turn has no tag."""
+
+    tag: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    tags         the texts that a call is found by
+    read         reads the calls of a turn's pieces
+    in_template  whether the chat template describes the tools; else a system message does
+    """
+
+    tags: tuple[str, ...]
+    read: Callable[[Sequence[Piece]], Iterator[Call]]
+    in_template: bool = True
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, tags: Sequence[str], token_ids: Sequence[int]) -> list[Piece]:
+    """Returns a turn cut at these tags. Text is without special tokens."""
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    by_id = {added[tag]: tag for tag in tags if tag in added}
+    in_text = [re.escape(tag) for tag in tags if tag not in added]
+    found, start, tag = [], 0, ""
+    for end in [i for i, token in enumerate(token_ids) if token in by_id] + [len(token_ids)]:
+        text = tokenizer.decode(
+            list(token_ids[start:end]), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        parts = re.split(f"({'|'.join(in_text)})", text) if in_text else [text]
+        found.append(Piece(tag, parts[0]))
+        found += [Piece(*pair) for pair in zip(parts[1::2], parts[2::2], strict=True)]
+        if end < len(token_ids):
+            start, tag = end + 1, by_id[token_ids[end]]
+    return found
+
+
+HERMES_TAGS = ("<tool_call>", "</tool_call>")
+
+
+def read_hermes(turn: Sequence[Piece]) -> Iterator[Call]:
+    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as models of Qwen and Hermes write them. The closing
+    tag may lack at the end of the turn, as a stop string may be that tag."""
+    for piece in turn:
+        if piece.tag == "<tool_call>":
+            yield from _calls_of(piece.text)
+
+
+def read_tagged(turn: Sequence[Piece]) -> Iterator[Call]:
+    """Reads the same, or a list of such objects between the tags."""
+    for piece in turn:
+        if piece.tag == "<tool_call>":
+            yield from _calls_of(piece.text, lists=True)
+
+
+def read_llama3(turn: Sequence[Piece]) -> Iterator[Call]:
+    """Reads `{"name": …, "parameters": {…}}`, also several with semicolons between them, after `<|python_tag|>` or as a
+    turn that begins so."""
+    for piece in turn:
+        text = piece.text.strip()
+        if piece.tag == "<|python_tag|>" or re.match(r'\{\s*"name"', text):
+            yield from _sequence(text)
+
+
+def read_mistral(turn: Sequence[Piece]) -> Iterator[Call]:
+    """Reads `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, and the newer `[TOOL_CALLS]name[ARGS]{…}`."""
+    for place, piece in enumerate(turn):
+        if piece.tag != "[TOOL_CALLS]":
+            continue
+        text = piece.text.strip()
+        if text.startswith(("[", "{")):
+            yield from _calls_of(text, lists=True)
+            continue
+        rest = {}
+        for follower in turn[place + 1 :]:
+            if follower.tag == "[TOOL_CALLS]":
+                break
+            rest[follower.tag] = follower.text.strip()
+        if "[ARGS]" in rest:
+            yield _named(text, rest["[ARGS]"], rest.get("[CALL_ID]", ""))
+        else:
+            name, brace, arguments = text.partition("{")
+            yield _named(name.strip(), brace + arguments)
+
+
+DEEPSEEK_TAGS = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+)
+
+
+def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
+    """Reads `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, then a block of JSON with the arguments, as V3 writes them; or
+    the name before the separator and plain JSON after it, as V3.1 does."""
+    for place, piece in enumerate(turn):
+        if piece.tag != "<｜tool▁call▁begin｜>":
+            continue
+        following = turn[place + 1] if place + 1 < len(turn) else None
+        if following is None or following.tag != "<｜tool▁sep｜>":
+            yield MalformedCall(piece.text, "it has no <｜tool▁sep｜> between its name and its arguments")
+            continue
+        block = re.fullmatch(
+            r"\s*(?P<name>[^\n]*?)\s*```(?:json)?\s*\n(?P<arguments>.*?)(```)?\s*", following.text, re.S
+        )
+        if block is not None:
+            yield _named(block["name"], block["arguments"])
+        else:
+            yield _named(piece.text.strip(), following.text)
+
+
+FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(HERMES_TAGS, read_hermes),
+    "llama3": ToolFormat(("<|python_tag|>",), read_llama3),
+    "mistral": ToolFormat(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), read_mistral),
+    "deepseek": ToolFormat(DEEPSEEK_TAGS, read_deepseek),
+    "tagged": ToolFormat(HERMES_TAGS, read_tagged, in_template=False),
+}
+"""The formats by the name that a recipe gives. `tagged` is that of models which have none of their own."""
+
+
+def format_of(template: str) -> str | None:
+    """Returns the name of the format that a chat template writes earlier calls in; None: it is none of these."""
+    marks = (
+        ("<function=", None),  # between the tags of hermes, but no JSON
+        ("<arg_key>", None),
+        ("<｜tool▁calls▁begin｜>", "deepseek"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<|python_tag|>", "llama3"),
+        ("Environment: ipython", "llama3"),
+        ("<tool_call>", "hermes"),
+    )
+    return next((name for mark, name in marks if mark in template), None)
+
+
+def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text that tells a model of its tools where the chat template cannot: how a call is written, and a
+    line of JSON with the description of each tool."""
+    described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return (
+        "You can call tools. These are their descriptions, one a line:\n"
+        f"<tools>\n{described}\n</tools>\n"
+        "To call a tool, write its name and its arguments as JSON between tags, then end your turn:\n"
+        '<tool_call>\n{"name": "the name", "arguments": {"an argument": "its value"}}\n</tool_call>\n'
+        "Its answer comes between <tool_response> and </tool_response>."
+    )
+
+
+def _calls_of(text: str, lists: bool = False) -> Iterator[Call]:
+    """Reads one object that is a call, and with `lists` also a list of them."""
+    try:
+        value = _json(text)
+    except (ValueError, RecursionError) as error:
+        yield MalformedCall(text, f"it is no JSON: {_message(error)}")
+        return
+    if lists and isinstance(value, list):
+        for item in value:
+            yield _call(item, json.dumps(item, ensure_ascii=False))
+    else:
+        yield _call(value, text)
+
+
+def _sequence(text: str) -> Iterator[Call]:
+    """Reads objects that are calls, with semicolons between them."""
+    place = 0
+    while place < len(text):
+        try:
+            value, end = _DECODER.raw_decode(text, place)
+            _require_characters(value)
+        except (ValueError, RecursionError) as error:
+            yield MalformedCall(text[place:], f"it is no JSON: {_message(error)}")
+            return
+        yield _call(value, text[place:end], ("parameters", "arguments"))
+        place = end + len(text[end:]) - len(text[end:].lstrip("; \n\t"))
+
+
+def _named(name: str, arguments: str, number: str = "") -> Call:
+    """Returns the call of a format that has name and arguments apart."""
+    text = f"{name} {arguments}"
+    try:
+        return _call({"name": name, "arguments": _json(arguments), "id": number}, text)
+    except (ValueError, RecursionError) as error:
+        return MalformedCall(text, f"its arguments are no JSON: {_message(error)}")
+
+
+def _call(value: Any, text: str, keys: Sequence[str] = ("arguments",)) -> Call:
+    if not isinstance(value, dict):
+        return MalformedCall(text, 'it is no JSON object with "name" and "arguments"')
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return MalformedCall(text, 'it has no "name", which is the name of the tool as text')
+    given = [key for key in keys if key in value]
+    if not given:
+        return MalformedCall(text, f'it has no "{keys[0]}"; give {{}} to a tool without arguments')
+    arguments = value[given[0]]
+    if not isinstance(arguments, dict):
+        return MalformedCall(text, f'its "{given[0]}" are no JSON object with a value for each argument')
+    number = value.get("id")
+    return ToolCall(name, arguments, number if isinstance(number, str) else "")
+
+
+def _json(text: str) -> Any:
+    value = _DECODER.decode(text.strip())
+    _require_characters(value)
+    return value
+
+
+def _require_characters(value: Any) -> None:
+    """Raises ValueError where an escape stands for half a character, which no tokenizer takes."""
+    json.dumps(value, ensure_ascii=False).encode()
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _message(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
