@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.fields import (
@@ -198,6 +198,29 @@ class Rollout(Section):
         return bool(self.vllm_overrides.get("enable_expert_parallel"))
 
 
+_EnvironmentClass = create_model(
+    "_EnvironmentClass", __base__=Section, **{"class": (Annotated[str, Field(min_length=1)] | None, ...)}
+)
+"""A section with the key `class`, which Python has no way to write as a field."""
+
+
+class Environment(_EnvironmentClass):
+    options: dict[str, Any]
+    weight: FiniteFloat
+    max_turns: PositiveInt
+    turn_tokens: PositiveInt | None
+    tool_format: Annotated[str, Field(min_length=1)] | None
+    processes: PositiveInt | None
+    timeout_s: PositiveFloat
+    tool_timeout_s: PositiveFloat
+    failures_in_a_row: PositiveInt
+
+    @property
+    def name(self) -> str | None:
+        """The key `class`."""
+        return getattr(self, "class")
+
+
 class Batch(Section):
     prompts_per_step: PositiveInt
     samples_per_prompt: PositiveInt
@@ -316,6 +339,7 @@ class Config(Section):
     reward_model: RewardModel
     implicit_reward: ImplicitReward
     rollout: Rollout
+    environment: Environment
     algorithm: Algorithm
     batch: Batch
     data: Data
@@ -338,6 +362,11 @@ class Config(Section):
     def is_offline(self) -> bool:
         """Whether the responses are in the data, so that nothing is sampled."""
         return self.data.rows != "prompts"
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether rollouts have several turns, in an environment."""
+        return self.environment.name is not None
 
     @property
     def trained_per_prompt(self) -> int:

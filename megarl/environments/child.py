@@ -29,7 +29,7 @@ JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
 
 
 def main(functions: Sequence[str], judge: str | None) -> None:
-    calls, answers = _take_pipes()
+    calls, answers = take_pipes()
     faulthandler.enable()
     stacks.write_on_request()
     try:
@@ -83,7 +83,7 @@ def _given_to_batch(asked: Mapping[str, bool], columns: Sequence[Mapping[str, An
     return lists | ({ALL_COLUMNS: [dict(row) for row in columns]} if ALL_COLUMNS in asked else {})
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Returns stdin and stdout, which the functions then no longer have."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:

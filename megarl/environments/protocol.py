@@ -23,8 +23,6 @@ class StopReason(StrEnum):
 
     DONE = "done"
     """The environment said so."""
-    TRUNCATED = "truncated"
-    """A turn came to its limit of tokens, and the environment does not go on after such a turn."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     """No room is left for a further turn, or for what the environment answered."""
@@ -58,6 +56,8 @@ class Turn:
     finish_reason   "length" for a turn that was cut off at its limit of tokens
     tool_calls      the calls in it, in their order, read from the ids
     number          0 for the first turn of the rollout
+    is_last         whether no turn follows, whatever the environment answers: environment.max_turns is reached, or no
+                    room is left
     """
 
     token_ids: NDArray[np.int32]
@@ -65,15 +65,18 @@ class Turn:
     finish_reason: FinishReason
     tool_calls: tuple[ToolCall | MalformedCall, ...] = ()
     number: int = 0
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """The answer of an environment to a turn.
 
-    observation   what the conversation goes on with before the policy's next turn: text is a message of the user
+    observation   what the conversation goes on with before the policy's next turn: text is a message of the user; None
+                  where the rollout ends
     reward        of this turn: a number, or numbers by name, whose sum it is; None: the turn has none of its own
     done          whether the rollout ends
+    as_is         whether the observation is text that follows right after the turn, not a message of its own
     restart       whether the observation is a whole conversation in place of the one so far, whose turns then are a
                   sample of their own: for a context that is summed up, or another agent
     """
@@ -81,6 +84,7 @@ class Step:
     observation: str | Sequence[Message] | None = None
     reward: float | Mapping[str, float] | None = None
     done: bool = False
+    as_is: bool = False
     restart: bool = False
 
 
@@ -116,7 +120,7 @@ class Environment:
 
     async def step(self, turn: Turn) -> Step:
         """Answers a turn of the policy: calls the tools that it asks for. A turn without a call is the last one."""
-        if not turn.tool_calls:
+        if turn.is_last or not turn.tool_calls:
             return Step(reward=await self.reward(turn), done=True)
         return Step(observation=await self.toolbox.call_all(turn.tool_calls))
 

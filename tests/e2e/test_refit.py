@@ -144,9 +144,12 @@ class EngineSide:
         are still under way."""
 
         async def sample():
+            steps, step = [], self.engine._step
+            self.engine._step = lambda: steps.append(step())
             begun = asyncio.create_task(self.engine.generate(requests(prompts)))
-            for _ in range(STEPS_BEFORE_REFIT):
+            while len(steps) < STEPS_BEFORE_REFIT:
                 await asyncio.sleep(0)
+            self.engine._step = step
             self.engine.refit(version)
             asked_later = asyncio.create_task(self.engine.generate(requests(prompts)))
             await asyncio.sleep(0)

@@ -1,0 +1,38 @@
+"""Conversations without a chat template: the texts of their messages, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.tokenizer import response_text
+from megarl.data.tool_calls import MalformedCall, ToolCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PlainTokens:
+    """The token ids of conversations as text, with the methods of `ChatTokens`; there are no tools."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+
+    def begin(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the ids of the messages' texts."""
+        return self._tokenizer("".join(message["content"] for message in messages))["input_ids"]
+
+    def extend(self, turn_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the ids of the messages' texts, which follow right after the turn."""
+        return text_ids(self._tokenizer, "".join(message["content"] for message in messages))
+
+    def read(
+        self, turn_ids: Sequence[int], context_ids: Sequence[int] = ()
+    ) -> tuple[str, tuple[ToolCall | MalformedCall, ...]]:
+        """Returns a turn's text without special tokens, and no calls."""
+        return response_text(self._tokenizer, context_ids, turn_ids), ()
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Returns the ids of text in the middle of a sequence."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,0 +1,272 @@
+"""Rollouts in environments: turns of the policy and what the environment answers, as samples to train on."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megarl.config.schema import Config
+from megarl.core.errors import UserError
+from megarl.core.types import Completion, Episode, Prompt, RolloutInfo, Sample
+from megarl.data.plain_turns import PlainTokens, text_ids
+from megarl.data.turns import ChatTokens
+from megarl.environments.hosts import TOOLS_S, HostFailure, HostPool, HostProcess
+from megarl.environments.protocol import StopReason, Task
+from megarl.environments.transcript import Transcript
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """A rollout to make.
+
+    id          the rollout's, and that of its first sample
+    seed        of what is sampled: the same weights and answers of the environment give the same rollout
+    task_seed   the same for all rollouts of the prompt's group
+    """
+
+    id: str
+    prompt: Prompt
+    seed: int
+    task_seed: int
+    greedy: bool = False
+
+
+class Sampler(Protocol):
+    """An engine, as rollouts use it."""
+
+    async def __call__(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool) -> Completion:
+        """Returns what the policy says after these tokens."""
+
+
+def turn_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]):
+    """Returns what writes and reads turns. Raises UserError for a chat template that cannot be gone on with, and for
+    tools that it, or a run without one, has no place for."""
+    if config.data.chat_template:
+        return ChatTokens(tokenizer, tools, config.environment.tool_format)
+    if tools:
+        raise UserError(
+            f"environment.class={config.environment.name}: its tools need data.chat_template: true, which says how they "
+            "are called"
+        )
+    return PlainTokens(tokenizer)
+
+
+class RolloutRunner:
+    """Makes rollouts, any number of them at once, in environments that live in a pool of processes."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: HostPool):
+        """Raises UserError as turn_tokens does."""
+        self.config, self.tokenizer, self.pool = config, tokenizer, pool
+        self.tokens = turn_tokens(config, tokenizer, pool.tools)
+        self._num_failed_in_a_row = 0
+
+    async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
+        """Returns the samples of a rollout, at least one. One that fails has no reward, but the reason. Raises
+        UserError if environment.failures_in_a_row rollouts have failed."""
+        rollout = _Rollout(self, request, sample)
+        host = await self.pool.take()
+        try:
+            await rollout.play(host)
+        except HostFailure as failure:
+            rollout.fail(f"{failure}\n{failure.stack}".strip())
+        except UserError as error:  # messages that the chat template refuses
+            rollout.fail(str(error))
+        try:
+            rollout.tool_calls += Counter(await host.call("close", request.id, self.config.environment.timeout_s))
+        except HostFailure as failure:
+            if rollout.failure is None:
+                rollout.fail(f"{failure}\n{failure.stack}".strip())
+        await self.pool.give_back(host)
+        self._count(rollout)
+        return rollout.samples()
+
+    def _count(self, rollout: _Rollout) -> None:
+        settings = self.config.environment
+        self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if rollout.failure is not None else 0
+        if self._num_failed_in_a_row >= settings.failures_in_a_row:
+            raise UserError(
+                f"environment.class={settings.name}: {self._num_failed_in_a_row} rollouts in a row failed "
+                f"(environment.failures_in_a_row), the last one: {rollout.failure}"
+            )
+
+
+class _Rollout:
+    """One rollout under way."""
+
+    def __init__(self, runner: RolloutRunner, request: RolloutRequest, sample: Sampler):
+        self._runner, self._request, self._sample = runner, request, sample
+        self._config, self._tokens = runner.config, runner.tokens
+        self._transcripts: list[Transcript] = []
+        self._texts: list[str] = []
+        """The text of the last turn in each transcript."""
+        self._first_turns: list[int] = []
+        self._messages: list[Mapping[str, Any]] = []
+        self._conversation: list[Mapping[str, Any]] = []
+        """What the policy has before it, as messages."""
+        self._rewards: list[Mapping[str, float] | None] = []
+        self._stop_reason = StopReason.DONE
+        self._num_context_tokens = self._num_cached_tokens = 0
+        self.tool_calls: Counter[str] = Counter()
+        self.failure: str | None = None
+
+    async def play(self, host: HostProcess) -> None:
+        """Makes all turns. Raises HostFailure for what the environment does wrong."""
+        await self._reset(host)
+        while self._room > 0:
+            turn = await self._take_turn()
+            step = await self._answer(host, turn)
+            self._rewards.append(step["rewards"])
+            if step["done"]:
+                return
+            if turn["number"] + 1 == self._config.environment.max_turns:
+                self._stop_reason = StopReason.MAX_TURNS
+                return
+            if turn["is_last"]:
+                break
+            self._go_on(step)
+        self._stop_reason = StopReason.MAX_TOKENS
+
+    async def _reset(self, host: HostProcess) -> None:
+        prompt, request = self._request.prompt, self._request
+        task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
+        opened = await host.call("reset", request.id, self._config.environment.timeout_s, task=asdict(task))
+        if opened["token_ids"] is not None:
+            self._begin([], opened["token_ids"])
+        elif opened["messages"] is not None:
+            self._begin(opened["messages"], self._tokens.begin(opened["messages"]))
+        elif len(prompt.token_ids):
+            self._begin(prompt.messages, prompt.token_ids.tolist())
+        else:
+            raise HostFailure("reset returned no messages, and data.source=environment has none")
+
+    def _begin(self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> None:
+        """Begins a sample."""
+        self._transcripts.append(Transcript(token_ids))
+        self._texts.append("")
+        self._first_turns.append(len(self._rewards))
+        self._conversation = list(messages)
+        self._messages += messages
+
+    @property
+    def _room(self) -> int:
+        """The tokens that the next turn may have."""
+        rollout, transcript = self._config.rollout, self._transcripts[-1]
+        left = min(
+            rollout.max_new_tokens - transcript.num_response_tokens, rollout.context_length - len(transcript.ids)
+        )
+        return min(left, self._config.environment.turn_tokens or left)
+
+    async def _take_turn(self) -> dict[str, Any]:
+        """Samples a turn. Returns it as the environment gets it."""
+        transcript, number = self._transcripts[-1], len(self._rewards)
+        seed = self._request.seed if number == 0 else _turn_seed(self._request.seed, number)
+        completion = await self._sample(transcript.ids, self._room, seed, self._request.greedy)
+        if number:
+            self._num_context_tokens += len(transcript.ids)
+            self._num_cached_tokens += completion.num_cached_tokens
+        context = transcript.ids[:]
+        transcript.add_turn(completion)
+        shown = completion.text_ids.tolist()
+        text, calls = self._tokens.read(shown, context)
+        self._texts[-1] = text
+        self._say([{"role": "assistant", "content": self._runner.tokenizer.decode(shown)}])
+        return {
+            "token_ids": completion.token_ids.tolist(),
+            "text": text,
+            "finish_reason": completion.finish_reason,
+            "tool_calls": [asdict(call) for call in calls],
+            "number": number,
+            "is_last": number + 1 == self._config.environment.max_turns or self._room <= 0,
+        }
+
+    async def _answer(self, host: HostProcess, turn: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the environment's Step, as its host writes it."""
+        settings = self._config.environment
+        limit_s = settings.timeout_s + len(turn["tool_calls"]) * (settings.tool_timeout_s + TOOLS_S)
+        step = await host.call("step", self._request.id, limit_s, turn=turn)
+        host.is_retiring |= step["is_stuck"]
+        return step
+
+    def _go_on(self, step: Mapping[str, Any]) -> None:
+        """Appends what the environment has answered, or begins a new sample where that cannot follow what is there."""
+        messages = step["messages"]
+        if step["restart"]:
+            self._begin(messages, self._tokens.begin(messages))
+            return
+        turn_ids = self._transcripts[-1].last_turn.token_ids.tolist()
+        if step["as_is"]:
+            follows = text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))
+        else:
+            follows = self._tokens.extend(turn_ids, messages)
+        if follows is None:
+            conversation = [*self._conversation, *messages]
+            self._messages += messages
+            self._begin([], self._tokens.begin(conversation))
+            self._conversation = conversation
+            return
+        self._transcripts[-1].add_context(follows)
+        self._say(messages)
+
+    def _say(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self._conversation += messages
+        self._messages += messages
+
+    def fail(self, reason: str) -> None:
+        """Ends the rollout as failed."""
+        self.failure, self._stop_reason = reason, StopReason.FAILED
+
+    def samples(self) -> list[Sample]:
+        """Returns a sample for each sequence with a turn; of a rollout without any, an empty one."""
+        begun = [
+            item for item in zip(self._transcripts, self._texts, self._first_turns, strict=True) if item[0].num_turns
+        ]
+        prompt, name = self._request.prompt, self._request.id
+        info = RolloutInfo(
+            stop_reason=self._stop_reason,
+            num_turns=sum(transcript.num_turns for transcript, _, _ in begun),
+            num_samples=len(begun),
+            tool_calls=dict(self.tool_calls),
+            num_context_tokens=self._num_context_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+        episode = Episode(
+            info=info,
+            rewards=tuple(None if given is None else sum(given.values()) for given in self._rewards),
+            parts=_sums(self._rewards),
+            failure=self.failure,
+            messages=tuple(self._messages),
+            first_turn=0,
+            is_last=True,
+        )
+        if not begun:
+            return [Sample(name, prompt, [], [], [], (), "stop", "", rollout_id=name, episode=episode)]
+        return [
+            transcript.sample(
+                name if number == 0 else f"{name}/{number}",
+                prompt,
+                text,
+                name,
+                replace(episode, first_turn=first_turn, is_last=number + 1 == len(begun)),
+            )
+            for number, (transcript, text, first_turn) in enumerate(begun)
+        ]
+
+
+def _sums(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
+    """Returns the sums over turns of the rewards that have names."""
+    sums: Counter[str] = Counter()
+    for given in rewards:
+        for name, value in (given or {}).items():
+            if name:
+                sums[name] += value
+    return dict(sums)
+
+
+def _turn_seed(*place: int) -> int:
+    return random.Random(repr(place)).getrandbits(31)
