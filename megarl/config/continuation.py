@@ -35,6 +35,8 @@ FREE = (
     "rollout.refit_*",
     "rollout.verify_refit",
     "reward_model.engine",
+    "environment.processes",
+    "environment.failures_in_a_row",
     "rewards.failure_limit",
     "rewards.processes",
     "rewards.timeout_s",

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 
+FAILED = "failed"
+"""The stop reason of a rollout whose environment raised an error, hung, or ended its process."""
+
 
 class _HoldsArrays:
     """A base of dataclasses some of whose fields are arrays: their equality, and read-only fields."""
@@ -168,6 +171,10 @@ class RolloutInfo:
     num_context_tokens: int
     num_cached_tokens: int
 
+    @property
+    def has_failed(self) -> bool:
+        return self.stop_reason == FAILED
+
 
 @dataclass(frozen=True, slots=True)
 class Episode:
@@ -282,6 +289,14 @@ class SampleInfo:
     rollout_id: str = ""
     rollout: RolloutInfo | None = None
     beginning: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its environment has failed, and not its reward."""
+        return self.rollout is not None and self.rollout.has_failed
 
     @property
     def num_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """The formats in which models write calls of tools: one small function for each, which reads a turn's calls.
 
-A turn is read from its ids. A tag that the tokenizer has as one token is found by its id alone, so that text which looks
-like the tag does not match; a tag that the tokenizer does not have is found in the text. What begins as a call and is
-none becomes a `MalformedCall`: nothing that a model samples raises an error.
+A turn is read from its ids. A tag that the tokenizer has as one token is found by its id alone, so that text which
+looks like the tag does not match; a tag that the tokenizer does not have is found in the text. What begins as a call
+and is none becomes a `MalformedCall`: nothing that a model samples raises an error.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ HERMES_TAGS = ("<tool_call>", "</tool_call>")
 
 
 def read_hermes(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as models of Qwen and Hermes write them. The closing
-    tag may lack at the end of the turn, as a stop string may be that tag."""
+    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as models of Qwen and Hermes write them. The
+    closing tag may lack, as a turn may end with the call."""
     for piece in turn:
         if piece.tag == "<tool_call>":
             yield from _calls_of(piece.text)
@@ -116,8 +116,8 @@ DEEPSEEK_TAGS = (
 
 
 def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Reads `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, then a block of JSON with the arguments, as V3 writes them; or
-    the name before the separator and plain JSON after it, as V3.1 does."""
+    """Reads the name and a block of JSON after <｜tool▁sep｜>, as V3 writes a call, or the name before it and plain JSON
+    after it, as V3.1 does."""
     for place, piece in enumerate(turn):
         if piece.tag != "<｜tool▁call▁begin｜>":
             continue
@@ -125,9 +125,7 @@ def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
         if following is None or following.tag != "<｜tool▁sep｜>":
             yield MalformedCall(piece.text, "it has no <｜tool▁sep｜> between its name and its arguments")
             continue
-        block = re.fullmatch(
-            r"\s*(?P<name>[^\n]*?)\s*```(?:json)?\s*\n(?P<arguments>.*?)(```)?\s*", following.text, re.S
-        )
+        block = _BLOCK.fullmatch(following.text)
         if block is not None:
             yield _named(block["name"], block["arguments"])
         else:
@@ -167,7 +165,7 @@ def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
         f"<tools>\n{described}\n</tools>\n"
         "To call a tool, write its name and its arguments as JSON between tags, then end your turn:\n"
         '<tool_call>\n{"name": "the name", "arguments": {"an argument": "its value"}}\n</tool_call>\n'
-        "Its answer comes between <tool_response> and </tool_response>."
+        "What the tool answers comes before your next turn."
     )
 
 
@@ -243,4 +241,5 @@ def _message(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
+_BLOCK = re.compile(r"\s*(?P<name>[^\n]*?)\s*```(?:json)?\s*\n(?P<arguments>.*?)(```)?\s*", re.DOTALL)
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

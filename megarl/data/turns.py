@@ -1,9 +1,9 @@
 """Conversations of several turns as token ids that never change once they are there.
 
-A turn that was sampled is not rendered again: what a tokenizer makes of its text may be other ids, and templates rewrite
-earlier turns. In its place stands a sentinel: the chat template renders a short conversation whose assistant turn is the
-sentinel, followed by the new messages, and what it writes after the sentinel goes on after the turn. Of the tags which
-close a turn only those are appended that the turn lacks.
+A turn that was sampled is not rendered again: what a tokenizer makes of its text may be other ids, and templates
+rewrite earlier turns. In its place stands a sentinel: the chat template renders a short conversation whose assistant
+turn is the sentinel, followed by the new messages, and what it writes after the sentinel goes on after the turn. Of the
+tags which close a turn only those are appended that the turn lacks.
 
 Where the template has no place for tools, a system message describes them (`tool_formats.instructions`), and answers of
 tools are what the user says, between <tool_response> and </tool_response>.
@@ -129,7 +129,7 @@ class ChatTokens:
         return None
 
     def _after(self, text: str, place: int) -> list[int] | None:
-        """Returns the ids of the text from a place on; None where the tokenizer joins what is before it and after it."""
+        """Returns the ids of the text from a place on; None where the tokenizer joins what is before and after it."""
         if text[place:].startswith(self._special_texts):
             return self._encode(text[place:])
         before, whole = self._encode(text[:place]), self._encode(text)
@@ -284,6 +284,7 @@ def _unused(word: str, where: Any) -> str:
 
 
 def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns how many ids both begin with."""
     return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
+from megarl.config.schema import Config
 from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.environments.host import LONGEST_LINE
@@ -37,6 +38,13 @@ class HostArguments:
     name: str
     options: Mapping[str, Any]
     tool_timeout_s: float
+
+
+def host_arguments(config: Config) -> HostArguments:
+    """Returns those of a run with an environment."""
+    settings = config.environment
+    assert settings.name is not None, "the run has an environment"
+    return HostArguments(settings.name, settings.options, settings.tool_timeout_s)
 
 
 class HostProcess:

@@ -51,7 +51,7 @@ def turn_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Seque
         return ChatTokens(tokenizer, tools, config.environment.tool_format)
     if tools:
         raise UserError(
-            f"environment.class={config.environment.name}: its tools need data.chat_template: true, which says how they "
+            f"environment.class={config.environment.name}: its tools need data.chat_template=true, which says how they "
             "are called"
         )
     return PlainTokens(tokenizer)
@@ -204,6 +204,8 @@ class _Rollout:
             follows = text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))
         else:
             follows = self._tokens.extend(turn_ids, messages)
+        if follows == []:
+            raise HostFailure("its observation has no tokens; give text, or done=True")
         if follows is None:
             conversation = [*self._conversation, *messages]
             self._messages += messages

@@ -17,6 +17,7 @@ from megarl.config.rules import (
     correction,
     critic,
     data,
+    environment,
     kl,
     layout,
     objective,
@@ -33,6 +34,7 @@ from megarl.config.violations import raise_all
 
 SECTIONS = (
     *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, critic, reward_model, rewards),
+    environment,
     cluster,
 )
 
