@@ -67,7 +67,7 @@ class HostProcess:
             *(sys.executable, "-m", "megarl.environments.host", json.dumps(asdict(arguments))),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            process_group=0,
+            preexec_fn=os.setpgrp,  # uvloop, in which Ray's actors run, knows no process_group
             limit=LONGEST_LINE,
         )
         host = cls(process)
