@@ -40,7 +40,9 @@ class RolloutRequest:
 class Sampler(Protocol):
     """An engine, as rollouts use it."""
 
-    async def __call__(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool) -> Completion:
+    async def __call__(
+        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool, stop: Sequence[str] = ()
+    ) -> Completion:
         """Returns what the policy says after these tokens."""
 
 
