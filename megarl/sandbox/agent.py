@@ -156,7 +156,7 @@ class Run:
     def restrict(self):
         """Sets the limits that the kernel keeps for each process."""
         limits, bound = self.limits, {}
-        bound[resource.RLIMIT_CORE] = 0, 0
+        bound |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK), (0, 0))
         bound[resource.RLIMIT_NOFILE] = OPEN_FILES, OPEN_FILES
         bound[resource.RLIMIT_CPU] = limits["cpu_s"], limits["cpu_s"] + 1
         bound[resource.RLIMIT_AS] = limits["memory_mib"] << 20, limits["memory_mib"] << 20

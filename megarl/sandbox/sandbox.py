@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -78,10 +79,10 @@ class Sandbox:
     def __init__(self, command: Command, limits: schema.Sandbox, python: str, deadline_s: float | None):
         """python: the interpreter of programs. deadline_s: how long the sandbox may live, whatever goes on in it."""
         self._command, self._limits, self.python = command, limits, python
-        self._turn = asyncio.Lock()
+        self._turn, self._is_over = asyncio.Lock(), False
         loop = asyncio.get_running_loop()
         self._deadline = None if deadline_s is None else loop.time() + deadline_s
-        self._alarm = None if deadline_s is None else loop.call_later(deadline_s + ANSWER_S, self._kill)
+        self._alarm = None if deadline_s is None else loop.call_later(deadline_s + ANSWER_S, self._end)
 
     async def start(self) -> Self:
         """Returns when the sandbox is up. Raises SandboxError with what its command says, if it does not come up."""
@@ -95,6 +96,7 @@ class Sandbox:
                 env=dict(self._command.environment),
                 pass_fds=self._command.files,
                 cwd="/",
+                process_group=0,
             )
         except OSError as error:
             ours.close()
@@ -105,7 +107,11 @@ class Sandbox:
             for file in (errors, *self._command.files):
                 os.close(file)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        await self._ask(None, START_S)
+        try:
+            await self._ask(None, START_S)
+        except BaseException:
+            await self.stop()
+            raise
         return self
 
     async def __aenter__(self) -> Self:
@@ -119,7 +125,7 @@ class Sandbox:
     @property
     def is_over(self) -> bool:
         """Whether the sandbox has ended, or is about to."""
-        return self._writer.is_closing() or self._process.poll() is not None
+        return self._is_over or self._process.poll() is not None
 
     @property
     def remaining_s(self) -> float:
@@ -163,12 +169,22 @@ class Sandbox:
         return Finished(int(status), limit.decode() or None, seconds, stdout, stderr, less or also_less)
 
     async def stop(self) -> None:
-        """Ends the sandbox with all that is in it. Returns when nothing is left of it."""
+        """Ends the sandbox with all that is in it; a call that is under way fails. Returns when nothing is left."""
+        self._end()
+        async with self._turn:
+            await self._wait()
+
+    def _end(self) -> None:
+        """Tells the agent to end the sandbox, which it does whatever runs in it."""
+        self._is_over = True
         if self._alarm is not None:
             self._alarm.cancel()
+        with suppress(OSError, RuntimeError):  # it has ended already
+            self._writer.write_eof()
+
+    async def _wait(self) -> None:
+        """Waits until the sandbox has ended. The end of its output comes when nobody is left who could write."""
         try:
-            with suppress(OSError, RuntimeError):  # it has ended already
-                self._writer.write_eof()
             with suppress(TimeoutError, OSError):
                 async with asyncio.timeout(STOP_S):
                     while await self._reader.read(ERROR_BYTES):
@@ -176,21 +192,19 @@ class Sandbox:
                     while self._process.poll() is None:
                         await asyncio.sleep(POLL_S)
         finally:
-            self._kill()
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            self._writer.transport.abort()
             if self._errors is not None:
                 os.close(self._errors)
                 self._errors = None
 
-    def _kill(self) -> None:
-        """Ends the sandbox's command, and so the sandbox."""
-        self._writer.transport.abort()
-        if self._process.poll() is None:
-            self._process.kill()
-
     async def _ask(self, request: list[bytes] | None, timeout_s: float) -> list[bytes]:
         """Sends a request, if there is one, and returns the answer."""
         async with self._turn:
+            if self._is_over:
+                raise SandboxError("the sandbox has been stopped")
             try:
                 async with asyncio.timeout(timeout_s):
                     if request is not None:
@@ -199,14 +213,16 @@ class Sandbox:
                     lengths = [int(length) for length in (await self._reader.readuntil(b"\n")).split()]
                     return [await self._reader.readexactly(length) for length in lengths]
             except TimeoutError:
-                await self.stop()
+                self._end()
+                await self._wait()
                 raise SandboxError(f"the sandbox did not answer within {timeout_s:g} s") from None
             except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+                self._end()
                 said = self._said()
-                await self.stop()
+                await self._wait()
                 raise SandboxError(f"the sandbox ended (exit status {self._process.returncode}){said}") from None
-            except BaseException:
-                self._kill()
+            except BaseException:  # the next answer would be that to this request
+                self._end()
                 raise
 
     def _said(self) -> str:
