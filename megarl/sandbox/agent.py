@@ -150,7 +150,7 @@ class Run:
             os.chdir(self.agent.folder)
             os.execvpe(arguments[0], arguments, self.agent.environment)
         except BaseException as error:
-            os.write(2, f"{error}\n".encode())
+            os.write(2, b"%b: %b\n" % (arguments[0], getattr(error, "strerror", str(error)).encode()))
         os._exit(127)
 
     def restrict(self):
