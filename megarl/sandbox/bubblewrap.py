@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from megarl.config import schema
-from megarl.sandbox.provider import AGENT, SYSTEM_PATH, Provider
+from megarl.sandbox.provider import OWN_AGENT, SYSTEM_PATH, Provider
 from megarl.sandbox.sandbox import Command, SandboxError
 from megarl.sandbox.seccomp import open_filter
 
@@ -24,7 +24,7 @@ OLDEST = (0, 8)
 NOBODY = 65534
 
 FOLDER = "/tmp"
-"""Where programs run, the only place besides /dev/shm where they may write. It is in memory, and ends with them."""
+"""The folder in which programs run, the only one besides /dev/shm where they may write. It is in memory."""
 
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
@@ -49,10 +49,10 @@ class Bubblewrap(Provider):
         """Raises SandboxError where bubblewrap is not installed, or too old."""
         bubblewrap, files = _bubblewrap(), open_filter()
         seccomp = ["--seccomp", str(files[0])] if files else []
-        agent = [os.path.realpath(sys.executable), "-I", "-S", "-c", AGENT]
         path = f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}"
         prefix = _other_user(bubblewrap) if self.drops_root else []
-        arguments = [*prefix, bubblewrap, *_isolation(self.limits), *seccomp, "--", *agent, FOLDER, path, _counts_own()]
+        arguments = [*prefix, bubblewrap, *_isolation(self.limits), *seccomp, "--", *OWN_AGENT]
+        arguments += [FOLDER, path, _counts_own()]
         return Command(arguments, files=files)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import binascii
+import marshal
+import os
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -11,6 +14,15 @@ from megarl.config import schema
 from megarl.sandbox.sandbox import Command, Sandbox, SandboxError
 
 AGENT = Path(__file__).with_name("agent.py").read_text(encoding="utf-8")
+"""The agent for another Python."""
+
+_CODE = binascii.b2a_base64(marshal.dumps(compile(AGENT, "agent", "exec", optimize=2)), newline=False).decode()
+
+OWN_AGENT = (
+    *(os.path.realpath(sys.executable), "-I", "-S", "-c"),
+    f"# megarl's agent of a sandbox\nimport binascii, marshal\nexec(marshal.loads(binascii.a2b_base64('{_CODE}')))",
+)
+"""The command of the agent in this Python, for which it is compiled: that is a third of the time of its start."""
 
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 

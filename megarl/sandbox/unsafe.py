@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from megarl.sandbox.provider import AGENT, SYSTEM_PATH, Provider
+from megarl.sandbox.provider import OWN_AGENT, SYSTEM_PATH, Provider
 from megarl.sandbox.sandbox import Command
 
 
@@ -17,5 +17,4 @@ class Unsafe(Provider):
     name = "unsafe"
 
     def command(self) -> Command:
-        agent = [os.path.realpath(sys.executable), "-I", "-S", "-c", AGENT]
-        return Command([*agent, "", f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}", "0"])
+        return Command([*OWN_AGENT, "", f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}", "0"])

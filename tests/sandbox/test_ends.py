@@ -44,7 +44,7 @@ def traces() -> set[tuple[int, float]]:
     found = set()
     for process in psutil.process_iter(["cmdline", "name", "create_time"]):
         line = " ".join(process.info["cmdline"] or ())
-        if process.info["name"] == "bwrap" or MARK in line or "The first process in a sandbox" in line:
+        if process.info["name"] == "bwrap" or MARK in line or "megarl's agent of a sandbox" in line:
             found.add((process.pid, process.info["create_time"]))
     return found
 

@@ -186,7 +186,7 @@ def test_a_program_has_no_rights(provider):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are those of x86_64")
 def test_system_calls_that_lead_out_are_refused(provider):
-    """With arguments that the kernel would take from root."""
+    """The arguments are such as the kernel would take from root."""
     program = f"""
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)

@@ -45,7 +45,7 @@ except OSError:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="all tests are an ordinary user's")
 def test_an_ordinary_user_has_sandboxes():
-    """Where this Python or the checkout lie in a folder that is root's alone, the user is shown them there."""
+    """The user is shown this Python and the checkout, also where they lie in a folder that is root's alone."""
     shown, wanted = [], {sys.prefix, sys.base_prefix, str(ROOT)}
     for folder in sorted(wanted):
         top, *between = reversed(Path(folder).parents[:-1])

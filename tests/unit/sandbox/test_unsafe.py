@@ -20,7 +20,7 @@ from tests.sandboxes import finish, limits, printed
 
 @pytest.fixture
 def provider() -> Unsafe:
-    return Unsafe(limits(cpu_s=1, wall_s=3.0))
+    return Unsafe(limits(cpu_s=1))
 
 
 def test_a_program_has_no_environment_of_the_run_and_a_folder_of_its_own(provider, monkeypatch):
