@@ -40,6 +40,9 @@ FREE = (
     "rewards.failure_limit",
     "rewards.processes",
     "rewards.timeout_s",
+    "sandbox.provider",
+    "sandbox.unsafe",
+    "sandbox.image",
     "checkpoint.*",
     "cluster.*",
 )

@@ -44,6 +44,10 @@ ADDED: dict[int, dict[str, Any]] = {
             "tool_timeout_s": 30.0,
             "failures_in_a_row": 16,
         },
+        "sandbox": {
+            **dict(provider="auto", unsafe="refuse", image=None, wall_s=15.0, cpu_s=10, memory_mib=1024),
+            **dict(processes=32, file_mib=64, output_bytes=65536),
+        },
     },
 }
 """The keys that came with each format of checkpoints (megarl.core.checkpoint.FORMAT), with the values that runs had

@@ -183,7 +183,8 @@ class Episode:
     info           its numbers
     rewards        of each turn, None for one without its own
     parts          the sums of rewards over turns, by the name that the environment gives them
-    failure        why it has no reward, with the stack; None if it has one
+    failure        why it has no reward, in one line; None if it has one
+    stack          of what the environment raised, if it did
     messages       the conversation, as text
     first_turn     the rollout's number of the first turn that this sample is trained on
     is_last        whether this is the last of the rollout's samples, whose text reward functions read
@@ -196,6 +197,7 @@ class Episode:
     messages: tuple[Mapping[str, Any], ...]
     first_turn: int
     is_last: bool
+    stack: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

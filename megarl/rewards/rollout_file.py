@@ -74,4 +74,5 @@ def _episode_fields(sample: Sample) -> dict[str, Any]:
         "tool_calls": sample.episode.info.tool_calls,
         "mask": np.diff([0, *changes, len(sample.response_ids)]).tolist(),
         "messages": sample.episode.messages,
+        **({"stack": sample.episode.stack} if sample.episode.stack else {}),
     }

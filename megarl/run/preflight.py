@@ -135,7 +135,7 @@ def _function_pool(config: Config) -> FunctionPool | None:
     functions = [entry.function for entry in rewards.functions]
     if config.is_offline or not (functions or rewards.judge):
         return None
-    return FunctionPool(functions, rewards.judge, 1, rewards.timeout_s)
+    return FunctionPool(functions, rewards.judge, 1, rewards.timeout_s, config.sandbox)
 
 
 def _find_folder(config: Config) -> RunFolder:

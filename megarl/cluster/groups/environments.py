@@ -40,9 +40,11 @@ class EnvironmentActor(ProcessActor):
         gets them as they come."""
         begin = time.time()
 
-        async def sample(token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool) -> Completion:
+        async def sample(
+            token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool, stop: Sequence[str] = ()
+        ) -> Completion:
             return await engine.complete.remote(
-                TurnRequest(np.asarray(token_ids, np.int32), max_new_tokens, seed, greedy)
+                TurnRequest(np.asarray(token_ids, np.int32), max_new_tokens, seed, greedy, tuple(stop))
             )
 
         async def rollout(request: RolloutRequest) -> list[RemoteSample]:

@@ -73,7 +73,7 @@ class RewardWorker:
         rewards_tokens = config.algorithm.advantage.credits_to_go
         self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens, config.environment.weight)
         self._functions = [entry.function for entry in rewards.functions]
-        self._pool = FunctionPool(self._functions, rewards.judge, num_processes, rewards.timeout_s)
+        self._pool = FunctionPool(self._functions, rewards.judge, num_processes, rewards.timeout_s, config.sandbox)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
         folder = models.reward_model
         if folder is not None:

@@ -25,6 +25,7 @@ from megarl.config.rules import (
     reward_model,
     rewards,
     rollout,
+    sandbox,
     trained,
     vllm_overrides,
 )
@@ -35,6 +36,7 @@ from megarl.config.violations import raise_all
 SECTIONS = (
     *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, critic, reward_model, rewards),
     environment,
+    sandbox,
     cluster,
 )
 
