@@ -33,18 +33,20 @@ class HostFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostArguments:
-    """The arguments of a host's process: the environment's name and options, and the wall-clock time of a tool."""
+    """The arguments of a host's process: the environment's name and options, the wall-clock time of a tool, and section
+    `sandbox` of the config."""
 
     name: str
     options: Mapping[str, Any]
     tool_timeout_s: float
+    sandbox: Mapping[str, Any]
 
 
 def host_arguments(config: Config) -> HostArguments:
     """Returns those of a run with an environment."""
     settings = config.environment
     assert settings.name is not None, "the run has an environment"
-    return HostArguments(settings.name, settings.options, settings.tool_timeout_s)
+    return HostArguments(settings.name, settings.options, settings.tool_timeout_s, config.sandbox.model_dump())
 
 
 class HostProcess:
