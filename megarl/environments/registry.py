@@ -102,9 +102,7 @@ def _check_tool(name: str, tool: str, function: Callable[..., Any]) -> None:
         described = describe(tool, function)
     except UserError as error:
         raise UserError(f"{CLASS}: {name}: {error}") from None
-    except (
-        Exception
-    ) as error:  # annotations are the user's code: a type without a JSON schema, a name that is not there
+    except Exception as error:  # annotations are the user's code, and may be anything
         first_line = str(error).partition("\n")[0]
         raise UserError(
             f"{CLASS}: {name}: tool {tool}: its annotations raised {type(error).__name__}: {first_line}; annotate its "

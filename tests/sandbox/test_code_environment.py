@@ -13,7 +13,13 @@ def test_a_rollouts_calls_share_a_sandbox_that_ends_with_it():
         CALL.format("shell", '{"command": "cat a.txt; sleep 1000 & echo; ls /home; id -u"}'),
         "42",
     ]
-    settings = config("Tools", "environment.class=code", "rollout.context_length=3000", "rollout.max_new_tokens=2000")
+    settings = config(
+        "Tools",
+        "environment.class=code",
+        "environment.tool_timeout_s=30",
+        "rollout.context_length=3000",
+        "rollout.max_new_tokens=2000",
+    )
     before = {process.pid for process in psutil.process_iter()}
     [[sample]] = play(settings, Says(*texts), "fine")
     answers = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
