@@ -95,6 +95,11 @@ class ChatTokens:
             return text, ()
         return text, tuple(self._format.read(pieces(self._tokenizer, self._format.tags, turn_ids)))
 
+    def before_calls(self, turn_ids: Sequence[int]) -> str:
+        """Returns what a turn with calls says before the first of them."""
+        found = pieces(self._tokenizer, self._format.tags, turn_ids)[:1]
+        return "" if any(self._format.read(found)) else found[0].text.strip()
+
     def _render(self, messages: Sequence[Message], for_answer: bool = True) -> tuple[str | None, str]:
         """Returns the conversation's text, or None and why the template refuses it."""
         from jinja2.exceptions import TemplateError
