@@ -1,8 +1,8 @@
 """The formats in which models write calls of tools: one small function for each, which reads a turn's calls.
 
-A turn is read from its ids. A tag that the tokenizer has as one token is found by its id alone, so that text which looks
-like the tag does not match; a tag that the tokenizer does not have is found in the text. What begins as a call and is
-none becomes a `MalformedCall`: nothing that a model samples raises an error.
+A turn is read from its ids. A tag that the tokenizer has as one token is found by its id alone, so that text which
+looks like the tag does not match; a tag that the tokenizer does not have is found in the text. What begins as a call
+and is none becomes a `MalformedCall`: nothing that a model samples raises an error.
 """
 
 from __future__ import annotations
@@ -33,40 +33,53 @@ class Piece:
 class ToolFormat:
     """How a family of models writes calls.
 
-    tags         the texts that a call is found by
-    read         reads the calls of a turn's pieces
-    in_template  whether the chat template describes the tools; else a system message does
+    tags     the texts that a call is found by
+    example  a call as it is written
+    read     reads the calls of a turn's pieces
     """
 
     tags: tuple[str, ...]
+    example: str
     read: Callable[[Sequence[Piece]], Iterator[Call]]
-    in_template: bool = True
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, tags: Sequence[str], token_ids: Sequence[int]) -> list[Piece]:
-    """Returns a turn cut at these tags. Text is without special tokens."""
-    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-    by_id = {added[tag]: tag for tag in tags if tag in added}
-    in_text = [re.escape(tag) for tag in tags if tag not in added]
-    found, start, tag = [], 0, ""
-    for end in [i for i, token in enumerate(token_ids) if token in by_id] + [len(token_ids)]:
-        text = tokenizer.decode(
-            list(token_ids[start:end]), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        parts = re.split(f"({'|'.join(in_text)})", text) if in_text else [text]
-        found.append(Piece(tag, parts[0]))
-        found += [Piece(*pair) for pair in zip(parts[1::2], parts[2::2], strict=True)]
-        if end < len(token_ids):
-            start, tag = end + 1, by_id[token_ids[end]]
-    return found
+class CallReader:
+    """Reads the calls of turns in one format."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: ToolFormat):
+        self._tokenizer = tokenizer
+        self._read = tool_format.read
+        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._by_id = {added[tag]: tag for tag in tool_format.tags if tag in added}
+        in_text = [re.escape(tag) for tag in tool_format.tags if tag not in added]
+        self._in_text = re.compile(f"({'|'.join(in_text)})") if in_text else None
+
+    def read(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
+        """Returns the calls of a turn."""
+        return tuple(self._read(self._pieces(list(token_ids))))
+
+    def _pieces(self, token_ids: list[int]) -> list[Piece]:
+        """Returns the turn cut at the tags. Text is without special tokens."""
+        found: list[Piece] = []
+        start, tag = 0, ""
+        for end in [i for i, token in enumerate(token_ids) if token in self._by_id] + [len(token_ids)]:
+            text = self._tokenizer.decode(
+                token_ids[start:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            first, *others = self._in_text.split(text) if self._in_text else [text]
+            found.append(Piece(tag, first))
+            found += [Piece(*pair) for pair in zip(others[::2], others[1::2], strict=True)]
+            if end < len(token_ids):
+                start, tag = end + 1, self._by_id[token_ids[end]]
+        return found
 
 
 HERMES_TAGS = ("<tool_call>", "</tool_call>")
 
 
 def read_hermes(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as models of Qwen and Hermes write them. The closing
-    tag may lack at the end of the turn, as a stop string may be that tag."""
+    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as models of Qwen and Hermes write them. The
+    closing tag may lack, as a turn may end with the call."""
     for piece in turn:
         if piece.tag == "<tool_call>":
             yield from _calls_of(piece.text)
@@ -116,8 +129,8 @@ DEEPSEEK_TAGS = (
 
 
 def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Reads `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, then a block of JSON with the arguments, as V3 writes them; or
-    the name before the separator and plain JSON after it, as V3.1 does."""
+    """Reads the name and a block of JSON after <｜tool▁sep｜>, as V3 writes a call, or the name before it and plain
+    JSON after it, as V3.1 does."""
     for place, piece in enumerate(turn):
         if piece.tag != "<｜tool▁call▁begin｜>":
             continue
@@ -125,23 +138,34 @@ def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
         if following is None or following.tag != "<｜tool▁sep｜>":
             yield MalformedCall(piece.text, "it has no <｜tool▁sep｜> between its name and its arguments")
             continue
-        block = re.fullmatch(
-            r"\s*(?P<name>[^\n]*?)\s*```(?:json)?\s*\n(?P<arguments>.*?)(```)?\s*", following.text, re.S
-        )
+        block = _BLOCK.fullmatch(following.text)
         if block is not None:
             yield _named(block["name"], block["arguments"])
         else:
             yield _named(piece.text.strip(), following.text)
 
 
+HERMES_EXAMPLE = '<tool_call>\n{"name": "the name", "arguments": {"an argument": "its value"}}\n</tool_call>'
+DEEPSEEK_EXAMPLE = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>the name\n```json\n"
+    '{"an argument": "its value"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+
 FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(HERMES_TAGS, read_hermes),
-    "llama3": ToolFormat(("<|python_tag|>",), read_llama3),
-    "mistral": ToolFormat(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), read_mistral),
-    "deepseek": ToolFormat(DEEPSEEK_TAGS, read_deepseek),
-    "tagged": ToolFormat(HERMES_TAGS, read_tagged, in_template=False),
+    "hermes": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, read_hermes),
+    "llama3": ToolFormat(
+        ("<|python_tag|>",), '{"name": "the name", "parameters": {"an argument": "its value"}}', read_llama3
+    ),
+    "mistral": ToolFormat(
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        '[TOOL_CALLS] [{"name": "the name", "arguments": {"an argument": "its value"}}]',
+        read_mistral,
+    ),
+    "deepseek": ToolFormat(DEEPSEEK_TAGS, DEEPSEEK_EXAMPLE, read_deepseek),
+    "tagged": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, read_tagged),
 }
-"""The formats by the name that a recipe gives. `tagged` is that of models which have none of their own."""
+"""The formats by the name that a recipe gives. `tagged` is that of models which have none of their own: a system
+message describes the tools, also where the chat template could."""
 
 
 def format_of(template: str) -> str | None:
@@ -158,16 +182,14 @@ def format_of(template: str) -> str | None:
     return next((name for mark, name in marks if mark in template), None)
 
 
-def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the text that tells a model of its tools where the chat template cannot: how a call is written, and a
-    line of JSON with the description of each tool."""
+def instructions(tools: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Returns the text that tells a model of its tools where the chat template does not: a line of JSON with the
+    description of each, and how a call is written."""
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
-        "You can call tools. These are their descriptions, one a line:\n"
-        f"<tools>\n{described}\n</tools>\n"
-        "To call a tool, write its name and its arguments as JSON between tags, then end your turn:\n"
-        '<tool_call>\n{"name": "the name", "arguments": {"an argument": "its value"}}\n</tool_call>\n'
-        "Its answer comes between <tool_response> and </tool_response>."
+        f"You can call tools. These are their descriptions, one a line:\n<tools>\n{described}\n</tools>\n"
+        f"To call a tool, write its name and its arguments as JSON, then end your turn:\n{FORMATS[name].example}\n"
+        "What the tool answers comes before your next turn."
     )
 
 
@@ -243,4 +265,5 @@ def _message(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
+_BLOCK = re.compile(r"\s*(?P<name>[^\n]*?)\s*```(?:json)?\s*\n(?P<arguments>.*?)(```)?\s*", re.DOTALL)
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -1,9 +1,9 @@
 """Conversations of several turns as token ids that never change once they are there.
 
-A turn that was sampled is not rendered again: what a tokenizer makes of its text may be other ids, and templates rewrite
-earlier turns. In its place stands a sentinel: the chat template renders a short conversation whose assistant turn is the
-sentinel, followed by the new messages, and what it writes after the sentinel goes on after the turn. Of the tags which
-close a turn only those are appended that the turn lacks.
+A turn that was sampled is not rendered again: what a tokenizer makes of its text may be other ids, and templates
+rewrite earlier turns. In its place stands a sentinel: the chat template renders a short conversation whose assistant
+turn is the sentinel, followed by the new messages, and what it writes after the sentinel goes on after the turn. Of the
+tags which close a turn only those are appended that the turn lacks.
 
 Where the template has no place for tools, a system message describes them (`tool_formats.instructions`), and answers of
 tools are what the user says, between <tool_response> and </tool_response>.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.core.errors import UserError
 from megarl.data.tokenizer import response_text
 from megarl.data.tool_calls import MalformedCall, ToolCall
-from megarl.data.tool_formats import FORMATS, format_of, instructions, pieces
+from megarl.data.tool_formats import FORMATS, CallReader, format_of, instructions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +29,9 @@ SENTINEL = "megarlturn"
 
 MARK = "megarlmark"
 """The text of the message that tells whether a template writes out what a role says."""
+
+OTHER_ENDS = ("<|eom_id|>",)
+"""Tokens that a turn may end with in place of the one that the template writes: Llama 3 ends a call of a tool so."""
 
 USER: Message = {"role": "user", "content": "a"}
 
@@ -57,14 +60,16 @@ class ChatTokens:
             )
         self._tokenizer = tokenizer
         self._key = key
-        self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_texts = tuple(tokenizer.added_tokens_decoder[number].content for number in self._special)
+        self._special = {n: token.content for n, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._other_ends = [number for number, text in self._special.items() if text in OTHER_ENDS]
         self._shown: dict[str, bool] = {}
         self._template_tools: list[dict[str, Any]] | None = None
         self._instructions = ""
         self._closing: list[int] = []
         self._require_extension()
-        self._format = FORMATS[self._place_tools(tools, tool_format)] if tools or tool_format else None
+        self._calls: CallReader | None = None
+        if tools or tool_format:
+            self._calls = CallReader(tokenizer, FORMATS[self._place_tools(tools, tool_format)])
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of the conversation with what leads to the assistant's turn. Raises UserError where the chat
@@ -91,9 +96,7 @@ class ChatTokens:
         """Returns a turn's text without special tokens, and the calls in it. context_ids: what stands before it, of
         which some tokenizers need the end to decode the turn's first token."""
         text = response_text(self._tokenizer, context_ids, turn_ids)
-        if self._format is None:
-            return text, ()
-        return text, tuple(self._format.read(pieces(self._tokenizer, self._format.tags, turn_ids)))
+        return text, () if self._calls is None else self._calls.read(turn_ids)
 
     def before_calls(self, turn_ids: Sequence[int]) -> str:
         """Returns what a turn with calls says before the first of them."""
@@ -134,8 +137,8 @@ class ChatTokens:
         return None
 
     def _after(self, text: str, place: int) -> list[int] | None:
-        """Returns the ids of the text from a place on; None where the tokenizer joins what is before it and after it."""
-        if text[place:].startswith(self._special_texts):
+        """Returns the ids of the text from a place on; None where the tokenizer joins what is before and after it."""
+        if text[place:].startswith(tuple(self._special.values())):
             return self._encode(text[place:])
         before, whole = self._encode(text[:place]), self._encode(text)
         return whole[len(before) :] if whole[: len(before)] == before else None
@@ -148,8 +151,9 @@ class ChatTokens:
         found = next((k for k in range(most, 0, -1) if turn[-k:] == list(suffix[:k])), 0)
         shared = _num_shared(self._closing, suffix)
         first = next((i for i in range(shared) if suffix[i] in self._special), None)
-        closed = first is not None and turn[-1:] == [suffix[first]]
-        return max(found, first + 1 if closed else 0)
+        if first is None or not turn or turn[-1] not in (suffix[first], *self._other_ends):
+            return found
+        return max(found, first + 1)
 
     def _require_extension(self) -> None:
         """Raises UserError for a template after whose turns of the assistant nothing can be appended."""
@@ -210,24 +214,19 @@ class ChatTokens:
             raise UserError(f"{self._key}.tool_format={name}: there is none of that name; give {', '.join(FORMATS)}")
         if not tools:
             return name or "tagged"
-        template = self._tokenizer.get_chat_template(None, [dict(tool) for tool in tools])
-        found = self._has_place_for(tools)
-        if name is None and found and format_of(template) is None:
+        known = format_of(self._tokenizer.get_chat_template(None, [dict(tool) for tool in tools]))
+        has_place = self._has_place_for(tools)
+        if name is None and has_place and known is None:
             raise UserError(
                 f"{self._key}.tool_format: the model's chat template writes calls of tools in a format that is not "
-                f"known here; set it to tagged, which describes tools in a system message, or to one of "
+                "known here; set it to tagged, which describes tools in a system message, or to the one of "
                 f"{', '.join(name for name in FORMATS if name != 'tagged')} that the model knows"
             )
-        name = name or (format_of(template) if found else None) or "tagged"
-        if FORMATS[name].in_template and found:
+        name = name or known or "tagged"
+        if has_place and name != "tagged":
             self._template_tools = [dict(tool) for tool in tools]
-        elif FORMATS[name].tags == FORMATS["tagged"].tags:
-            self._instructions = instructions(tools)
         else:
-            raise UserError(
-                f"{self._key}.tool_format={name}: the model's chat template has no place for tools; set it to tagged, "
-                "which describes them in a system message"
-            )
+            self._instructions = instructions(tools, name)
         return name
 
     def _has_place_for(self, tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -289,6 +288,7 @@ def _unused(word: str, where: Any) -> str:
 
 
 def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns how many ids both begin with."""
     return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )

