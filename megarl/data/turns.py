@@ -100,8 +100,7 @@ class ChatTokens:
 
     def before_calls(self, turn_ids: Sequence[int]) -> str:
         """Returns what a turn with calls says before the first of them."""
-        found = pieces(self._tokenizer, self._format.tags, turn_ids)[:1]
-        return "" if any(self._format.read(found)) else found[0].text.strip()
+        return self._calls.text_before(turn_ids)
 
     def _render(self, messages: Sequence[Message], for_answer: bool = True) -> tuple[str | None, str]:
         """Returns the conversation's text, or None and why the template refuses it."""

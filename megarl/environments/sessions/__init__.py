@@ -1,4 +1,4 @@
-"""The session door: an endpoint in front of the engines that speaks OpenAI Chat Completions and records what is sampled."""
+"""The endpoint in front of the engines, by which any agent is trained: OpenAI Chat Completions, recorded as sampled."""
 
 from megarl.environments.sessions.recording import RecordedSample
 from megarl.environments.sessions.server import SessionServer

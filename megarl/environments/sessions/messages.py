@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from megarl.environments.sessions.errors import invalid
@@ -16,8 +17,8 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 def read_messages(given: Any) -> list[Message]:
-    """Returns a request's messages as chat templates take them: contents as text, arguments of calls as objects, and with
-    a tool's answer the name of the tool. Raises ApiError for what no message is, and for images and sound."""
+    """Returns a request's messages as chat templates take them: contents as text, arguments of calls as objects, and
+    with a tool's answer the name of the tool. Raises ApiError for what no message is, and for images and sound."""
     if not isinstance(given, list) or not given:
         raise invalid("messages", "messages is a list with at least one message")
     names: dict[str, str] = {}
@@ -68,10 +69,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise invalid(where, f"{where} has a call that is no object with a function and its name")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):  # else they stay as the program spells them
             arguments = json.loads(arguments)
-        except ValueError:  # the program's own spelling, which stays what it is
-            pass
     function = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": function}
 

@@ -1,10 +1,10 @@
 """The record of a session: sequences that grow by turns, as they were sampled, and which of them a request goes on.
 
-A program sends the whole conversation with every request. It is compared, message by message, with what the session has
-answered. Where it goes on from a turn, what is new is appended to that turn's ids, which never change, and the sample
-grows. A sample grows in one direction only: a second request that goes on from the same turn, or one that goes on from an
-earlier turn, begins a sample whose prompt is the ids up to there. What goes on from no turn, as the context was summed up,
-a turn was rewritten, or another agent speaks, begins a sample that the chat template renders.
+A program sends the whole conversation with every request. It is compared, message by message, with what the session
+has answered. Where it goes on from a turn, what is new is appended to that turn's ids, which never change, and the
+sample grows. A sample grows in one direction only: a second request that goes on from the same turn, or one that goes
+on from an earlier turn, begins a sample whose prompt is the ids up to there. What goes on from no turn, as the context
+was summed up, a turn was rewritten, or another agent speaks, begins a sample that the chat template renders.
 """
 
 from __future__ import annotations

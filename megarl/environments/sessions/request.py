@@ -1,7 +1,7 @@
 """Requests to the endpoint, and which of their parameters it heeds.
 
-The policy samples as the run says, or else what is trained on would come from another distribution than what is sampled
-for: a parameter that asks for another one, such as a temperature that is written into an agent's program, is ignored, and
+The policy samples as the run says: what is trained on has to come from the distribution that its log-probs are of. A
+parameter that asks for another one, such as a temperature that is written into an agent's program, is ignored, and
 counted. A parameter without which the program could not read its answer is refused.
 """
 
