@@ -18,10 +18,12 @@ HERMES_TEMPLATE = """
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
 {%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
 {%- for message in messages %}
-{%- if message.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>' + message.content + '</tool_response><|im_end|>\\n' }}
+{%- if message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>' + message.content + '</tool_response><|im_end|>\\n' }}
 {%- elif message.role != 'system' or not tools %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}
 {%- for call in message.tool_calls or [] %}
-{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}</tool_call>' }}
+{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}</tool_call>' }}
 {%- endfor %}{{ '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""

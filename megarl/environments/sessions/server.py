@@ -35,7 +35,7 @@ class SessionServer:
         self, tokenizer: PreTrainedTokenizerBase, tokens_of: TokensOf, sampling: Mapping[str, Any] | None = None
     ):
         """
-        tokens_of   returns what renders conversations with the tools of a request; it is asked once for each set of them
+        tokens_of   returns what renders conversations with a request's tools; it is asked once for each set of them
         sampling    the run's temperature, top_p …, by the names of the API: what an agent's program may say, too
         """
         self._tokenizer, self._sampling = tokenizer, sampling or {}
@@ -88,15 +88,11 @@ class SessionServer:
         return self._tokens[key]
 
     def _session(self, request: web.Request) -> Session:
-        """Returns the session of a request. Raises ApiError if there is none. Sessions are found by a digest, the time of
-        which tells nothing of a token that is nearly right."""
+        """Returns the session of a request. Raises ApiError if there is none. Sessions are found by a digest, the time
+        of which tells nothing of a token that is nearly right."""
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(_digest(token))
-        if (
-            kind.lower() != "bearer"
-            or session is None
-            or not hmac.compare_digest(session.token.encode(), token.encode())
-        ):
+        session = self._sessions.get(_digest(token)) if kind.lower() == "bearer" else None
+        if session is None or not hmac.compare_digest(_digest(session.token), _digest(token)):
             raise CLOSED
         return session
 
@@ -169,4 +165,4 @@ def _event(event: Mapping[str, Any]) -> bytes:
 
 
 def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()

@@ -89,8 +89,8 @@ class Session:
         self.limits = limits
         self.stop_reason = StopReason.DONE
         """Why no further turn was possible, if a request came to a limit."""
-        self.error: Exception | None = None
-        """The engine's error, which ends the rollout, and most likely the run."""
+        self.error: BaseException | None = None
+        """An error of the engine, or of ours, which no agent can mend: it is to end the run."""
         self.recording = Recording()
         self.counts: Counter[str] = Counter()
         """How often a parameter was ignored, `ignored.NAME`, calls were malformed, `malformed_calls`, a request came
@@ -112,11 +112,14 @@ class Session:
         else:
             self._answers[digest] = asyncio.create_task(self._take_turn(request))
         turn = self._answers[digest]
-        await asyncio.wait(
-            [turn]
-        )  # a client that ends its connection does not end the turn, for which it may ask again
+        # A client that ends its connection does not end the turn, for which it may ask again.
+        await asyncio.wait([turn])
         if turn.cancelled():
             raise CLOSED
+        error = turn.exception()
+        if error is not None and not isinstance(error, ApiError):  # the agent gets an answer, and the run the error
+            self.error = error
+            raise self._failure() from error
         return turn.result()
 
     async def close(self) -> list[RecordedSample]:
@@ -131,14 +134,11 @@ class Session:
         for name in request.ignored:
             self.counts[f"ignored.{name}"] += 1
         if self.error is not None:
-            raise self._engine_error()
+            raise self._failure()
         if self.recording.num_turns >= self.limits.max_turns:
             self.stop_reason = StopReason.MAX_TURNS
-            raise ApiError(
-                400,
-                "turn_limit_reached",
-                f"the rollout has had its {self.limits.max_turns} turns (environment.max_turns)",
-            )
+            said = f"the rollout has had its {self.limits.max_turns} turns (environment.max_turns)"
+            raise ApiError(400, "turn_limit_reached", said)
         try:
             tokens = self._tokens_of(request.tools)
             place = self.recording.place(tokens, tools_key(request.tools), request.messages)
@@ -154,13 +154,7 @@ class Session:
     async def _complete(self, place: Place, request: ChatRequest) -> Completion:
         room = self._room(place)
         seed = self._seed if place.number == 0 else random.Random(repr((self._seed, place.number))).getrandbits(31)
-        try:
-            return await self._sample(
-                place.ids, min(room, request.max_tokens or room), seed, self._greedy, request.stop
-            )
-        except Exception as error:  # the agent gets an answer, and the run the error
-            self.error = error
-            raise self._engine_error() from error
+        return await self._sample(place.ids, min(room, request.max_tokens or room), seed, self._greedy, request.stop)
 
     def _room(self, place: Place) -> int:
         """Returns the tokens that a turn may have. Raises ApiError if there are none."""
@@ -173,8 +167,8 @@ class Session:
             400,
             "context_length_exceeded",
             f"This model's maximum context length is {limits.context_length} tokens (rollout.context_length), "
-            f"{limits.max_new_tokens} of them after the prompt (rollout.max_new_tokens). However, your messages resulted "
-            f"in {len(place.ids)} tokens, {place.num_response_tokens} of them after the prompt.",
+            f"{limits.max_new_tokens} of them after the prompt (rollout.max_new_tokens). However, your messages "
+            f"resulted in {len(place.ids)} tokens, {place.num_response_tokens} of them after the prompt.",
             "messages",
         )
 
@@ -194,8 +188,8 @@ class Session:
         turn = self.recording.add(place, completion, message, text)
         return Answer(turn, message, "length" if completion.finish_reason == "length" else reason, len(place.ids))
 
-    def _engine_error(self) -> ApiError:
-        return ApiError(500, "engine_failed", f"the engine failed: {self.error}")
+    def _failure(self) -> ApiError:
+        return ApiError(500, "engine_failed", f"the policy cannot answer: {self.error}")
 
 
 def _call(call: ToolCall | MalformedCall, number: str) -> dict[str, Any]:
