@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-import verifiers.v1 as vf
+if TYPE_CHECKING:
+    import verifiers.v1 as vf
 
 ROLLOUTS_EACH = 64
 """The rollouts after which an environment's servers are replaced: they keep a client for every key that they saw."""
@@ -31,6 +32,8 @@ class Serving:
     """An environment with its servers."""
 
     def __init__(self, config: vf.EnvConfig):
+        import verifiers.v1 as vf
+
         self.env = vf.load_environment(config)
         self.num_left, self.num_running = ROLLOUTS_EACH, 0
         self.is_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -55,6 +58,8 @@ class Rollouts:
     """The rollouts under way."""
 
     def __init__(self, env: Mapping[str, Any], num_tasks: int | None):
+        import verifiers.v1 as vf
+
         self._config = vf.resolve_env_config(dict(env))
         taskset = vf.load_environment(self._config).taskset
         if num_tasks is not None:
@@ -86,6 +91,8 @@ class Rollouts:
 
     async def _play(self, request: Mapping[str, Any]) -> dict[str, float]:
         """Returns the rewards of an episode, by name: where several agents are trained, their means."""
+        import verifiers.v1 as vf
+
         index = request["index"]
         if index is None:
             index = random.Random(request["seed"]).randrange(len(self.tasks))

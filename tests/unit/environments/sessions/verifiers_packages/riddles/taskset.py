@@ -1,6 +1,7 @@
 """An environment as verifiers' own documents tell how to write one: tasks, a server with a tool, and rewards."""
 
 import verifiers.v1 as vf
+
 from riddles.tool import CoatToolset
 
 WORDS = ["amber", "birch", "cedar"]
