@@ -18,7 +18,7 @@ SLOWEST := --durations=10
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs exhaustive-ranks \
-	test-newest test-cluster test-gpu soak resolve-gpu lint clean
+	test-newest test-sandbox test-cluster test-gpu soak resolve-gpu lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective (15)"
 	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs (15)"
 	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
+	@echo "make test-sandbox  programs that try to leave their sandboxes of bubblewrap, which it installs (1)"
 	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (15)"
 	@echo "make soak        test-cluster, and then a job that twenty seeded faults hit (30)"
 	@echo "make resolve-gpu  the packages of the container for H100s go together, by pip's resolver (1)"
@@ -70,7 +71,7 @@ exhaustive-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 exhaustive-ranks: $(DONE)
-	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 # Its wheels are for newer Pythons, but what is used of it runs on this one, too.
 $(NEWEST_DONE): $(DONE) $(NEWEST)
@@ -99,6 +100,11 @@ test-newest: $(NEWEST_DONE) $(ENGINE_DONE)
 		assert "megatron-core==" + m.__version__.split("+")[0] in open("$(NEWEST)").read()'
 	PYTHONPATH=$(VENV)/newest $(BEHIND) $(RUN) -m pytest tests/distributed tests/unit/megatron \
 		tests/unit/resharding/test_megatron_names.py -m newest $(SLOWEST)
+
+# It fails where bubblewrap can be neither found nor installed. As root, it tries an ordinary user's sandboxes, too.
+test-sandbox: $(DONE)
+	tools/environment/system.sh bwrap:bubblewrap setpriv:util-linux
+	@$(RUN) -m pytest tests/sandbox --numprocesses=2 $(SLOWEST) | sed --unbuffered 's/^/sandbox | /'
 
 # Machines of a cluster, made of this one's namespaces, and Slurm: it wants root. Each file has machines of its own, and
 # mostly waits.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -97,24 +98,28 @@ def write_tiny_experts(folder: Path, num_layers: int = 2) -> Path:
     )
 
 
-def tiny_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, other characters are dropped; ids above those are never encoded to.
+def tiny_tokenizer(
+    vocab_size: int = 128, words: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, and for each of the words, which are no special tokens; other characters
+    are dropped; ids above those are never encoded to.
 
     Byte-level BPE without merges: what transformers' own Qwen2 tokenizer makes of the same vocabulary.
     """
-    tokens = [*SPECIAL_TOKENS, *CHARACTERS]
+    tokens = [*SPECIAL_TOKENS, *CHARACTERS, *words]
     assert vocab_size >= len(tokens), f"vocab_size {vocab_size} < {len(tokens)}"
     tokens += [f"<filler{i}>" for i in range(len(tokens), vocab_size)]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
         extra_special_tokens=list(SPECIAL_TOKENS[3:]),
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
 
 

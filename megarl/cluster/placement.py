@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,8 @@ from megarl.planning.device_spans import ENGINE, NAMES, device_spans, num_device
 from megarl.resharding.piece import Holder
 
 MOST_REWARDS = 16
-"""The number of processes for the user's reward functions that a machine with many cores starts by itself."""
+"""The number of processes for the user's reward functions, or for environments beside an engine, that a machine with
+many cores starts by itself."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -31,7 +33,8 @@ class Node:
 class Process:
     """One process of the run.
 
-    threads      the CPU threads that its operators use; of the rewards, the processes that call the user's functions
+    threads      the CPU threads that its operators use; of the rewards and the environments, the processes with the
+                 user's code
     node         the node that it is on
     devices      those that its ranks compute on, in their order
     reads        other GPUs of its node, with weights that it may read
@@ -92,12 +95,13 @@ class Placement:
     implicit_rewards: tuple[Process, ...]
     engines: tuple[Process, ...]
     rewards: Process | None
+    environments: tuple[Process, ...] = ()
 
     @property
     def groups(self) -> Iterator[tuple[Process, ...]]:
         rewards = (self.rewards,) if self.rewards is not None else ()
         ranks = (self.trainers, self.critics, self.reward_models, self.implicit_rewards, self.engines)
-        return (group for group in (*ranks, rewards) if group)
+        return (group for group in (*ranks, self.environments, rewards) if group)
 
     def describe(self) -> str:
         """Returns a line with the roles, and for several nodes a line with what is on each."""
@@ -146,16 +150,18 @@ def place(
             made.append(replace(parts[0], rest=tuple(parts[1:])))
         return tuple(made)
 
+    engines = (
+        () if config.is_offline else processes(ENGINE, config.rollout.tp, config.rollout.threads, spans[NAMES["actor"]])
+    )
     return Placement(
         nodes=nodes,
         trainers=ranks(config.actor),
         critics=ranks(config.critic) if config.has_critic else (),
         reward_models=ranks(config.reward_model) if config.has_reward_model else (),
         implicit_rewards=ranks(config.implicit_reward) if config.has_implicit_reward else (),
-        engines=()
-        if config.is_offline
-        else processes(ENGINE, config.rollout.tp, config.rollout.threads, spans[NAMES["actor"]]),
+        engines=engines,
         rewards=None if config.is_offline else _rewards(config, nodes[0]),
+        environments=_environments(config, engines) if config.has_environment else (),
     )
 
 
@@ -212,6 +218,20 @@ def _rewards(config: Config, node: Node) -> Process:
     given = config.rewards
     calls = given.functions or given.judge is not None
     return Process("rewards", 0, (given.processes or min(node.cores, MOST_REWARDS)) if calls else 1, node)
+
+
+def _environments(config: Config, engines: Sequence[Process]) -> tuple[Process, ...]:
+    """Returns a process beside each engine, whose threads are the processes with environments that it starts."""
+    on_node = Counter(engine.node.number for engine in engines)
+    return tuple(
+        Process(
+            "environments",
+            engine.index,
+            config.environment.processes or min(MOST_REWARDS, max(1, engine.node.cores // on_node[engine.node.number])),
+            engine.node,
+        )
+        for engine in engines
+    )
 
 
 def _parts(group: Sequence[Process]) -> list[Process]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
@@ -41,6 +42,8 @@ class Workers:
     export_plan: Plan
     rewards_need_room: bool
     """Whether a reward model has devices in common with the engines."""
+    environments: EnvironmentGroup | None = None
+    """None where the response to the prompt is the whole rollout."""
 
     @property
     def actor(self) -> TrainerGroup:
@@ -118,6 +121,10 @@ def launch_workers(
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
         if group is not None:
             starting[name] = group.start()
+    environments = None
+    if placement.environments:
+        environments = EnvironmentGroup(session, config, models.actor, placement.environments, engines)
+        starting["environments"] = environments.start()
     trained = TrainedModels(groups, sharing(config))
     for role, group in groups.items():
         starting[role.replace("_", " ")] = _start_trained(group, checkpoint)
@@ -132,6 +139,7 @@ def launch_workers(
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,
+        environments=environments,
         refit=Refit(session, config, actor, engines, export_plan),
         export_plan=export_plan,
         rewards_need_room=reward_model_is_beside_engines(config),

@@ -30,6 +30,25 @@ ADDED: dict[int, dict[str, Any]] = {
     4: {"cluster.nodes": 1, "cluster.interface": None},
     5: {"cluster.roles": dict.fromkeys(("actor", "critic", "implicit_reward", "reward_model", "rollout"))},
     6: {"rollout.quantization": None},
+    7: {
+        "rollout.stop": [],
+        "environment": {
+            "class": None,
+            "options": {},
+            "weight": 1.0,
+            "max_turns": 8,
+            "turn_tokens": None,
+            "tool_format": None,
+            "processes": None,
+            "timeout_s": 60.0,
+            "tool_timeout_s": 30.0,
+            "failures_in_a_row": 16,
+        },
+        "sandbox": {
+            **dict(provider="auto", unsafe="refuse", image=None, wall_s=15.0, cpu_s=10, memory_mib=1024),
+            **dict(processes=32, file_mib=64, output_bytes=65536),
+        },
+    },
 }
 """The keys that came with each format of checkpoints (megarl.core.checkpoint.FORMAT), with the values that runs had
 without them, as far as there are such. A default that base.yaml gets later is not theirs."""

@@ -258,6 +258,18 @@ class Rewards(Section):
     failure_limit: Annotated[float, Field(ge=0, le=1)]
 
 
+class Sandbox(Section):
+    provider: Literal["auto", "bubblewrap", "apptainer"]
+    unsafe: Literal["refuse", "allow"]
+    image: Annotated[str, Field(min_length=1)] | None
+    wall_s: PositiveFloat
+    cpu_s: PositiveInt
+    memory_mib: PositiveInt
+    processes: PositiveInt
+    file_mib: PositiveInt
+    output_bytes: PositiveInt
+
+
 class Checkpoint(Section):
     every_steps: PositiveInt | None
     keep: PositiveInt
@@ -344,6 +356,7 @@ class Config(Section):
     batch: Batch
     data: Data
     rewards: Rewards
+    sandbox: Sandbox
     checkpoint: Checkpoint
     cluster: Cluster
 

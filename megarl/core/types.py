@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 
+FAILED = "failed"
+"""The stop reason of a rollout whose environment raised an error, hung, or ended its process."""
+
 
 class _HoldsArrays:
     """A base of dataclasses some of whose fields are arrays: their equality, and read-only fields."""
@@ -168,6 +171,10 @@ class RolloutInfo:
     num_context_tokens: int
     num_cached_tokens: int
 
+    @property
+    def has_failed(self) -> bool:
+        return self.stop_reason == FAILED
+
 
 @dataclass(frozen=True, slots=True)
 class Episode:
@@ -176,7 +183,8 @@ class Episode:
     info           its numbers
     rewards        of each turn, None for one without its own
     parts          the sums of rewards over turns, by the name that the environment gives them
-    failure        why it has no reward, with the stack; None if it has one
+    failure        why it has no reward, in one line; None if it has one
+    stack          of what the environment raised, if it did
     messages       the conversation, as text
     first_turn     the rollout's number of the first turn that this sample is trained on
     is_last        whether this is the last of the rollout's samples, whose text reward functions read
@@ -189,6 +197,7 @@ class Episode:
     messages: tuple[Mapping[str, Any], ...]
     first_turn: int
     is_last: bool
+    stack: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,6 +291,14 @@ class SampleInfo:
     rollout_id: str = ""
     rollout: RolloutInfo | None = None
     beginning: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its environment has failed, and not its reward."""
+        return self.rollout is not None and self.rollout.has_failed
 
     @property
     def num_tokens(self) -> int:

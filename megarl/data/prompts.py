@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.rules.environment import OWN_TASKS
 from megarl.config.schema import Config, Data
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
@@ -67,6 +68,8 @@ def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, mo
 
 def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
     data = config.data
+    if data.source == OWN_TASKS:
+        return (Row(number, [], None, {}) for number in range(1, (data.size or DEFAULT_SIZE) + 1))
     if data.source == "arithmetic":
         for name, function in columns.items():
             if function is not None and name != ALL_COLUMNS:
@@ -95,6 +98,8 @@ def require_size(num_rows: int, num_kept: int, data: Data) -> None:
 def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Prompt | None:
     """Returns the row's prompt, None for one that is dropped."""
     place = f"{config.data.source}:{row.number}"
+    if config.data.source == OWN_TASKS:
+        return Prompt(f"{OWN_TASKS}:{row.number}", "", [])
     token_ids = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
     if too_long(len(token_ids), "the prompt", config, place):
         return None

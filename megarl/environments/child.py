@@ -16,19 +16,31 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
+from megarl.config import schema
 from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as comparisons
 from megarl.rewards.registry import asked_columns, from_file, resolve, takes_batches
+from megarl.sandbox.choice import find_provider
+from megarl.sandbox.provider import Provider
 
 NUM_ARGUMENTS = 3
 JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
 
+SANDBOX = "sandbox"
+"""The name of the parameter that gets the provider of sandboxes, and no column."""
 
-def main(functions: Sequence[str], judge: str | None) -> None:
+
+def main(functions: Sequence[str], judge: str | None, sandbox: Mapping[str, Any] | None, sandbox_s: float) -> None:
+    """Serves a pool.
+
+    sandbox     section `sandbox` of the config; None: no function may ask for sandboxes
+    sandbox_s   how long a sandbox may live
+    """
     calls, answers = take_pipes()
     faulthandler.enable()
     stacks.write_on_request()
@@ -40,13 +52,18 @@ def main(functions: Sequence[str], judge: str | None) -> None:
         if judge is not None:
             _write(answers, {"importing": f"rewards.judge: {judge}"})
             known[comparisons.NAME] = from_file("rewards.judge", judge, JUDGE_ARGUMENTS)
+        asked = {
+            name: asked_columns(function, len(JUDGE_ARGUMENTS) if name == comparisons.NAME else NUM_ARGUMENTS)
+            for name, function in known.items()
+        }
+        confined = [name for name, parameters in asked.items() if parameters.pop(SANDBOX, None) is not None]
+        if confined:
+            _write(answers, {"importing": f"sandbox, for {', '.join(confined)}"})
+            provider = _provider(sandbox, sandbox_s)
+            known |= {name: partial(known[name], **{SANDBOX: provider}) for name in confined}
     except UserError as error:
         _write(answers, {"refused": str(error)})
         return
-    asked = {
-        name: asked_columns(function, len(JUDGE_ARGUMENTS) if name == comparisons.NAME else NUM_ARGUMENTS)
-        for name, function in known.items()
-    }
     batch_functions = [name for name in functions if takes_batches(known[name])]
     _write(answers, {"ready": True, "columns": _needed_by(asked), "batch_functions": batch_functions})
     while True:
@@ -58,6 +75,11 @@ def main(functions: Sequence[str], judge: str | None) -> None:
             _write(answers, answer_batch(known[name], arguments, _given_to_batch(asked[name], columns)))
         else:
             _write(answers, answer(known[name], arguments, _given(asked[name], columns)))
+
+
+def _provider(sandbox: Mapping[str, Any] | None, sandbox_s: float) -> Provider:
+    assert sandbox is not None, "only pools of runs have functions that ask for sandboxes"
+    return asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
 
 
 def _needed_by(asked: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:

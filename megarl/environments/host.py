@@ -1,8 +1,8 @@
 """A process in which environments live, for a `HostPool`, which may kill it at any time.
 
-It first says in a line of JSON what its environments' class is, then reads requests from stdin, a line of JSON each, and
-answers each with such a line, in the order in which they are done: many rollouts are under way in it at once. The
-environments' own stdin is empty, and what they print goes to stderr.
+It first says in a line of JSON what tools its environments have. Then it reads requests from stdin, a line of JSON
+each, and answers each with such a line, in the order in which they are done: many rollouts are under way in it at once.
+The environments' own stdin is empty, and what they print goes to stderr.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
+from megarl.config.schema import Config
 from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.environments.host import LONGEST_LINE
@@ -39,6 +40,13 @@ class HostArguments:
     tool_timeout_s: float
 
 
+def host_arguments(config: Config) -> HostArguments:
+    """Returns those of a run with an environment."""
+    settings = config.environment
+    assert settings.name is not None, "the run has an environment"
+    return HostArguments(settings.name, settings.options, settings.tool_timeout_s)
+
+
 class HostProcess:
     """One process, in a group of its own, so that what it starts is killed with it."""
 
@@ -60,7 +68,7 @@ class HostProcess:
             *(sys.executable, "-m", "megarl.environments.host", json.dumps(asdict(arguments))),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            process_group=0,
+            preexec_fn=os.setpgrp,  # uvloop, in which Ray's actors run, knows no process_group
             limit=LONGEST_LINE,
         )
         host = cls(process)

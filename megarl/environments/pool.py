@@ -16,6 +16,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from megarl.config import schema
 from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
@@ -26,6 +27,9 @@ NO_COLUMNS: Mapping[str, Any] = {}
 
 IMPORT_S = 60.0
 """The time that one function's file has to be imported, unless a call has longer."""
+
+SANDBOX_SHARE = 0.9
+"""The share of a call's time that sandboxes have: a program that hangs is wrong, and its call does not fail."""
 
 STACKS_S = 0.1
 """The time that a process has to write its stacks, which takes a hundredth of it."""
@@ -38,15 +42,26 @@ class FunctionPool:
     has started; so is one whose process ends. A new process takes its place at once.
     """
 
-    def __init__(self, functions: Sequence[str], judge: str | None, num_processes: int, timeout_s: float):
+    def __init__(
+        self,
+        functions: Sequence[str],
+        judge: str | None,
+        num_processes: int,
+        timeout_s: float,
+        sandbox: schema.Sandbox | None = None,
+    ):
         """Returns when all processes have found the functions. Raises UserError for one that is not there, or cannot
         be called, and for a file whose import does not end in time, or ends the process.
 
         functions   names as in rewards.functions
         judge       the name of the function of rewards.judge, which is called as judge.NAME
         timeout_s   the wall-clock time of one call
+        sandbox     what functions that ask for sandboxes get, which then have SANDBOX_SHARE of timeout_s
         """
-        self._arguments = json.dumps({"functions": list(functions), "judge": judge})
+        settings = None if sandbox is None else sandbox.model_dump()
+        self._arguments = json.dumps(
+            dict(functions=list(functions), judge=judge, sandbox=settings, sandbox_s=SANDBOX_SHARE * timeout_s)
+        )
         self._timeout_s = timeout_s
         self._children = {_Child(self._arguments) for _ in range(num_processes)}
         self._idle: SimpleQueue[_Child] = SimpleQueue()

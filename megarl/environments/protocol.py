@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import FinishReason
+from megarl.core.types import FAILED, FinishReason
 from megarl.environments.tools import MalformedCall, Message, Toolbox, ToolCall
 
 
@@ -26,7 +26,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     """No room is left for a further turn, or for what the environment answered."""
-    FAILED = "failed"
+    FAILED = FAILED
     """The environment raised an error, hung, or ended its process: the rollout has no reward."""
 
 

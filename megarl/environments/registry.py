@@ -18,12 +18,13 @@ from megarl.rewards.registry import defined_in_file
 SHIPPED = {
     "calculator": "megarl.environments.shipped.calculator:CalculatorEnvironment",
     "search": "megarl.environments.shipped.search:SearchEnvironment",
+    "search_tool": "megarl.environments.shipped.search:SearchToolEnvironment",
     "text_game": "megarl.environments.shipped.text_game:TextGameEnvironment",
     "openenv": "megarl.environments.shipped.openenv:OpenEnvEnvironment",
     "code": "megarl.environments.shipped.code:CodeEnvironment",
     "verifiers": "megarl.environments.sessions.verifiers_agent:VerifiersAgent",
 }
-"""Where the classes are that megarl brings. Each is imported when it is asked for: some need a library of their own."""
+"""The classes that megarl brings. Each is imported when it is asked for: some need a library of their own."""
 
 CLASS, OPTIONS = "environment.class", "environment.options"
 METHODS = {"reset": ("task",), "step": ("turn",)}
@@ -110,9 +111,10 @@ def _check_tool(name: str, tool: str, function: Callable[..., Any]) -> None:
     except (
         Exception
     ) as error:  # annotations are the user's code: a type without a JSON schema, a name that is not there
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise UserError(
-            f"{CLASS}: {name}: tool {tool}: its annotations raised {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}; annotate its arguments with types that JSON has, such as str, list[int]"
+            f"{CLASS}: {name}: tool {tool}: its annotations raised {said}; annotate its arguments with types that JSON "
+            "has, such as str, int, list[str]"
         ) from error
     if not described["function"]["description"]:
         raise UserError(f"{CLASS}: {name}: tool {tool} has no docstring; say in it what the tool does, for the model")

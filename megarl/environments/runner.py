@@ -40,7 +40,9 @@ class RolloutRequest:
 class Sampler(Protocol):
     """An engine, as rollouts use it."""
 
-    async def __call__(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool) -> Completion:
+    async def __call__(
+        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool, stop: Sequence[str] = ()
+    ) -> Completion:
         """Returns what the policy says after these tokens."""
 
 
@@ -51,7 +53,7 @@ def turn_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Seque
         return ChatTokens(tokenizer, tools, config.environment.tool_format)
     if tools:
         raise UserError(
-            f"environment.class={config.environment.name}: its tools need data.chat_template: true, which says how they "
+            f"environment.class={config.environment.name}: its tools need data.chat_template=true, which says how they "
             "are called"
         )
     return PlainTokens(tokenizer)
@@ -74,14 +76,14 @@ class RolloutRunner:
         try:
             await rollout.play(host)
         except HostFailure as failure:
-            rollout.fail(f"{failure}\n{failure.stack}".strip())
+            rollout.fail(str(failure), failure.stack)
         except UserError as error:  # messages that the chat template refuses
             rollout.fail(str(error))
         try:
             rollout.tool_calls += Counter(await host.call("close", request.id, self.config.environment.timeout_s))
         except HostFailure as failure:
             if rollout.failure is None:
-                rollout.fail(f"{failure}\n{failure.stack}".strip())
+                rollout.fail(str(failure), failure.stack)
         await self.pool.give_back(host)
         self._count(rollout)
         return rollout.samples()
@@ -114,6 +116,7 @@ class _Rollout:
         self._num_context_tokens = self._num_cached_tokens = 0
         self.tool_calls: Counter[str] = Counter()
         self.failure: str | None = None
+        self._stack = ""
 
     async def play(self, host: HostProcess) -> None:
         """Makes all turns. Raises HostFailure for what the environment does wrong."""
@@ -204,6 +207,8 @@ class _Rollout:
             follows = text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))
         else:
             follows = self._tokens.extend(turn_ids, messages)
+        if follows == []:
+            raise HostFailure("its observation has no tokens; give text, or done=True")
         if follows is None:
             conversation = [*self._conversation, *messages]
             self._messages += messages
@@ -217,9 +222,9 @@ class _Rollout:
         self._conversation += messages
         self._messages += messages
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, stack: str = "") -> None:
         """Ends the rollout as failed."""
-        self.failure, self._stop_reason = reason, StopReason.FAILED
+        self.failure, self._stack, self._stop_reason = " ".join(reason.split()), stack, StopReason.FAILED
 
     def samples(self) -> list[Sample]:
         """Returns a sample for each sequence with a turn; of a rollout without any, an empty one."""
@@ -243,6 +248,7 @@ class _Rollout:
             messages=tuple(self._messages),
             first_turn=0,
             is_last=True,
+            stack=self._stack,
         )
         if not begun:
             return [Sample(name, prompt, [], [], [], (), "stop", "", rollout_id=name, episode=episode)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.rules.environment import OWN_TASKS
 from megarl.config.schema import Config
 from megarl.data.model_folder import model_paths
 
@@ -31,15 +32,18 @@ def named_files(config: Config) -> list[Named]:
     """Returns those of a recipe: folders of models, of which hub ids and packages have none here, data, and the files
     of its own functions."""
     models = [Named(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
-    data = [] if config.data.source == "arithmetic" else [Named("data.source", config.data.source)]
+    is_made = config.data.source in ("arithmetic", OWN_TASKS)
+    data = [] if is_made else [Named("data.source", config.data.source)]
     functions = [("rewards.functions", entry.function) for entry in config.rewards.functions]
     if config.rewards.judge is not None:
         functions.append(("rewards.judge", config.rewards.judge))
+    if config.environment.name is not None:
+        functions.append(("environment.class", config.environment.name))
     return [*models, *data, *_files(functions)]
 
 
 def _files(functions: Sequence[tuple[str, str]]) -> list[Named]:
-    """Returns the files of path/to/file.py:function; other names are megarl's own."""
+    """Returns the files of path/to/file.py:function, or of a class; other names are megarl's own."""
     return [Named(key, name.rpartition(":")[0]) for key, name in functions if ":" in name]
 
 

@@ -32,6 +32,7 @@ def policy_loss(
     has_moved        whether the policy has been updated since the start of the step
     """
     assert batch.advantage is not None, "the batch has no advantages"
+    scored = _of_trained(batch, scored)
     log_prob, entropy = scored[:, 0], scored[:, 1]
     old = _old(algorithm.correction, batch, log_prob)
     samples = _sample_segments(batch)
@@ -103,11 +104,17 @@ def _at_trained(batch: TokenBatch, other: torch.Tensor, log_prob: torch.Tensor) 
     return torch.where(batch.mask, other, log_prob.detach())
 
 
+def _of_trained(batch: TokenBatch, scored: torch.Tensor) -> torch.Tensor:
+    """Returns what the head says of trained tokens, and 0 for the others, whose gradient then is 0: no number times a
+    weight of 0 is 0, where it is infinite or none."""
+    return scored.where(batch.mask[:, None], 0.0)
+
+
 def value_loss(config: Value, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
     """Returns the critic's loss and metrics. scored: the value of each row, [N, 1]."""
     assert batch.values is not None and batch.returns is not None, "the batch has no returns"
-    [value] = scored.unbind(-1)
-    error = squared_error(value, batch.values, batch.returns, config.clip)
+    [value] = _of_trained(batch, scored).unbind(-1)
+    error = squared_error(value, _at_trained(batch, batch.values, value), batch.returns, config.clip)
     loss = config.coefficient * (batch.weight * error.loss).sum()
     return loss, {
         "value/loss": total(loss),
@@ -137,7 +144,7 @@ def implicit_reward_loss(config: ImplicitReward, batch: TokenBatch, scored: torc
 
 def imitation_loss(objective: Objective, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
     """Returns loss and metrics of imitating the assistant's tokens. scored: log-prob and entropy."""
-    log_prob, entropy = scored[:, 0], scored[:, 1]
+    log_prob, entropy = _of_trained(batch, scored).unbind(-1)
     loss = (batch.weight * objective.spec.loss(log_prob)).sum()
     return loss, {
         "policy/loss": total(loss),

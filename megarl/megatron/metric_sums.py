@@ -23,12 +23,12 @@ def total(value: torch.Tensor) -> tuple[torch.Tensor, None, str]:
 
 def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Returns the mean of the values by their weights, whose sum is its weight when microbatches are merged. A mask
-    makes it the mean over the trained tokens.
+    makes it the mean over the trained tokens. Values with a weight of 0 have no part in it, whatever they are.
 
     weight   bool or float32, 0 or more
     """
     every = weight.sum()
-    return (values.detach() * weight).sum() / every.where(every > 0, 1), every, "mean"
+    return (values.detach() * weight).where(weight > 0, 0.0).sum() / every.where(every > 0, 1), every, "mean"
 
 
 def largest(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, None, str]:

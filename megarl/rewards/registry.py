@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.rewards.choice import choice_match
+from megarl.rewards.code import code_stdin_stdout, code_tests
 from megarl.rewards.exact import exact_match
 from megarl.rewards.numeric import numeric_match
 from megarl.rewards.think_answer import think_answer_format
@@ -20,7 +21,7 @@ from megarl.rewards.think_answer import think_answer_format
 RewardFunction = Callable[..., Any]
 """A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list of them, one
 for each turn, and raises where it cannot tell. A further parameter gets the column of the data's row that has its name,
-and `row` all columns.
+and `row` all columns; one called `sandbox` gets the provider of the run's sandboxes (megarl.sandbox.provider).
 
 A function f(prompts, responses, answers) takes lists instead, of all samples of a scoring pass, also of the columns,
 and returns a list with one such result for each sample."""
@@ -28,7 +29,8 @@ and returns a list with one such result for each sample."""
 SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
 
 FUNCTIONS: dict[str, RewardFunction] = {
-    function.__name__: function for function in (exact_match, numeric_match, choice_match, think_answer_format)
+    function.__name__: function
+    for function in (exact_match, numeric_match, choice_match, think_answer_format, code_tests, code_stdin_stdout)
 }
 
 

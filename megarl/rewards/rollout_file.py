@@ -55,5 +55,24 @@ def _row(step: int, sample: Sample, score: Score) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "num_response_tokens": len(sample.response_ids),
         "rollout_logprobs": np.round(np.asarray(sample.response_logprobs, np.float64), LOGPROB_DECIMALS).tolist(),
+        **_episode_fields(sample),
         "advantage": None,
+    }
+
+
+def _episode_fields(sample: Sample) -> dict[str, Any]:
+    """Returns the fields of a sample of a rollout in an environment. mask: lengths of runs of tokens, of which those of
+    the policy come first and then every second one."""
+    if sample.episode is None:
+        return {}
+    changes = np.flatnonzero(np.diff(sample.response_mask)) + 1
+    return {
+        "rollout_id": sample.rollout_id,
+        "stop_reason": str(sample.episode.info.stop_reason),
+        "first_turn": sample.episode.first_turn,
+        "turn_rewards": sample.episode.rewards,
+        "tool_calls": sample.episode.info.tool_calls,
+        "mask": np.diff([0, *changes, len(sample.response_ids)]).tolist(),
+        "messages": sample.episode.messages,
+        **({"stack": sample.episode.stack} if sample.episode.stack else {}),
     }

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megarl.config import schema
 from megarl.core.errors import UserError
-from megarl.core.types import Sample, Score, TokenTotals
+from megarl.core.types import Episode, Sample, Score, TokenTotals
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.process import on_turns, together, turn_ends
@@ -16,23 +16,31 @@ from megarl.rewards.result import Result
 MODEL = "reward_model"
 """The name of a reward model's part of the reward."""
 
+ENVIRONMENT = "environment"
+"""The name of an environment's part of the reward."""
+
 
 class Scorer:
     """The weights of a config's reward functions, its reward model and its judge."""
 
     def __init__(
-        self, functions: Sequence[schema.RewardFunction], model_weight: float = 1.0, rewards_tokens: bool = False
+        self,
+        functions: Sequence[schema.RewardFunction],
+        model_weight: float = 1.0,
+        rewards_tokens: bool = False,
+        environment_weight: float = 1.0,
     ) -> None:
         """Raises UserError for a function that is listed twice.
 
-        model_weight     the weight of a reward model's score
-        rewards_tokens   whether the advantages have a use for rewards of single tokens
+        model_weight         the weight of a reward model's score
+        rewards_tokens       whether the advantages have a use for rewards of single tokens
+        environment_weight   the weight of an environment's rewards
         """
         names = [entry.function for entry in functions]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise UserError(f"rewards.functions: {twice} is listed twice; list it once, with the sum of the weights")
-        weights = {MODEL: model_weight, judge.NAME: 1.0}
+        weights = {MODEL: model_weight, judge.NAME: 1.0, ENVIRONMENT: environment_weight}
         self._weights = {entry.function: entry.weight for entry in functions} | weights
         self._per_turn = {entry.function for entry in functions if entry.per_turn}
         self._rewards_tokens = rewards_tokens
@@ -49,7 +57,10 @@ class Scorer:
         The score's value is the weighted sum of what the functions (by name), the model and the judge (None: there is
         none) say, if all of them say something; a function of turns says the sum of their rewards. The R response
         tokens' rewards are a part of the value, NaN for a token without one, and None if no token has one of its own.
+        Of a rollout in an environment, the sum of its turns' rewards is part of the value of each of its samples.
         """
+        if sample.episode is not None and sample.episode.failure is not None:
+            return Score(value=None, parts={}, failure=f"environment: {sample.episode.failure}"), None
         said, failures = _said(sample, results, model_reward, verdict)
         parts: dict[str, float] = {}
         by_token = []
@@ -66,17 +77,29 @@ class Scorer:
             parts[name] = math.fsum(rewards)
             if per_turn and self._rewards_tokens:
                 by_token.append([self._weights[name] * reward for reward in on_turns(rewards, sample.response_mask)])
+        if sample.episode is not None:
+            parts |= _environment_parts(sample.episode)
+            own = sample.episode.rewards[sample.episode.first_turn :][:num_turns]
+            if self._rewards_tokens and any(reward is not None for reward in own):
+                turns = [math.nan if reward is None else self._weights[ENVIRONMENT] * reward for reward in own]
+                by_token.append(on_turns(turns, sample.response_mask))
         if failures:
             return Score(value=None, parts=parts, failure=f"rewards.functions: {'; '.join(failures)}"), None
         if model_reward is not None and model_reward.by_token is not None:
             by_token.append([self._weights[MODEL] * reward for reward in model_reward.by_token])
-        value = sum(self._weights[name] * part for name, part in parts.items())
+        value = sum(self._weights[name] * part for name, part in parts.items() if name in self._weights)
         if not by_token:
             return Score(value, parts), None
         rewards = together(by_token)
         return Score(
             value, parts, token_reward_totals=TokenTotals.of([reward for reward in rewards if not math.isnan(reward)])
         ), rewards
+
+
+def _environment_parts(episode: Episode) -> dict[str, float]:
+    """Returns the sum of the turns' rewards, and the sums of those that have names, which are parts of it."""
+    named = {f"{ENVIRONMENT}_{name}": total for name, total in episode.parts.items()}
+    return {ENVIRONMENT: math.fsum(reward for reward in episode.rewards if reward is not None), **named}
 
 
 def _said(

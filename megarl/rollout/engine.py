@@ -24,6 +24,7 @@ class SamplingRequest:
 
     greedy           whether the most likely token is taken each time, whatever rollout's temperature
     max_new_tokens   None: rollout's
+    group_seed       the same for all completions of a prompt in a step, for what its environment draws
     stop             texts that end it where they come up, beside rollout.stop; they stay part of it
     """
 
@@ -33,6 +34,7 @@ class SamplingRequest:
     greedy: bool = False
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    group_seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

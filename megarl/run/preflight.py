@@ -3,10 +3,11 @@ by `megarl train` as the first thing it does."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,13 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
+from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.pool import FunctionPool
+from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import Trial, try_rewards
 from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
@@ -65,6 +70,8 @@ def preflight(config: Config) -> Preflight:
         pool = attempt(_function_pool, config)
         with nullcontext() if pool is None else closing(pool):
             data = None if models is None else attempt(_load_data, config, models, pool)
+            if models is not None and config.has_environment:
+                attempt(_check_environment, config, models)
             if data is not None and folder is not None:
                 attempt(_check_resume_and_disk, config, models, data)
             trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
@@ -106,7 +113,20 @@ def _load_data(config: Config, models: ModelFolders, pool: FunctionPool | None) 
     """Returns the rows, prompts with the columns that reward functions ask for."""
     if config.is_offline:
         return load_offline_data(config, models.actor)
-    return load_prompts(config, models.actor) if pool is None else load_prompts(config, models.actor, pool.columns)
+    columns = NO_COLUMNS if pool is None else pool.columns
+    return load_prompts(config, models.actor, {ALL_COLUMNS: None, **columns} if config.has_environment else columns)
+
+
+def _check_environment(config: Config, models: ModelFolders) -> None:
+    """Looks, in a process of its own, whether the environment's class is one, and whether the model's chat template can
+    go on with what it says. Raises UserError where they are not."""
+
+    async def find_tools() -> Sequence[Mapping[str, Any]]:
+        pool = await HostPool.start(host_arguments(config), 1)
+        await pool.close()
+        return pool.tools
+
+    turn_tokens(config, load_tokenizer(models.actor), asyncio.run(find_tools()))
 
 
 def _function_pool(config: Config) -> FunctionPool | None:
@@ -115,7 +135,7 @@ def _function_pool(config: Config) -> FunctionPool | None:
     functions = [entry.function for entry in rewards.functions]
     if config.is_offline or not (functions or rewards.judge):
         return None
-    return FunctionPool(functions, rewards.judge, 1, rewards.timeout_s)
+    return FunctionPool(functions, rewards.judge, 1, rewards.timeout_s, config.sandbox)
 
 
 def _find_folder(config: Config) -> RunFolder:
@@ -177,7 +197,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
 def _first_row(config: Config, data: PromptSet | OfflineData) -> str:
     size = f"{len(data):,} {config.data.rows}"
     first = data[0]
-    if not isinstance(first, Prompt):
+    if not isinstance(first, Prompt) or not first.messages:
         return size
     return f"{size}; the first: {_shown(first.messages[-1]['content'])}, answer {_shown(first.answer)}"
 

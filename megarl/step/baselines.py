@@ -11,7 +11,7 @@ from megarl.algorithms.specs import GroupEstimator
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.types import NO_TOTALS, Baseline, TokenTotals
-from megarl.step.scoring import ScoredSample
+from megarl.step.scoring import ScoredSample, rollouts_of
 
 Totals = Mapping[str, TokenTotals]
 """Sums over a model's rewards of tokens: sample id -> TokenTotals."""
@@ -23,25 +23,29 @@ Groups = Sequence[Sequence[ScoredSample]]
 def attach_baselines(
     config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> list[ScoredSample]:
-    """Returns all samples of an update with their baselines.
+    """Returns all samples of an update with their baselines, which are of rollouts: those of one rollout have one.
 
     token_reward_totals   sums over an implicit reward model's rewards
     kl_reward_totals      sums over the rewards for being close to the reference
     """
     advantage, spec = config.algorithm.advantage, config.algorithm.advantage.spec
     earlier = average.value
+    rollouts = [rollouts_of(group) for group in groups]
     members = [
-        [_member(config, item, token_reward_totals, kl_reward_totals, earlier) for item in group] for group in groups
+        [_member(config, items, token_reward_totals, kl_reward_totals, earlier) for items in group]
+        for group in rollouts
     ]
     options = advantage.options()
     baselines = [spec.baselines(group, options) for group in members]
     if isinstance(spec, GroupEstimator) and spec.amplify is not None:
-        factor = spec.amplify([[_member(config, item, token_reward_totals, {}) for item in group] for group in groups])
+        without_kl = [[_member(config, items, token_reward_totals, {}) for items in group] for group in rollouts]
+        factor = spec.amplify(without_kl)
         baselines = [[_amplified(baseline, factor) for baseline in group] for group in baselines]
     return [
         replace(item, baseline=baseline)
-        for group, compared in zip(groups, baselines, strict=True)
-        for item, baseline in zip(group, compared, strict=True)
+        for group, compared in zip(rollouts, baselines, strict=True)
+        for items, baseline in zip(group, compared, strict=True)
+        for item in items
     ]
 
 
@@ -54,7 +58,9 @@ def update_reward_average(
     if advantage.spec.comparison != "moving_average":
         return {}
     mean = fmean(
-        _member(config, item, token_reward_totals, kl_reward_totals).reward for group in groups for item in group
+        _member(config, items, token_reward_totals, kl_reward_totals).reward
+        for group in groups
+        for items in rollouts_of(group)
     )
     average.add(mean, advantage.option("baseline_decay"))
     return {"reward/baseline": Metric(before)}
@@ -65,14 +71,19 @@ def _amplified(baseline: Baseline, factor: float) -> Baseline:
 
 
 def _member(
-    config: Config, item: ScoredSample, token_reward_totals: Totals, kl_reward_totals: Totals, earlier: float = 0.0
+    config: Config,
+    rollout: Sequence[ScoredSample],
+    token_reward_totals: Totals,
+    kl_reward_totals: Totals,
+    earlier: float = 0.0,
 ) -> Member:
-    """Makes the Member of a sample. Rewards of single tokens are part of the sample's reward, unless they are compared
-    by themselves. The KL is always part of it."""
-    name, num_tokens = item.sample.info.id, item.sample.info.num_trained_tokens
-    learned = token_reward_totals.get(name, NO_TOTALS)
-    reward = item.reward + kl_reward_totals.get(name, NO_TOTALS).total
+    """Makes the Member of a rollout, of its samples. Rewards of single tokens are part of the reward, unless they are
+    compared by themselves. The KL is always part of it."""
+    item, names = rollout[0], [item.sample.info.id for item in rollout]
+    num_tokens = sum(item.sample.info.num_trained_tokens for item in rollout)
+    learned = sum((token_reward_totals.get(name, NO_TOTALS) for name in names), NO_TOTALS)
+    reward = item.reward + sum(kl_reward_totals.get(name, NO_TOTALS).total for name in names)
     if config.algorithm.advantage.credits_to_go:
-        totals = item.token_reward_totals + learned
-        return Member(reward - item.token_reward_totals.total, num_tokens, totals, item.greedy, earlier)
+        given = sum((item.token_reward_totals for item in rollout), NO_TOTALS)
+        return Member(reward - given.total, num_tokens, given + learned, item.greedy, earlier)
     return Member(reward + learned.total, num_tokens, NO_TOTALS, item.greedy, earlier)

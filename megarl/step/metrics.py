@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -10,18 +11,23 @@ from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
 from megarl.core.types import SampleInfo
+from megarl.environments.protocol import StopReason
 
 
 def step_metrics(
     config: Config, groups: Sequence[Sequence[RemoteSample]], watch: Stopwatch, version: int
 ) -> dict[str, float]:
-    """Returns metrics of the step's samples, phases and weights. groups: all samples, by prompt; the last of a group
-    may be a greedy response, which the metrics of lengths leave out because it is not trained on."""
+    """Returns metrics of the step's samples, phases and weights. groups: all samples, by prompt; the last rollout of a
+    group may be a greedy one, which the metrics of lengths leave out because it is not trained on."""
     infos = [sample.info for group in groups for sample in group]
-    sampled = [sample.info for group in groups for sample in group[: config.batch.samples_per_prompt]]
+    sampled = infos
+    if config.samples_greedily:
+        greedy = {group[-1].info.rollout_id for group in groups}
+        sampled = [info for info in infos if info.rollout_id not in greedy]
     times = watch.metrics()
     return {
         **_response_metrics(sampled),
+        **_rollout_metrics(sampled),
         **times,
         "throughput/tokens_per_second": sum(info.num_tokens for info in infos) / times["time/step"],
         "weights/version": version,
@@ -52,4 +58,34 @@ def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
         "response/truncated_share": fmean(info.finish_reason == "length" for info in infos),
+    }
+
+
+def _rollout_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
+    """Returns metrics of rollouts in environments; none where there are none."""
+    rollouts = [*{info.rollout_id: info.rollout for info in infos if info.rollout is not None}.values()]
+    if not rollouts:
+        return {}
+    calls: Counter[str] = Counter()
+    for rollout in rollouts:
+        calls += Counter(rollout.tool_calls)
+    num_calls, num_context = calls.total(), sum(rollout.num_context_tokens for rollout in rollouts)
+    return {
+        "environment/turns_mean": fmean(rollout.num_turns for rollout in rollouts),
+        "environment/turns_max": max(rollout.num_turns for rollout in rollouts),
+        "environment/samples_per_rollout": fmean(rollout.num_samples for rollout in rollouts),
+        **{
+            f"environment/stop_{reason}": fmean(rollout.stop_reason == reason for rollout in rollouts)
+            for reason in StopReason
+        },
+        "environment/tool_calls": num_calls / len(rollouts),
+        "environment/tool_error_share": 1 - calls["ok"] / num_calls if num_calls else 0.0,
+        **{
+            f"environment/tool_{status}": count / len(rollouts)
+            for status, count in sorted(calls.items())
+            if status != "ok"
+        },
+        "environment/prefix_hit_share": sum(rollout.num_cached_tokens for rollout in rollouts) / num_context
+        if num_context
+        else 0.0,
     }

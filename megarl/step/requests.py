@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megarl.config.schema import Config
 from megarl.core.types import Prompt
@@ -16,14 +17,19 @@ def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int 
     before."""
     groups = [
         [
-            SamplingRequest(f"{number}.{i}.{k}", prompt, _sampling_seed(config.run.seed, number, i, k))
+            SamplingRequest(
+                f"{number}.{i}.{k}",
+                prompt,
+                _sampling_seed(config.run.seed, number, i, k),
+                group_seed=_sampling_seed(config.run.seed, number, i),
+            )
             for k in range(config.batch.samples_per_prompt)
         ]
         for i, prompt in enumerate(prompts, start=first)
     ]
     if config.samples_greedily:
         for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True), start=first):
-            group.append(SamplingRequest(f"{number}.{i}.greedy", prompt, 0, greedy=True))
+            group.append(replace(group[0], sample_id=f"{number}.{i}.greedy", seed=0, greedy=True))
     return groups
 
 

@@ -15,6 +15,7 @@ from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, Score
+from megarl.rollout.engine import SamplingRequest
 from megarl.step.requests import requests
 from megarl.step.scoring import Metrics, ScoredSample, is_informative, select
 
@@ -59,7 +60,7 @@ def collect_rollouts(
         prompts = next_prompts(further_prompts(wanted - num_informative, num_informative, len(sampled), wanted))
         asked = requests(config, number, prompts, first=len(sampled))
         with watch.phase("rollout"):
-            groups = workers.engines.generate(asked, workers.rewards.listener).result(meanwhile)
+            groups = sample_groups(workers, asked).result(meanwhile)
             workers.leave_to_rewards(is_last=rounds + 1 == config.batch.sampling_rounds)
         with watch.phase("reward"):
             samples = [sample for group in groups for sample in group]
@@ -73,6 +74,13 @@ def collect_rollouts(
         workers.leave_to_trainers()
     metrics |= offloaded | {"rollout/rounds": Metric(rounds), "rollout/prompts": Metric(len(sampled))}
     return Rollouts(sampled, choose(scored, wanted), process_rewards, metrics)
+
+
+def sample_groups(workers: Workers, asked: Sequence[Sequence[SamplingRequest]]) -> Pending[list[list[RemoteSample]]]:
+    """Submits the sampling of the requests of each prompt: by the engines alone, or in environments. The rewards begin
+    with a sample as soon as it is there."""
+    source = workers.engines if workers.environments is None else workers.environments
+    return source.generate(asked, workers.rewards.listener)
 
 
 def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:

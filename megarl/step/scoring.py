@@ -39,6 +39,14 @@ class ScoredSample:
         return self.outcome + self.length_reward
 
 
+def rollouts_of(group: Sequence[ScoredSample]) -> list[list[ScoredSample]]:
+    """Returns the samples of each rollout of a group. They have one reward, that of the rollout."""
+    rollouts: dict[str, list[ScoredSample]] = {}
+    for item in group:
+        rollouts.setdefault(item.sample.info.rollout_id, []).append(item)
+    return list(rollouts.values())
+
+
 def is_informative(group: Sequence[ScoredSample]) -> bool:
     """Returns whether the group's outcomes differ: else no sample is better than another, but for its length."""
     return len({item.outcome for item in group}) > 1
@@ -47,10 +55,15 @@ def is_informative(group: Sequence[ScoredSample]) -> bool:
 def select(
     config: Config, groups: Sequence[Sequence[RemoteSample]], scores: Sequence[Score]
 ) -> tuple[list[list[ScoredSample]], Metrics]:
-    """Joins samples with their scores, by group; the last of a group may be a greedy response, which is not trained on.
-    A sample whose reward failed is left out, and counted, and so are those whose greedy response has no reward; above
-    rewards.failure_limit the run stops."""
-    failures = [score.failure for score in scores if score.failure is not None]
+    """Joins samples with their scores, by group; the last rollout of a group may be a greedy one, which is not trained
+    on. A sample whose reward or environment failed is left out, and counted, and so are those whose greedy response has
+    no reward; above rewards.failure_limit, which is of rewards alone, the run stops."""
+    infos = [sample.info for group in groups for sample in group]
+    failures = [
+        score.failure
+        for info, score in zip(infos, scores, strict=True)
+        if score.failure is not None and not info.has_failed
+    ]
     if len(failures) > config.rewards.failure_limit * len(scores):
         raise UserError(
             f"{failures[0]} ({len(failures)} of {len(scores)} samples failed; rewards.failure_limit="
@@ -60,22 +73,31 @@ def select(
     judged = [[(sample, next(remaining)) for sample in group] for group in groups]
     if not config.samples_greedily:
         scored = [_scored(config, group) for group in judged]
-        return scored, _reward_metrics(scored, scores)
+        return scored, _reward_metrics(scored, [member for group in judged for member in group])
+    sampled = [_without_last_rollout(group) for group in judged]
     greedy_rewards = [_reward(config, *group[-1]) for group in judged]
     scored = [
-        [] if reward is None else _scored(config, group[:-1], reward)
-        for group, reward in zip(judged, greedy_rewards, strict=True)
+        [] if reward is None else _scored(config, group, reward)
+        for group, reward in zip(sampled, greedy_rewards, strict=True)
     ]
     greedy = [reward for reward in greedy_rewards if reward is not None]
-    sampled = [score for group in judged for _, score in group[:-1]]
-    return scored, _reward_metrics(scored, sampled) | {"reward/greedy_mean": Metric(fmean(greedy))}
+    metrics = _reward_metrics(scored, [member for group in sampled for member in group])
+    return scored, metrics | {"reward/greedy_mean": Metric(fmean(greedy))}
+
+
+Judged = tuple[RemoteSample, Score]
+
+
+def _without_last_rollout(group: Sequence[Judged]) -> list[Judged]:
+    last = group[-1][0].info.rollout_id
+    return [(sample, score) for sample, score in group if sample.info.rollout_id != last]
 
 
 def _reward(config: Config, sample: RemoteSample, score: Score) -> float | None:
     return None if score.value is None else score.value + _length_reward(config, sample)
 
 
-def _scored(config: Config, members: Sequence[tuple[RemoteSample, Score]], greedy: float = 0.0) -> list[ScoredSample]:
+def _scored(config: Config, members: Sequence[Judged], greedy: float = 0.0) -> list[ScoredSample]:
     return [
         ScoredSample(
             sample,
@@ -96,8 +118,10 @@ def _length_reward(config: Config, sample: RemoteSample) -> float:
     return overlong_penalty(sample.info.num_response_tokens, config.rollout.max_new_tokens, buffer)
 
 
-def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], scores: Sequence[Score]) -> Metrics:
-    rewards = [item.reward for group in groups for item in group]
+def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], judged: Sequence[Judged]) -> Metrics:
+    """Returns the metrics of rewards, in which a rollout of several samples counts once."""
+    rewards = [rollout[0].reward for group in groups for rollout in rollouts_of(group)]
+    scores = {sample.info.rollout_id: score for sample, score in judged}.values()
     if not rewards:
         raise RunFailure("rewards: no sample of this step could be scored; see the rollouts' failure fields")
     parts = merge({f"reward/{name}": Metric(value) for name, value in score.parts.items()} for score in scores)

@@ -24,13 +24,13 @@ from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config, Limit
 from megarl.core import device
-from megarl.core.types import Sample, SampleInfo
+from megarl.core.types import Completion, Sample, SampleInfo
 from megarl.data.model_folder import read_config
 from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources, vllm_holders
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
-from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.engine import SamplingRequest, TurnRequest
 
 if TYPE_CHECKING:
     from megarl.resharding.transports.transport import Channel
@@ -99,6 +99,11 @@ class EngineActor(VllmActor):
             samples = await self._worker.generate(requests, tell)
         segments.note(own_scratch())  # vLLM makes some only when it generates
         return [Answer([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
+
+    async def complete(self, request: TurnRequest) -> Completion:
+        """Returns the tokens of one turn."""
+        with self._whole():
+            return await self._worker.complete(request)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -210,6 +215,11 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     def names(self) -> list[str]:
         """The names of the processes that are not lost."""
         return list(self._actors)
+
+    @property
+    def actors(self) -> Mapping[str, ActorHandle]:
+        """The actors of these processes, by name."""
+        return self._actors
 
     @property
     def incarnations(self) -> list[Incarnation]:

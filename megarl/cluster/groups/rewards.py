@@ -50,7 +50,8 @@ class RewardActor(ProcessActor):
 
     async def begin(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            self._worker.begin(sample)
+            if is_judged(sample):
+                self._worker.begin(sample)
 
     async def score(self, *arguments: Any) -> Answer:
         begin = time.time()
@@ -70,9 +71,9 @@ class RewardWorker:
         """Samples that are being judged, or are."""
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
-        self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens)
+        self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens, config.environment.weight)
         self._functions = [entry.function for entry in rewards.functions]
-        self._pool = FunctionPool(self._functions, rewards.judge, num_processes, rewards.timeout_s)
+        self._pool = FunctionPool(self._functions, rewards.judge, num_processes, rewards.timeout_s, config.sandbox)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
         folder = models.reward_model
         if folder is not None:
@@ -111,24 +112,29 @@ class RewardWorker:
         references to the reward model's scores, if there is one."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
-        tasks = [self.begin(sample) for sample in samples]
+        judged = [sample for sample in samples if is_judged(sample)]
+        tasks = [self.begin(sample) for sample in judged]
         # All samples are there now, which functions of batches wait for.
-        verdicts, batch_results = await asyncio.gather(self._verdicts(samples), judge_batch(self._pool, samples))
-        judged = []
-        for sample, task, batch_rewards in zip(samples, tasks, batch_results, strict=True):
+        verdicts, batch_results = await asyncio.gather(self._verdicts(judged), judge_batch(self._pool, judged))
+        of_rollout: dict[str, dict[str, Result]] = {}
+        for sample, task, batch_rewards in zip(judged, tasks, batch_results, strict=True):
             results = {**(await task), **batch_rewards}
-            ordered = {name: results[name] for name in self._functions}
-            judged.append(self._scorer.score(sample, ordered, model_rewards.get(sample.id), verdicts.get(sample.id)))
-        for sample in samples:
+            of_rollout[sample.rollout_id] = {name: results[name] for name in self._functions}
             del self._begun[sample.id]
-        scored = [(sample, score) for sample, (score, _) in zip(samples, judged, strict=True)]
+        scores = [
+            self._scorer.score(
+                sample, of_rollout.get(sample.rollout_id, {}), model_rewards.get(sample.id), verdicts.get(sample.id)
+            )
+            for sample in samples
+        ]
+        scored = [(sample, score) for sample, (score, _) in zip(samples, scores, strict=True)]
         await asyncio.to_thread(append_rollouts, rollouts, step, scored)
         by_token = {
             sample.id: token_rewards
-            for sample, (_, token_rewards) in zip(samples, judged, strict=True)
+            for sample, (_, token_rewards) in zip(samples, scores, strict=True)
             if token_rewards is not None
         }
-        return [score for score, _ in judged], _put(by_token)
+        return [score for score, _ in scores], _put(by_token)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
         """Returns the judge's verdicts by sample id; empty if there is no judge. samples: all of their prompts."""
@@ -153,6 +159,12 @@ class RewardWorker:
             return ModelReward(None, failure=str(reading))
         assert scores is not None, f"the reward model left out sample {sample.id}"
         return self._model_score.reward(sample, scores.tolist(), reading)
+
+
+def is_judged(sample: Sample) -> bool:
+    """Returns whether reward functions read a sample: of a rollout in an environment they read the last one, unless it
+    has failed."""
+    return sample.episode is None or (sample.episode.is_last and sample.episode.failure is None)
 
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:

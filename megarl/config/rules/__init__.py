@@ -17,6 +17,7 @@ from megarl.config.rules import (
     correction,
     critic,
     data,
+    environment,
     kl,
     layout,
     objective,
@@ -24,6 +25,7 @@ from megarl.config.rules import (
     reward_model,
     rewards,
     rollout,
+    sandbox,
     trained,
     vllm_overrides,
 )
@@ -33,6 +35,8 @@ from megarl.config.violations import raise_all
 
 SECTIONS = (
     *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, critic, reward_model, rewards),
+    environment,
+    sandbox,
     cluster,
 )
 

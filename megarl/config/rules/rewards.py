@@ -11,6 +11,8 @@ def something_gives_rewards(config: Config) -> str | None:
     rewards = config.rewards
     if config.is_offline or rewards.functions or rewards.judge is not None or config.has_reward_model:
         return None
+    if config.has_environment:
+        return None
     return (
         "rewards.functions=[]: nothing would reward the samples; list a function such as exact_match, or set "
         "reward_model.path or rewards.judge"

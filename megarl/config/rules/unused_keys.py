@@ -41,6 +41,7 @@ BELONGS = (
         lambda config: not config.actor_has_values,
         but=("trunk", "warmup_steps"),  # the latter has a rule of its own
     ),
+    Belongs(("environment",), "environment.class", lambda config: config.has_environment),
     Belongs(("reward_model",), "reward_model.path", lambda config: config.has_reward_model),
     Belongs(
         ("algorithm.correction.weight_limit",),

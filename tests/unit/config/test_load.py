@@ -174,8 +174,8 @@ def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
     path.write_text("run: {name: a, folder: b, seed: 0, export: true, replace: false}\n")
     remedy = "start the file with `base: base.yaml`, which has a default for every other key"
     assert errors(path) == [
-        f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, rollout, algorithm, batch, "
-        f"data, rewards, checkpoint, cluster; {remedy}",
+        f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, rollout, environment, "
+        f"algorithm, batch, data, rewards, sandbox, checkpoint, cluster; {remedy}",
         f"{path}:1: missing key run.steps; {remedy}",
     ]
 

@@ -83,6 +83,7 @@ def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
     commands = [line.partition("  #")[0] for line in lines]
     assert commands == [
         "make test",
+        "make test-sandbox",
         "make test-learn",
         "make --jobs=2 exhaustive-runs exhaustive-ranks test-newest",
         "make test-cluster",

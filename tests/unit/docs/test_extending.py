@@ -7,12 +7,17 @@ import re
 from megarl.config.huggingface import FAMILIES
 from tests.readme import README, ROOT, text_of
 
-FAMILY, ALGORITHM = "megarl/resharding/families/README.md", "megarl/algorithms/README.md"
+ALGORITHM, ENVIRONMENT = "megarl/algorithms/README.md", "megarl/environments/README.md"
+FAMILY = "megarl/resharding/families/README.md"
 
 
-def test_the_readme_leads_to_both_pages_side_by_side():
-    assert f"[Adding an algorithm]({ALGORITHM}) and [Adding a family]({FAMILY})" in text_of(README)
+def test_the_readme_leads_to_the_pages_side_by_side():
+    pages = (
+        f"[Adding an algorithm]({ALGORITHM}), [Adding an environment]({ENVIRONMENT}) and [Adding a family]({FAMILY})"
+    )
+    assert pages in " ".join(text_of(README).split())
     assert text_of(ALGORITHM).startswith("# Adding an algorithm\n")
+    assert text_of(ENVIRONMENT).startswith("# Adding an environment\n")
     assert text_of(FAMILY).startswith("# Adding a family\n")
 
 

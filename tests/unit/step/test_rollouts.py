@@ -62,6 +62,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         leave_to_engines=lambda: engines.turns.append("to engines") or {"memory/free_gb": Metric(3.0)},
         leave_to_rewards=leave_to_rewards,
         leave_to_trainers=lambda: engines.turns.append("to trainers"),
+        environments=None,
     )
     rollouts = collect_rollouts(
         load(BASE, overrides + batch),

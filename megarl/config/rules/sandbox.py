@@ -1,0 +1,30 @@
+"""The rules of section `sandbox`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megarl.config.schema import Config
+
+
+def apptainer_has_an_image(config: Config) -> str | None:
+    sandbox = config.sandbox
+    if sandbox.provider != "apptainer" or sandbox.image is not None:
+        return None
+    return (
+        "sandbox.image=null: sandbox.provider=apptainer runs programs in an image; set it to one that has a python3, "
+        "such as python.sif of `apptainer pull python.sif docker://python:3.11-slim`"
+    )
+
+
+def an_image_is_apptainers(config: Config) -> str | None:
+    sandbox = config.sandbox
+    if sandbox.provider != "bubblewrap" or sandbox.image is None:
+        return None
+    return (
+        f"sandbox.image={sandbox.image}: sandbox.provider=bubblewrap reads no image; set sandbox.image=null, or "
+        "sandbox.provider=apptainer"
+    )
+
+
+RULES: tuple[Callable[[Config], str | None], ...] = (apptainer_has_an_image, an_image_is_apptainers)

@@ -1,0 +1,114 @@
+"""Retrieval of passages: from a file of the run's own, or from a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.core.errors import UserError
+
+CORPUS = "environment.options.corpus"
+
+_LOADING = threading.Lock()
+
+
+class Retriever(Protocol):
+    async def retrieve(self, query: str, topk: int) -> list[str]:
+        """Returns the passages that fit the query best, the best first."""
+
+    async def close(self) -> None: ...
+
+
+class Corpus:
+    """The passages of a JSON-lines file, ranked by BM25.
+
+    A row has its passage as `contents`, the title in its first line; or as `title` and `text`.
+    """
+
+    def __init__(self, path: Path):
+        import bm25s
+
+        self.passages = _read(path)
+        self._tokenize = bm25s.tokenize
+        self._index = bm25s.BM25()
+        self._index.index(self._tokens(self.passages), show_progress=False)
+
+    def _tokens(self, texts: Sequence[str]) -> Any:
+        # Words of one letter count, too: in a small corpus they may be all that tells two passages apart.
+        return self._tokenize(list(texts), token_pattern=r"(?u)\b\w+\b", stopwords="en", show_progress=False)
+
+    async def retrieve(self, query: str, topk: int) -> list[str]:
+        return await asyncio.to_thread(self._best, query, topk)
+
+    def _best(self, query: str, topk: int) -> list[str]:
+        places, scores = self._index.retrieve(
+            self._tokens([query]), k=min(topk, len(self.passages)), show_progress=False
+        )
+        return [self.passages[i] for i, score in zip(places[0], scores[0], strict=True) if score > 0]
+
+    async def close(self) -> None:
+        """Leaves the index as it is: other rollouts of the process read it."""
+
+
+async def open_retriever(path: str | None, url: str | None, timeout_s: float) -> Retriever:
+    """Returns that of a corpus, which all rollouts of a process share, or that of a server."""
+    return await asyncio.to_thread(_corpus, path) if url is None else Server(url, timeout_s)
+
+
+def _corpus(path: str) -> Corpus:
+    with _LOADING:  # so that rollouts which begin together read the file once
+        return _loaded(path)
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: str) -> Corpus:
+    return Corpus(Path(path).expanduser())
+
+
+def _read(path: Path) -> list[str]:
+    if not path.is_file():
+        raise UserError(f"{CORPUS}: {path} is no file; name one with a JSON object a line")
+    passages = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            row = json.loads(line)
+            if "contents" not in row and not {"title", "text"} <= row.keys():
+                raise UserError(
+                    f"{CORPUS}: line {number} of {path} has the keys {', '.join(row)}; give it `contents`, or `title` "
+                    "and `text`"
+                )
+            passages.append(row["contents"] if "contents" in row else f"{row['title']}\n{row['text']}")
+    if not passages:
+        raise UserError(f"{CORPUS}: {path} is empty; it needs a passage at least")
+    return passages
+
+
+class Server:
+    """A server that answers POST /retrieve {"queries": […], "topk": k, "return_scores": true} with {"result": [[…]]},
+    a list of {"document": {"contents": …}, "score": …} for each query. (Search-R1, arXiv 2503.09516)"""
+
+    def __init__(self, url: str, timeout_s: float):
+        """url: of the server, or that of its `retrieve`."""
+        self.url = url if url.rstrip("/").endswith("/retrieve") else f"{url.rstrip('/')}/retrieve"
+        self.timeout_s = timeout_s
+        self._session: Any = None
+
+    async def retrieve(self, query: str, topk: int) -> list[str]:
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self.timeout_s))
+        asked = {"queries": [query], "topk": topk, "return_scores": True}
+        async with self._session.post(self.url, json=asked) as response:
+            response.raise_for_status()
+            [found] = (await response.json())["result"]
+        return [item["document"]["contents"] for item in found]
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()

@@ -1,0 +1,140 @@
+"""A text adventure whose house is made from the seed: find the key, then the chest that it opens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from megarl.environments.protocol import Environment, Step, Task, Turn
+from megarl.environments.tools import Message
+
+Room = tuple[int, int]
+"""The column, from the west, and the row, from the north."""
+
+WAYS: dict[str, Room] = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
+COMMANDS = (*WAYS, "take", "open")
+RULES = (
+    "You are in a house. Find the key, take it, then find the chest and open it. Answer each time with one command: "
+    f"{', '.join(COMMANDS)}. The last command of what you write counts."
+)
+KEY_REWARD, CHEST_REWARD = 0.3, 0.7
+
+_COMMAND = re.compile(rf"\b({'|'.join(COMMANDS)})\b")
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """Rooms in a grid.
+
+    doors   the pairs of neighbours that one can go between, both ways round
+    """
+
+    doors: frozenset[tuple[Room, Room]]
+    start: Room
+    key: Room
+    chest: Room
+
+    def exits(self, room: Room) -> dict[str, Room]:
+        rooms = {way: (room[0] + dx, room[1] + dy) for way, (dx, dy) in WAYS.items()}
+        return {way: other for way, other in rooms.items() if (room, other) in self.doors}
+
+
+def build_house(width: int, height: int, walls: float, random: Random) -> House:
+    """Returns a house of which every room can be reached. walls: the share of walls without a door, of those that no
+    room needs."""
+    rooms = [(x, y) for x in range(width) for y in range(height)]
+    pairs = [(a, b) for a in rooms for b in ((a[0] + 1, a[1]), (a[0], a[1] + 1)) if b in rooms]
+    random.shuffle(pairs)
+    joined = {room: room for room in rooms}
+
+    def root(room: Room) -> Room:
+        while joined[room] != room:
+            room = joined[room]
+        return room
+
+    doors = set()
+    for a, b in pairs:
+        is_needed = root(a) != root(b)
+        if is_needed:
+            joined[root(a)] = root(b)
+        if is_needed or random.random() >= walls:
+            doors |= {(a, b), (b, a)}
+    start, key, chest = random.sample(rooms, 3)
+    return House(frozenset(doors), start, key, chest)
+
+
+class TextGameEnvironment(Environment):
+    """The game. Taking the key is rewarded with 0.3, opening the chest with 0.7, which ends it."""
+
+    def __init__(self, width: int = 3, height: int = 3, walls: float = 0.5, compass: bool = False, rules: bool = True):
+        """
+        width, height  of the house, in rooms
+        walls          the share of walls without a door, of those that no room needs
+        compass        whether a compass points to the key, and to the chest once the key is taken
+        rules          whether a system message has the rules, which other words of the run's own may replace
+        """
+        if width * height < 3:
+            raise ValueError(f"a house of {width} × {height} rooms has no room for the start, the key and the chest")
+        self.width, self.height, self.walls = width, height, walls
+        self.compass, self.rules = compass, rules
+        self.has_key = False
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self.house = build_house(self.width, self.height, self.walls, Random(task.seed))
+        self.room, self.has_key = self.house.start, False
+        system = [{"role": "system", "content": RULES}] if self.rules else []
+        return [*system, *task.messages, {"role": "user", "content": self._look()}]
+
+    async def step(self, turn: Turn) -> Step:
+        command = read_command(turn.text)
+        if command is None:
+            return Step(f"That is no command. The commands are {', '.join(COMMANDS)}.", reward=0.0)
+        if command in WAYS:
+            return self._go(command)
+        return self._take() if command == "take" else self._open()
+
+    def _go(self, way: str) -> Step:
+        exits = self.house.exits(self.room)
+        if way not in exits:
+            return Step(f"There is no door to the {way}. {self._look()}", reward=0.0)
+        self.room = exits[way]
+        return Step(self._look(), reward=0.0)
+
+    def _take(self) -> Step:
+        if self.has_key or self.room != self.house.key:
+            return Step(f"There is nothing to take. {self._look()}", reward=0.0)
+        self.has_key = True
+        return Step(f"You take the key. {self._look()}", reward={"key": KEY_REWARD})
+
+    def _open(self) -> Step:
+        if self.room != self.house.chest:
+            return Step(f"There is nothing to open. {self._look()}", reward=0.0)
+        if not self.has_key:
+            return Step(f"The chest is locked. {self._look()}", reward=0.0)
+        return Step(reward={"chest": CHEST_REWARD}, done=True)
+
+    def _look(self) -> str:
+        things = {"a key": self.room == self.house.key and not self.has_key, "a chest": self.room == self.house.chest}
+        seen = " and ".join(thing for thing, is_here in things.items() if is_here)
+        sentences = [f"Doors: {', '.join(self.house.exits(self.room))}."]
+        sentences += [f"You see {seen}."] if seen else []
+        sentences += ["You have the key."] if self.has_key else []
+        sentences += [f"Compass: {self._needle()}."] if self.compass else []
+        return " ".join(sentences)
+
+    def _needle(self) -> str:
+        x, y = self.house.chest if self.has_key else self.house.key
+        dx, dy = x - self.room[0], y - self.room[1]
+        signs: Mapping[str, bool] = {"north": dy < 0, "south": dy > 0, "east": dx > 0, "west": dx < 0}
+        return ", ".join(way for way, is_right in signs.items() if is_right) or "here"
+
+
+def read_command(text: str) -> str | None:
+    """Returns the last command of a text, or that of which the text is the first letter; None: it has none."""
+    word = text.strip().lower()
+    if len(word) == 1:
+        return next((command for command in COMMANDS if command[0] == word), None)
+    found = _COMMAND.findall(word)
+    return found[-1] if found else None

@@ -1,0 +1,370 @@
+"""The first process in a sandbox: it runs programs there, one at a time, each within limits, and answers what they did.
+
+A sandbox's own Python runs the text of this file, with what it imports quickest and nothing of megarl. Messages come on
+stdin and go to stdout: lists of byte strings, as `pack` makes them. With the end of stdin the sandbox ends, however the
+process on its other side has ended. Programs can do nothing to this process: in a sandbox it has the process id 1,
+which no signal from inside ends, and nobody may look into its memory or its files.
+"""
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+
+CHECK_S = 0.05
+"""The time between two looks at what a program's processes have taken together."""
+
+MAX_FILES = 20_000
+"""Files that a program may have in a sandbox's own folders: empty ones take memory, too."""
+
+OPEN_FILES = 256
+READ_BYTES = 65536
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 36, 38
+
+
+def pack(fields):
+    """Returns the bytes of a message: a line with the lengths of its fields, and the fields."""
+    return b" ".join(b"%d" % len(field) for field in fields) + b"\n" + b"".join(fields)
+
+
+class Kept:
+    """The beginning and the end of an output, and how long it was."""
+
+    def __init__(self, limit):
+        self.half, self.total = (limit + 1) // 2, 0
+        self.head, self.tail = bytearray(), bytearray()
+
+    def add(self, data):
+        self.total += len(data)
+        room = self.half - len(self.head)
+        self.head += data[:room]
+        self.tail += data[room:]
+        if len(self.tail) > 2 * READ_BYTES + self.half:
+            del self.tail[: -self.half]
+
+    def fields(self):
+        return [b"%d" % self.total, bytes(self.head), bytes(self.tail[-self.half :])]
+
+
+class Agent:
+    """The state of the agent: where programs run, and with which environment."""
+
+    def __init__(self, folder, path, counts_own):
+        """counts_own: whether the kernel counts the processes of this sandbox apart from the user's others."""
+        self.folder, self.counts_own = folder, counts_own
+        self.is_first = os.getpid() == 1
+        self.environment = {
+            **dict(PATH=path, HOME=folder, TMPDIR=folder, LANG="C.UTF-8", USER="sandbox", LOGNAME="sandbox"),
+            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+        }
+        self.wake, wake = os.pipe()
+        for end in (self.wake, wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def others(self):
+        """Returns the processes in the sandbox but this one."""
+        if self.is_first:
+            return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        found, parents = [], [os.getpid()]
+        while parents:
+            text = text_of(f"/proc/{parents[0]}/task/{parents.pop(0)}/children")
+            parents += (children := [int(pid) for pid in text.split()])
+            found += children
+        return found
+
+    def end_all(self):
+        """Ends all other processes, also those that have left their parents, and waits for their end."""
+        while True:
+            # Only the first process of a sandbox may signal everybody: they are all in the sandbox.
+            for pid in [-1] if self.is_first else self.others():
+                try:  # noqa: SIM105 - contextlib is slow to import
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            try:
+                while os.waitpid(-1, 0 if self.is_first else os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            time.sleep(0.001)
+
+    def write(self, name, data):
+        """Writes a file. Returns why it could not."""
+        path = os.path.join(self.folder, name.decode())
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if os.path.lexists(path) and not os.path.isdir(path):
+                os.unlink(path)  # a pipe or a link that a program has put there
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
+                file.write(data)
+        except OSError as error:
+            return str(error).encode()
+        return b""
+
+    def run(self, limits, merged, stdin, arguments):
+        """Returns the fields that say what a program did."""
+        return Run(self, limits, merged, stdin, arguments).fields()
+
+
+class Run:
+    """One program, until all of its processes have ended."""
+
+    def __init__(self, agent, limits, merged, stdin, arguments):
+        self.agent, self.limits = agent, limits
+        self.out, self.err = Kept(limits["output_bytes"]), Kept(limits["output_bytes"])
+        self.spent = cpu_of_ended()
+        self.begin = time.monotonic()
+        (stdin_read, self.stdin_write), (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.become(arguments, (stdin_read, out_write, out_write if merged else err_write))
+        for end in (stdin_read, out_write, err_write):
+            os.close(end)
+        self.stdin, self.status, self.limit = memoryview(stdin), None, b""
+        self.kept = {out_read: self.out, err_read: self.err}
+        self.watch()
+        agent.end_all()
+        for end in list(self.kept):
+            os.set_blocking(end, False)
+            while self.read(end):
+                pass
+        self.close_stdin()
+
+    def become(self, arguments, ends):
+        """Becomes the program, in the process that was forked for it."""
+        try:
+            for number, end in enumerate(ends):
+                os.dup2(end, number)
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            self.restrict()
+            os.chdir(self.agent.folder)
+            os.execvpe(arguments[0], arguments, self.agent.environment)
+        except BaseException as error:
+            os.write(2, b"%b: %b\n" % (arguments[0], getattr(error, "strerror", str(error)).encode()))
+        os._exit(127)
+
+    def restrict(self):
+        """Sets the limits that the kernel keeps for each process."""
+        limits, bound = self.limits, {}
+        bound |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK), (0, 0))
+        bound[resource.RLIMIT_NOFILE] = OPEN_FILES, OPEN_FILES
+        bound[resource.RLIMIT_CPU] = limits["cpu_s"], limits["cpu_s"] + 1
+        bound[resource.RLIMIT_AS] = limits["memory_mib"] << 20, limits["memory_mib"] << 20
+        bound[resource.RLIMIT_FSIZE] = limits["file_mib"] << 20, limits["file_mib"] << 20
+        if self.agent.counts_own:
+            bound[resource.RLIMIT_NPROC] = limits["processes"] + 1, limits["processes"] + 1
+        for kind, (soft, hard) in bound.items():
+            most = resource.getrlimit(kind)[1]
+            if most != resource.RLIM_INFINITY:
+                soft, hard = min(soft, most), min(hard, most)
+            resource.setrlimit(kind, (soft, hard))
+
+    def watch(self):
+        """Carries input and output until the program has ended or has gone over a limit."""
+        poll = select.poll()
+        for end in (0, self.agent.wake, *self.kept):
+            poll.register(end, select.POLLIN)
+        os.set_blocking(self.stdin_write, False)
+        poll.register(self.stdin_write, select.POLLOUT)
+        end_s = self.begin + self.limits["wall_ms"] / 1000
+        check_s = self.begin + CHECK_S
+        while self.status is None:
+            now = time.monotonic()
+            if now >= end_s:
+                self.limit = b"wall_s"
+                return
+            if now >= check_s:
+                self.limit = self.over()
+                if self.limit:
+                    return
+                check_s = now + CHECK_S
+            for end, _ in poll.poll(1000 * max(0.0, min(end_s, check_s) - now) + 1):
+                if end == 0:  # nobody waits for the answer any more
+                    leave(self.agent)
+                elif end == self.stdin_write:
+                    if not self.feed():
+                        poll.unregister(end)
+                        self.close_stdin()
+                elif end == self.agent.wake:
+                    os.read(end, READ_BYTES)
+                    self.reap()
+                elif not self.read(end):
+                    poll.unregister(end)
+
+    def reap(self):
+        """Takes note of processes that have ended."""
+        while self.status is None:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.pid:
+                self.status = os.waitstatus_to_exitcode(status)
+
+    def feed(self):
+        """Writes a part of the program's input. Returns whether more is left."""
+        try:
+            self.stdin = self.stdin[os.write(self.stdin_write, self.stdin[:READ_BYTES]) :] if self.stdin else self.stdin
+        except BlockingIOError:
+            return True
+        except OSError:  # the program reads no more
+            return False
+        return bool(self.stdin)
+
+    def close_stdin(self):
+        if self.stdin_write is not None:
+            os.close(self.stdin_write)
+            self.stdin_write = None
+
+    def read(self, end):
+        """Reads a part of an output. Returns whether more may come."""
+        try:
+            data = os.read(end, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self.kept[end].add(data)
+        return bool(data)
+
+    def over(self):
+        """Returns the limit that the program's processes are over together."""
+        pids = self.agent.others()
+        if len(pids) > self.limits["processes"]:
+            return b"processes"
+        if cpu_of_ended() - self.spent + sum(map(cpu_of, pids)) > self.limits["cpu_s"]:
+            return b"cpu_s"
+        most = self.limits["memory_mib"] << 20
+        # What processes share counts for each of them at first, which is quick to read.
+        if sum(map(private_bytes, pids)) > most and sum(map(proportional_bytes, pids)) > most:
+            return b"memory_mib"
+        if self.agent.is_first and max(map(num_files, (self.agent.folder, "/dev/shm"))) > MAX_FILES:
+            return b"files"
+        return b""
+
+    def fields(self):
+        ended_by_kernel = self.status in (-signal.SIGXCPU, -signal.SIGKILL)
+        if not self.limit and ended_by_kernel and cpu_of_ended() - self.spent >= self.limits["cpu_s"] - 0.1:
+            self.limit = b"cpu_s"
+        status = -signal.SIGKILL if self.status is None else self.status
+        numbers = [b"%d" % status, self.limit, b"%d" % (1000 * (time.monotonic() - self.begin))]
+        for end in self.kept:
+            os.close(end)
+        return [*numbers, *self.out.fields(), *self.err.fields()]
+
+
+def cpu_of_ended():
+    """Returns the CPU seconds of all processes of the sandbox that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def cpu_of(pid):
+    """Returns the CPU seconds of a process, and of its children that have ended."""
+    numbers = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return sum(map(int, numbers[11:15])) / TICKS
+
+
+def private_bytes(pid):
+    """Returns the memory of a process that is not a file's."""
+    numbers = [int(number) for number in text_of(f"/proc/{pid}/statm").split()] or [0, 0, 0]
+    return (numbers[1] - numbers[2]) * PAGE
+
+
+def proportional_bytes(pid):
+    """Returns the memory of a process, with its share of what others have, too."""
+    lines = text_of(f"/proc/{pid}/smaps_rollup").splitlines()
+    sizes = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")]
+    return sizes[0] if sizes else private_bytes(pid)
+
+
+def num_files(folder):
+    """Returns the number of files in a folder's file system, 0 for one that does not count them."""
+    try:
+        system = os.statvfs(folder)
+    except OSError:
+        return 0
+    return system.f_files - system.f_ffree
+
+
+def text_of(path):
+    """Returns a file of /proc, empty for a process that has ended, or that nobody may look into."""
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def leave(agent):
+    """Ends the sandbox. The kernel ends what is left in it, with its first process."""
+    if not agent.is_first:
+        agent.end_all()
+        if agent.own_folder:
+            import shutil
+
+            shutil.rmtree(agent.own_folder, ignore_errors=True)
+    os._exit(0)
+
+
+def read_message(agent):
+    """Returns the fields of the next message. Leaves where there is none."""
+    line = sys.stdin.buffer.readline()
+    lengths = [int(length) for length in line.split()]
+    fields = [sys.stdin.buffer.read(length) for length in lengths]
+    if not line.endswith(b"\n") or [len(field) for field in fields] != lengths:
+        leave(agent)
+    return fields
+
+
+def answer(fields):
+    data = memoryview(pack(fields))
+    while data:
+        data = data[os.write(1, data) :]
+
+
+LIMITS = ("wall_ms", "cpu_s", "memory_mib", "processes", "file_mib", "output_bytes")
+
+
+def main(folder, path, counts_own):
+    """Serves until stdin ends.
+
+    folder       where programs run and their files are; empty: a new one, which is removed in the end
+    path         where programs are looked for
+    counts_own   1 or 0, see Agent
+    """
+    own_folder = None
+    if not folder:
+        import tempfile
+
+        folder = own_folder = tempfile.mkdtemp(prefix="megarl-sandbox-")
+    libc = ctypes.CDLL(None)
+    for option, value in ((PR_SET_DUMPABLE, 0), (PR_SET_CHILD_SUBREAPER, 1), (PR_SET_NO_NEW_PRIVS, 1)):
+        libc.prctl(option, value, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    agent = Agent(folder, path, counts_own == "1")
+    agent.own_folder = own_folder
+    answer([b"ready"])
+    while True:
+        kind, *fields = read_message(agent)
+        if kind == b"write":
+            answer([agent.write(*fields)])
+        else:
+            numbers, merged, stdin, *arguments = fields
+            limits = dict(zip(LIMITS, map(int, numbers.split()), strict=True))
+            answer(agent.run(limits, merged == b"1", stdin, arguments))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,61 @@
+"""The system calls that programs in a sandbox do without: they take memory that no limit counts, reach into other
+processes, or are where the kernel's faults have been."""
+
+from __future__ import annotations
+
+import os
+import platform
+import struct
+from typing import NamedTuple
+
+DENIED = {
+    "x86_64": (319, 447, 29, 68, 101, 310, 311, 438, 248, 249, 250, 272, 308, 298, 321, 323, 425),
+    "aarch64": (279, 447, 194, 186, 117, 270, 271, 438, 217, 218, 219, 97, 268, 241, 280, 282, 425),
+}
+"""The numbers of memfd_create, memfd_secret, shmget and msgget; ptrace, process_vm_readv, process_vm_writev and
+pidfd_getfd; add_key, request_key and keyctl; unshare and setns; perf_event_open, bpf, userfaultfd and io_uring_setup,
+by architecture."""
+
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32_BIT = 0x40000000
+"""The first number of x86_64's second set of system calls."""
+
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+NUMBER_AT, ARCH_AT = 0, 4
+ALLOW, NO_SUCH_CALL = 0x7FFF0000, 0x00050000 | 38
+
+
+class Instruction(NamedTuple):
+    """An instruction of the kernel's packet filters. Jumps say how many instructions to leave out."""
+
+    code: int
+    if_true: int
+    if_false: int
+    value: int
+
+
+def open_filter() -> tuple[int, ...]:
+    """Returns an open file that has the filter for this machine; none for an architecture whose numbers are not
+    known."""
+    machine = platform.machine()
+    if machine not in DENIED:
+        return ()
+    file = os.memfd_create("seccomp")
+    os.write(file, filter_program(machine))
+    os.lseek(file, 0, os.SEEK_SET)
+    return (file,)
+
+
+def filter_program(machine: str) -> bytes:
+    """Returns a filter that answers denied system calls, and all of another architecture, with "no such call"."""
+    denied = DENIED[machine]
+    tests = [(JUMP_EQUAL, number) for number in denied] + [(JUMP_AT_LEAST, X32_BIT)]
+    program = [
+        Instruction(LOAD, 0, 0, ARCH_AT),
+        Instruction(JUMP_EQUAL, 0, len(tests) + 2, AUDIT_ARCH[machine]),
+        Instruction(LOAD, 0, 0, NUMBER_AT),
+        *(Instruction(code, len(tests) - i, 0, number) for i, (code, number) in enumerate(tests)),
+        Instruction(RETURN, 0, 0, ALLOW),
+        Instruction(RETURN, 0, 0, NO_SUCH_CALL),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

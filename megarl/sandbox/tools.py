@@ -1,0 +1,86 @@
+"""Tools for a policy that runs code. Names, arguments and docstrings say all that a description for it needs."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from megarl.sandbox.provider import Provider
+from megarl.sandbox.sandbox import Finished, Sandbox
+
+LIMITS = {
+    "wall_s": "it ran too long",
+    "deadline": "the time for all calls together is over",
+    "cpu_s": "it took too much CPU time",
+    "memory_mib": "it took too much memory",
+    "processes": "it had too many processes",
+    "files": "it had too many files",
+}
+"""What the policy is told of a program that was ended for a limit."""
+
+
+class CodeTools:
+    """The tools `python` and `shell` of one rollout.
+
+    Whatever a program does, they return text; they raise SandboxError where the sandbox itself fails."""
+
+    def __init__(self, provider: Provider, keeps_files: bool = True, deadline_s: float | None = None):
+        """
+        keeps_files   whether the calls share a sandbox, in which files stay; else each has one of its own
+        deadline_s    how long such a sandbox may live
+        """
+        self._provider, self._keeps_files, self._deadline_s = provider, keeps_files, deadline_s
+        self._sandbox: Sandbox | None = None
+
+    async def python(self, code: str) -> str:
+        """Runs a Python program and returns what it printed, or its error. Variables are not kept between calls.
+
+        Args:
+            code: The program. Only what it prints is returned.
+        """
+        return await self._run(["python", "-c", code])
+
+    async def shell(self, command: str) -> str:
+        """Runs a shell command and returns what it printed, errors included. There is no network.
+
+        Args:
+            command: The command, for bash.
+        """
+        return await self._run(["bash", "-c", command])
+
+    async def close(self) -> None:
+        """Ends the sandbox, if there is one."""
+        if self._sandbox is not None:
+            await self._sandbox.stop()
+            self._sandbox = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, arguments: list[str]) -> str:
+        if not self._keeps_files:
+            async with await self._provider.start(self._deadline_s) as sandbox:
+                return text_of(await sandbox.run(arguments, merged=True))
+        if self._sandbox is None or self._sandbox.is_over:
+            await self.close()
+            self._sandbox = await self._provider.start(self._deadline_s)
+        return text_of(await self._sandbox.run(arguments, merged=True))
+
+
+def text_of(finished: Finished) -> str:
+    """Returns what a program printed, and how it ended if it failed."""
+    text = finished.stdout.decode(errors="replace")
+    if finished.limit is not None:
+        end = f"[ended: {LIMITS[finished.limit]}]"
+    elif finished.status < 0:
+        end = f"[ended by signal {-finished.status}]"
+    elif finished.status > 0:
+        end = f"[exit status {finished.status}]"
+    else:
+        return text
+    return f"{text}\n{end}" if text and not text.endswith("\n") else f"{text}{end}"

@@ -1,0 +1,20 @@
+"""Programs without isolation, for machines where there is none and whoever runs them accepts that."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megarl.sandbox.provider import OWN_AGENT, SYSTEM_PATH, Provider
+from megarl.sandbox.sandbox import Command
+
+
+class Unsafe(Provider):
+    """Programs are ordinary processes of this user, with the network and all files that the user has. The limits are
+    kept, but for those of files and of processes, and a program's processes end with it unless they fight that. Each
+    sandbox is a folder of its own, from which nothing keeps a program."""
+
+    name = "unsafe"
+
+    def command(self) -> Command:
+        return Command([*OWN_AGENT, "", f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}", "0"])

@@ -1,0 +1,112 @@
+"""Tiny models that have seen how turns are written, and not which of them are right: the start of runs in environments.
+
+Each is a random model that imitates rollouts in which every choice was made at random. Its tokenizer has the tags and
+the names as single tokens, so that its turns are of a few tokens, and all other text by characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer, write_tiny_llama
+
+Text = Sequence[tuple[str, bool]]
+"""The parts of a rollout, each with whether the policy says it."""
+
+LETTERS = "abcdefgh"
+SEARCH_WORDS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>", "Doc 1(Title: ")
+CALL, NAMES = ("<tool_call>", "</tool_call>"), ("add", "multiply")
+ARGUMENTS = ('{"name": "', '", "arguments": {"a": ', ', "b": ', "}}")
+TOOL_TEMPLATE = "{% if tools %}{{ '<|system|>' + tools | length | string + eos_token }}{% endif %}" + CHAT_TEMPLATE
+"""A template that has a place for tools, and says no more of them than how many there are."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A model to be made.
+
+    demonstrate   makes a rollout of random choices
+    """
+
+    words: Sequence[str]
+    demonstrate: Callable[[Random], Text]
+    updates: int
+    template: str = CHAT_TEMPLATE
+
+    def write(self, folder: Path) -> Path:
+        """Writes the model into the folder. Returns it."""
+        write_tiny_llama(folder, num_kv_heads=2)
+        tokenizer = tiny_tokenizer(128, self.words, self.template)
+        tokenizer.save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        imitate(model, tokenizer, self.demonstrate, self.updates)
+        model.save_pretrained(folder)
+        return folder
+
+
+def imitate(
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    demonstrate: Callable[[Random], Text],
+    updates: int,
+    rollouts: int = 32,
+) -> None:
+    """Trains the model on what the policy says in so many rollouts an update."""
+    random = Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, updates)
+    for _ in range(updates):
+        ids, labels = batch(tokenizer, [demonstrate(random) for _ in range(rollouts)])
+        loss = model(ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def batch(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ids and labels, int64 [B, T], padded on the right; a label is -100 where nothing is to be learned."""
+    rows, labels = [], []
+    for text in texts:
+        parts = [(tokenizer.encode(part), said) for part, said in text]
+        rows.append([token for part, _ in parts for token in part])
+        labels.append([token if said else -100 for part, said in parts for token in part])
+    longest = max(map(len, rows))
+    padded = [row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows]
+    return torch.tensor(padded), torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
+
+
+def random_search(random: Random) -> Text:
+    """Returns a rollout that searches for a letter at random, whatever is asked, and answers what it finds."""
+    asked, sought, found = random.choice(LETTERS), random.choice(LETTERS), random.choice("0123456789")
+    return [
+        (f"<|user|>{asked}<eos><|assistant|>", False),
+        (f"<search>{sought}</search>", True),
+        (f"\n\n<information>Doc 1(Title: {sought}) {found}</information>\n\n", False),
+        (f"<answer>{found}</answer>", True),
+    ]
+
+
+def random_calculation(random: Random) -> Text:
+    """Returns a rollout that calls one or two tools at random, on the right numbers, and answers the last result."""
+    a, b, c = (random.randint(2, 5) for _ in range(3))
+    question = random.choice((f"{a} * {b} + {c}", f"({a} + {b}) * {c}"))
+    parts = [(f"<|system|>2<eos><|user|>What is {question}?<eos><|assistant|>", False)]
+    value = a
+    for other in (b, c)[: random.randint(1, 2)]:
+        name = random.choice(NAMES)
+        call = f'<tool_call>{{"name": "{name}", "arguments": {{"a": {value}, "b": {other}}}}}</tool_call><eos>'
+        value = value + other if name == "add" else value * other
+        parts += [(call, True), (f"<|tool|>{value}<eos><|assistant|>", False)]
+    return [*parts, (f"{value}<eos>", True)]
+
+
+SEARCHER = Agent(SEARCH_WORDS, random_search, updates=100)
+CALCULATOR = Agent((*CALL, *NAMES, *ARGUMENTS), random_calculation, updates=250, template=TOOL_TEMPLATE)

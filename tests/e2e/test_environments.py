@@ -1,0 +1,140 @@
+"""A whole run whose rollouts have three turns each, some of which go wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.paths import BASE
+from tests.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tiny_llama
+
+pytestmark = pytest.mark.slow
+
+WORLD = Path(__file__).with_name("turns.py")
+MODES = ("fine", "restarts", "raises", "as_is")
+RECIPE = {
+    "base": str(BASE),
+    "run": {"name": "tiny", "steps": 2},
+    "model": {"dtype": "float32"},
+    "actor": {"tokens_per_microbatch": 256, "layout": {"pp": 2}},
+    "rollout": {"max_new_tokens": 60, "context_length": 100, "kv_cache_gib": 0.01, "replicas": 2, "tp": 1},
+    "environment": {"class": f"{WORLD}:Echo", "options": {"marks": "?"}, "turn_tokens": 12},
+    "algorithm": {"advantage": {"estimator": "grpo"}},
+    "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "prompts_per_update": 4},
+    "data": {"shuffle": False},
+    "rewards": {"functions": []},
+    "checkpoint": {"every_steps": None},
+    "cluster": {"object_store_mib": 80},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("environments")
+    write_tiny_llama(folder / "model", vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS))  # all of it is text
+    rows = [{"prompt": f"{i}", "answer": "", "mode": MODES[i % 4]} for i in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {
+        **RECIPE,
+        "run": RECIPE["run"] | {"folder": str(folder / "runs")},
+        "model": RECIPE["model"] | {"path": str(folder / "model")},
+        "data": RECIPE["data"] | {"source": str(folder / "prompts.jsonl")},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(given))
+    command = [sys.executable, "-m", "megarl.cli", "train", str(folder / "recipe.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return folder / "runs" / "tiny"
+
+
+def rows_of(run: Path) -> list[dict]:
+    files = sorted(run.glob("rollouts/step_*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_rollouts_have_their_samples_and_rewards(run):
+    rollouts = defaultdict(list)
+    for row in rows_of(run):
+        rollouts[row["rollout_id"]].append(row)
+    assert len(rollouts) == 32
+    modes = {name: MODES[int(name.split(".")[1])] for name in rollouts}
+    for name, rows in rollouts.items():
+        mode = modes[name]
+        assert len(rows) == (2 if mode == "restarts" else 1)
+        for row in rows:
+            assert row["num_response_tokens"] == sum(row["mask"]) == len(row["rollout_logprobs"])
+            assert sum(run["count"] for run in row["version"]) == row["num_response_tokens"]
+        if mode == "raises":
+            assert rows[0]["reward"] is None and rows[0]["advantage"] is None
+            assert rows[0]["failure"] == "environment: step raised KeyError: 'broken world'"
+            assert rows[0]["stop_reason"] == "failed" and "turns.py" in rows[0]["stack"]
+            continue
+        assert [len(row["mask"]) for row in rows] == ([1, 3] if mode == "restarts" else [5])
+        assert all(length <= 12 for row in rows for length in row["mask"][::2])
+        turns = [message["content"] for message in rows[0]["messages"] if message["role"] == "assistant"]
+        assert len(turns) == 3 and rows[0]["stop_reason"] == "done"
+        for row in rows:
+            assert row["reward"] == pytest.approx(sum(row["turn_rewards"]))
+            assert row["parts"]["environment_bonus"] == pytest.approx(0.75)
+            assert row["turn_rewards"][-1] == pytest.approx(0.25 + row["parts"]["environment_digits"] - digits(row))
+
+
+def digits(row: dict) -> float:
+    """Returns the rewards for digits of all turns but the last."""
+    return sum(row["turn_rewards"][:-1]) - 0.25 * (len(row["turn_rewards"]) - 1)
+
+
+def test_advantages_are_grpos_over_rollouts(run):
+    groups = defaultdict(dict)
+    for row in rows_of(run):
+        if row["reward"] is not None:
+            groups[row["rollout_id"].rsplit(".", 1)[0]][row["rollout_id"]] = row["reward"]
+    checked = 0
+    for row in rows_of(run):
+        if row["reward"] is not None:
+            rewards = list(groups[row["rollout_id"].rsplit(".", 1)[0]].values())
+            expected = (row["reward"] - fmean(rewards)) / (stdev(rewards) + 1e-6)
+            assert row["advantage"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+            checked += 1
+    assert checked == 2 * (4 + 8 + 4)
+
+
+def test_the_engine_saw_the_tokens_that_transformers_sees(run):
+    """Log-probs of every turn, after all context before it, are those of a plain pass over the first model."""
+    folder = run.parents[1]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    fine = [row for row in rows_of(run) if row["step"] == 1 and row["rollout_id"].startswith("1.0.")]
+    assert len(fine) == 4
+    for row in fine:
+        text = ""
+        for message in row["messages"]:
+            text += f"<|{message['role']}|>{message['content']}<eos>"
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        logprobs = torch.log_softmax(model(ids).logits.float(), -1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+        begin = len(tokenizer("".join(f"<|{m['role']}|>{m['content']}<eos>" for m in row["messages"][:2]))["input_ids"])
+        place, trained = begin, True  # of the token after <|assistant|>, among targets
+        for k, length in enumerate(row["mask"]):
+            if trained:
+                expected = logprobs[place : place + length].tolist()
+                start = sum(row["mask"][:k])
+                assert row["rollout_logprobs"][start : start + length] == pytest.approx(expected, abs=2e-4)
+            place, trained = place + length, not trained
+
+
+def test_metrics_of_environments(run):
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        assert step["environment/stop_failed"] == pytest.approx(0.25)
+        assert step["environment/samples_per_rollout"] == pytest.approx(1.25)
+        assert step["reward/failed_share"] == pytest.approx(0.25)
+        assert step["mismatch/logprob_abs_max"] <= 1e-4

@@ -1,0 +1,25 @@
+"""An environment for tests: three turns, of which some rollouts go wrong."""
+
+from megarl.environments import Environment, Step, Task, Turn
+
+
+class Echo(Environment):
+    """Answers each turn with how many digits it has, and rewards their share. A row's `mode` says what goes wrong."""
+
+    def __init__(self, marks: str = "!"):
+        self._marks, self._mode = marks, ""
+
+    async def reset(self, task: Task) -> list[dict]:
+        self._mode = task.columns["mode"]
+        return [*task.messages, {"role": "user", "content": f"go {task.seed % 10}"}]
+
+    def step(self, turn: Turn) -> Step:
+        digits = sum(character.isdigit() for character in turn.text)
+        if self._mode == "raises" and turn.number == 1:
+            raise KeyError("broken world")
+        reward = {"digits": digits / max(1, len(turn.text)), "bonus": 0.25}
+        if turn.number == 2:
+            return Step(reward=reward, done=True)
+        if self._mode == "restarts" and turn.number == 0:
+            return Step([{"role": "user", "content": f"{digits}{self._marks}"}], reward, restart=True)
+        return Step(f"{digits}{self._marks}", reward, as_is=self._mode == "as_is")

@@ -1,0 +1,216 @@
+"""The ends of sandboxes: whoever ends them, and however, no process, file or mount is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.sandbox.provider import Provider
+from megarl.sandbox.sandbox import Command, SandboxError
+from tests.paths import ROOT
+from tests.sandboxes import finish, limits
+
+MARK = "seconds-of-a-daemon"
+
+DAEMON = f"""
+    import os, signal, subprocess, sys, time
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            for end in range(3):
+                os.close(end)
+            os.execvp("sleep", ["{MARK}", "600"])
+        os._exit(0)
+    os.wait()
+    print("daemon")
+"""
+"""A program that leaves a process that has left it: another session, no open pipes, deaf to signals."""
+
+
+def traces() -> set[tuple[int, float]]:
+    """Returns the processes of sandboxes on this machine, with the times at which they began."""
+    found = set()
+    for process in psutil.process_iter(["cmdline", "name", "create_time"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if process.info["name"] == "bwrap" or MARK in line or "megarl's agent of a sandbox" in line:
+            found.add((process.pid, process.info["create_time"]))
+    return found
+
+
+@contextmanager
+def nothing_left(within_s: float = 0.0) -> Iterator[None]:
+    """Asserts that no process of a sandbox and no file of this user's folder is left that was not there before."""
+    folders = [Path("/tmp"), Path("/dev/shm")]
+    before, files = traces(), {path for folder in folders for path in folder.iterdir()}
+    descriptors = set(os.listdir("/proc/self/fd"))
+    yield
+    end = time.monotonic() + within_s
+    while (left := traces() - before) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert left == set()
+    new = {path for folder in folders for path in folder.iterdir()} - files
+    assert [path for path in new if path.name.startswith(("megarl-sandbox", "bwrap", ".bwrap"))] == []
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert all(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())
+
+
+def test_what_daemonises_ends_with_its_program(provider):
+    with nothing_left():
+        alive = "import os; print(sum(name.isdigit() for name in os.listdir('/proc')))"
+        finished = finish(provider, DAEMON, alive)
+        assert finished.stdout == b"2\n"  # the agent, and this program
+        assert finish(provider, DAEMON).stdout == b"daemon\n"
+
+
+def test_zombies_are_no_more_than_their_program(provider):
+    program = """
+        import os
+        for _ in range(8):
+            if os.fork() == 0:
+                if os.fork() == 0: os._exit(0)
+                os._exit(0)
+        import time; time.sleep(0.2)
+    """
+    with nothing_left():
+        assert finish(provider, program, "print('next')").stdout == b"next\n"
+
+
+def test_a_stopped_sandbox_leaves_nothing_whatever_runs_in_it(provider):
+    async def stop_in_the_middle() -> None:
+        sandbox = await provider.start()
+        call = asyncio.create_task(sandbox.run([provider.python, "-c", "open('a', 'w'); import time; time.sleep(600)"]))
+        await asyncio.sleep(0.2)
+        await sandbox.stop()
+        await sandbox.stop()
+        with pytest.raises(SandboxError):
+            await call
+        with pytest.raises(SandboxError):
+            await sandbox.run(["true"])
+
+    with nothing_left():
+        begin = time.monotonic()
+        asyncio.run(stop_in_the_middle())
+        assert time.monotonic() - begin < 20
+
+
+def test_a_sandbox_whose_caller_is_cancelled_ends(provider):
+    async def cancel() -> None:
+        sandbox = await provider.start()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await sandbox.run(["sleep", "600"])
+        assert sandbox.is_over
+        await sandbox.stop()
+
+    with nothing_left():
+        asyncio.run(cancel())
+
+
+def test_a_sandbox_that_nobody_stops_ends_with_its_event_loop(provider):
+    async def forget() -> None:
+        await provider.start()
+
+    before = traces()
+    asyncio.run(forget())
+    end = time.monotonic() + 20
+    while traces() - before and time.monotonic() < end:
+        time.sleep(0.02)
+        for child in psutil.Process().children():
+            if child.name() == "bwrap" and child.status() == psutil.STATUS_ZOMBIE:
+                child.wait(1)
+    assert traces() - before == set()
+
+
+def test_programs_end_at_their_sandboxes_deadline(provider):
+    async def run() -> list[str | None]:
+        async with await provider.start(deadline_s=0.6) as sandbox:
+            limits = [(await sandbox.run(["sleep", length])).limit for length in ("0.01", "600", "0.01")]
+            assert sandbox.remaining_s == 0
+            return limits
+
+    with nothing_left():
+        assert asyncio.run(run()) == [None, "deadline", "deadline"]
+
+
+PARENT = """
+import asyncio, sys
+from megarl.sandbox.choice import find_provider
+from tests.sandboxes import limits
+
+async def main():
+    provider = await find_provider(limits(wall_s=600.0, cpu_s=600))
+    sandboxes = [await provider.start() for _ in range(3)]
+    busy = [
+        sandboxes[0].run([provider.python, "-c", sys.argv[1]]),
+        sandboxes[1].run([provider.python, "-c", "while True: pass"]),
+    ]
+    tasks = [asyncio.create_task(call) for call in busy]
+    await asyncio.sleep(0.5)
+    print("running", flush=True)
+    await asyncio.gather(*tasks)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_parent_that_is_killed(provider, number):
+    daemon = "\n".join(line[4:] for line in DAEMON.splitlines()) + "\ntime.sleep(600)\n"
+    with nothing_left(within_s=10.0):
+        parent = subprocess.Popen([sys.executable, "-c", PARENT, daemon], cwd=ROOT, stdout=subprocess.PIPE)
+        before = traces()
+        with parent:
+            assert parent.stdout.readline() == b"running\n"
+            assert len(traces() - before) >= 6
+            parent.send_signal(number)
+
+
+def test_a_sandbox_that_is_killed_from_outside_has_failed(provider):
+    async def run() -> None:
+        async with await provider.start() as sandbox:
+            call = asyncio.create_task(sandbox.run(["sleep", "600"]))
+            await asyncio.sleep(0.2)
+            os.killpg(sandbox._process.pid, signal.SIGKILL)
+            with pytest.raises(SandboxError, match=r"^the sandbox ended \(exit status -9\)"):
+                await call
+
+    with nothing_left(within_s=5.0):
+        asyncio.run(run())
+
+
+def test_a_hundred_sandboxes_live_in_one_event_loop(provider):
+    async def use(i: int) -> str:
+        async with await provider.start() as sandbox:
+            await sandbox.upload("number", str(i))
+            await asyncio.sleep(0.5)
+            return (await sandbox.run(["cat", "number"])).stdout.decode()
+
+    async def all_of_them() -> list[str]:
+        return await asyncio.gather(*(use(i) for i in range(100)))
+
+    with nothing_left():
+        assert asyncio.run(all_of_them()) == [str(i) for i in range(100)]
+
+
+def test_what_does_not_start_says_why(monkeypatch):
+    class Broken(Provider):
+        name = "broken"
+
+        def command(self):
+            return Command(["/bin/sh", "-c", "echo no such namespace >&2; exit 3"])
+
+    with nothing_left(), pytest.raises(SandboxError, match=r"\(exit status 3\): no such namespace$"):
+        asyncio.run(Broken(limits()).start())

@@ -1,0 +1,82 @@
+"""Rewards of programs, as runs have them: in a pool's processes, and in sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.environments.pool import FunctionPool
+from megarl.rewards.result import Result
+from tests.sandboxes import limits
+
+TIMEOUT_S = 20.0
+ADDS = "```python\nimport sys\nprint(sum(map(int, sys.stdin.read().split())))\n```"
+
+
+@pytest.fixture(scope="module")
+def pool(provider) -> Iterator[FunctionPool]:
+    """provider: without bubblewrap there would be another message."""
+    pool = FunctionPool(["code_tests", "code_stdin_stdout"], None, 2, TIMEOUT_S, limits(wall_s=2.0, cpu_s=2))
+    yield pool
+    pool.close()
+
+
+def test_programs_run_against_tests_and_pairs(pool):
+    right, wrong = Result(1.0, "1.0"), Result(0.0, "0.0")
+    double = "```python\ndef double(x):\n    return 2 * x\n```"
+    tests = ["assert double(2) == 4", "assert double('a') == 'aa'"]
+    pairs = [{"input": "1 2\n", "output": "3\n"}, {"input": "", "output": "0"}]
+    calls = [
+        (right, pool.call("code_tests", "", double, tests)),
+        (wrong, pool.call("code_tests", "", double, [*tests, "assert double(1) == 3"])),
+        (wrong, pool.call("code_tests", "", "```python\nwhile True: pass\n```", tests)),
+        (wrong, pool.call("code_tests", "", "```python\nimport os\nwhile True: os.fork()\n```", tests)),
+        (right, pool.call("code_stdin_stdout", "", ADDS, pairs)),
+        (wrong, pool.call("code_stdin_stdout", "", ADDS, [*pairs, {"input": "1", "output": "2"}])),
+    ]
+    assert [call.result() for _, call in calls] == [result for result, _ in calls]
+
+
+def test_a_program_that_is_slow_on_many_inputs_is_wrong_and_no_failure(provider):
+    """It would take a minute, and a call has four seconds."""
+    slow = "```python\nimport time\ntime.sleep(0.6)\nprint(input())\n```"
+    pairs = [{"input": "1", "output": "1"}] * 100
+    pool = FunctionPool(["code_stdin_stdout"], None, 1, 4.0, limits(wall_s=2.0))
+    try:
+        assert pool.call("code_stdin_stdout", "", slow, pairs).result() == Result(0.0, "0.0")
+        assert pool.call("code_stdin_stdout", "", slow, pairs[:1]).result() == Result(1.0, "1.0")
+    finally:
+        pool.close()
+
+
+def test_a_sandbox_that_does_not_run_is_a_failure_and_no_zero(provider, tmp_path, monkeypatch):
+    """Bubblewrap goes after the pool has found it."""
+    link = tmp_path / "bwrap"
+    link.symlink_to("/usr/bin/bwrap")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    pool = FunctionPool(["code_stdin_stdout"], None, 1, TIMEOUT_S, limits())
+    try:
+        pair = [{"input": "1", "output": "1"}]
+        assert pool.call("code_stdin_stdout", "", ADDS, pair).result().value == 1.0
+        link.unlink()
+        result = pool.call("code_stdin_stdout", "", ADDS, pair).result()
+        assert result.value is None and "raised SandboxError: " in result.failure
+    finally:
+        pool.close()
+
+
+def test_a_users_function_gets_sandboxes_too(provider, tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "async def prints(prompt, response, answer, *, sandbox):\n"
+        "    async with await sandbox.start() as box:\n"
+        "        finished = await box.run([box.python, '-c', response])\n"
+        "    return finished.stdout.decode() == answer\n"
+    )
+    name = f"{tmp_path / 'rewards.py'}:prints"
+    pool = FunctionPool([name], None, 1, TIMEOUT_S, limits())
+    try:
+        assert pool.columns == {}
+        assert pool.call(name, "", "print(6 * 7)", "42\n").result() == Result(1.0, "1.0")
+    finally:
+        pool.close()

@@ -1,0 +1,79 @@
+"""Sandboxes of an ordinary user, and of root where it stays root."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.sandbox.bubblewrap import Bubblewrap
+from tests.paths import ROOT
+from tests.sandboxes import limits, printed
+
+RIGHTS = """
+    import os
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    print(os.getuid(), int(status["CapEff"], 16))
+"""
+
+USER = 54321
+
+ORDINARY = f"""
+import asyncio, os
+from megarl.sandbox.choice import find_provider
+from tests.sandboxes import limits, printed
+
+provider = asyncio.run(find_provider(limits(processes=4)))
+print(os.getuid(), provider.name, provider.drops_root)
+print(printed(provider, "import os; print(os.getuid(), os.path.exists({str(ROOT / "README.md")!r}), os.listdir('.'))"))
+print(printed(provider, '''
+import os, time
+try:
+    for _ in range(100):
+        if os.fork() == 0:
+            time.sleep(600)
+except OSError:
+    print("refused")
+'''))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="all tests are an ordinary user's")
+def test_an_ordinary_user_has_sandboxes():
+    """The user is shown this Python and the checkout, also where they lie in a folder that is root's alone."""
+    shown, wanted = [], {sys.prefix, sys.base_prefix, str(ROOT)}
+    for folder in sorted(wanted):
+        top, *between = reversed(Path(folder).parents[:-1])
+        if top.stat().st_mode & 1 == 0:
+            shown += [] if str(top) in shown else ["--perms", "0755", "--tmpfs", str(top)]
+            shown += [option for path in between for option in ("--perms", "0755", "--dir", str(path))]
+            shown += ["--ro-bind", folder, folder]
+    rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
+    command = ["bwrap", "--dev-bind", "/", "/", *shown, *rights, "--", *user, sys.executable, "-B", "-c", ORDINARY]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split("\n") == [f"{USER} bubblewrap False", "1000 False []", "", "refused", "", ""]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(("drops_root", "outside"), [(True, 65534), (False, 0)])
+def test_root_is_nobody_outside_and_where_it_cannot_be_has_no_rights_either(drops_root, outside):
+    provider = Bubblewrap(limits(), drops_root=drops_root)
+    assert printed(provider, RIGHTS) == "1000 0\n"
+
+    async def owner() -> int:
+        async with await provider.start() as sandbox:
+            name = f"of-user-{outside}"
+            call = asyncio.create_task(sandbox.run(["bash", "-c", f"exec -a {name} sleep 1"]))
+            await asyncio.sleep(0.5)
+            [owner] = [p.uids().real for p in psutil.process_iter() if p.cmdline()[:1] == [name]]
+            assert (await call).succeeded
+        return owner
+
+    assert asyncio.run(owner()) == outside

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from tests.unit.config.rules.recipes import errors, recipe
+
+ECHO = "environment.class=echo.py:Echo"
+
+
+def test_own_tasks_need_an_environment() -> None:
+    [line] = errors("data.source=environment")
+    assert line.startswith("data.source=environment: these are tasks that an environment makes itself, ")
+    recipe("data.source=environment", ECHO)
+
+
+def test_keys_of_an_environment_need_one() -> None:
+    [line] = errors("environment.max_turns=3")
+    assert line.startswith("environment.max_turns=3: nothing reads it without environment.class; ")
+
+
+def test_rewards_may_be_the_environments_alone() -> None:
+    recipe(ECHO, "rewards.functions=[]")
+    assert errors("rewards.functions=[]")
+
+
+def test_what_reads_one_prompt_and_one_response_is_refused() -> None:
+    per_turn = "rewards.functions=[{function: 'a.py:f', per_turn: true}]"
+    lines = errors(ECHO, per_turn, "rewards.judge=a.py:judge", "algorithm.objective.name=dpo")
+    starts = [line.split(": it reads a prompt and one response")[0] for line in lines]
+    assert "rewards.judge=a.py:judge" in starts
+    assert "rewards.functions: ['a.py:f'] with per_turn=true" in starts
+    assert "algorithm.objective.name=dpo" in starts
+    assert all("environment.class=echo.py:Echo" in line for line in lines if "one response" in line)
+
+
+def test_a_turn_fits_into_a_response() -> None:
+    [line] = errors(ECHO, "environment.turn_tokens=99999")
+    assert line.startswith("environment.turn_tokens=99999: all turns of a sample have rollout.max_new_tokens=")
+
+
+def test_nothing_answers_given_responses() -> None:
+    lines = errors(ECHO, "data.rows=messages", "algorithm.objective.name=sft", "rewards.functions=[]")
+    assert any(line.startswith(f"{ECHO}: with data.rows=messages nothing is sampled") for line in lines)

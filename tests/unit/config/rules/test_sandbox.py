@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import errors, recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["sandbox.provider=apptainer"],
+            "sandbox.image=null: sandbox.provider=apptainer runs programs in an image; set it to one that has a",
+        ),
+        (
+            ["sandbox.provider=bubblewrap", "sandbox.image=python.sif"],
+            "sandbox.image=python.sif: sandbox.provider=bubblewrap reads no image; set sandbox.image=null",
+        ),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line
+
+
+def test_images_are_apptainers() -> None:
+    for provider in ("auto", "apptainer"):
+        assert recipe(f"sandbox.provider={provider}", "sandbox.image=python.sif").sandbox.image == "python.sif"

@@ -1,0 +1,229 @@
+"""Rollouts in environments that live in real processes, by a sampler that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load
+from megarl.core.errors import UserError
+from megarl.core.types import CandidateIds, Completion, Prompt, Sample, VersionRun
+from megarl.environments.hosts import HostPool, host_arguments
+from megarl.environments.runner import RolloutRequest, RolloutRunner
+from tests.paths import QUICKSTART
+from tests.tiny_model import EOS_ID, tiny_tokenizer
+
+WORLDS = Path(__file__).with_name("worlds.py")
+TOKENIZER = tiny_tokenizer()
+
+
+def config(kind: str = "Counter", *overrides: str):
+    settings = f"environment={{class: '{WORLDS}:{kind}', timeout_s: 1.5, tool_timeout_s: 0.2}}"
+    room = ("rollout.max_new_tokens=400", "rollout.context_length=500", "rewards.functions=[]")
+    return load(QUICKSTART, [settings, *room, "actor.tokens_per_microbatch=4096", *overrides])
+
+
+class Says:
+    """A sampler that says these texts, one a turn, and notes what it was asked after. Its log-probs count up."""
+
+    def __init__(self, *texts: str, ends: bool = True, candidates: bool = False):
+        self.asked: list[dict] = []
+        self._texts, self._ends, self._candidates = texts, ends, candidates
+        self._numbers = count(1)
+
+    async def __call__(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool) -> Completion:
+        self.asked.append({"ids": list(token_ids), "room": max_new_tokens, "seed": seed, "greedy": greedy})
+        text = self._texts[(len(self.asked) - 1) % len(self._texts)]
+        ids = (TOKENIZER(text)["input_ids"] + [EOS_ID] * self._ends)[:max_new_tokens]
+        finish = "stop" if ids[-1] == EOS_ID else "length"
+        kept = CandidateIds.of([[i, i + 1] for i in ids]) if self._candidates else None
+        versions = (VersionRun(len(self.asked) // 2, len(ids)),)
+        return Completion(ids, [-next(self._numbers) for _ in ids], versions, finish, kept, num_cached_tokens=5)
+
+
+def play(settings, sampler: Says, *faults: str, after: Callable[[RolloutRunner], object] = lambda _: None):
+    """Returns the samples of a rollout for each fault, side by side."""
+
+    async def run() -> list[list[Sample]]:
+        pool = await HostPool.start(host_arguments(settings), 1)
+        try:
+            runner = RolloutRunner(settings, TOKENIZER, pool)
+            requests = [
+                RolloutRequest(f"1.{i}", prompt(fault), seed=11, task_seed=77) for i, fault in enumerate(faults)
+            ]
+            rollouts = await asyncio.gather(*(runner.run(request, sampler) for request in requests))
+            after(pool)
+            return rollouts
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+def prompt(fault: str) -> Prompt:
+    messages = ({"role": "user", "content": fault},)
+    ids = TOKENIZER.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    return Prompt("p", "", ids, answer="42", messages=messages, columns={"level": 3})
+
+
+def rendered(*contents: str) -> list[int]:
+    """Returns the ids of a conversation, whose first message is the user's, that the assistant has the last word in."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    return TOKENIZER.apply_chat_template(messages, return_dict=False)
+
+
+def test_a_rollout_is_what_the_template_writes_of_the_whole_conversation():
+    sampler = Says("12", "345", "6")
+    [[sample]] = play(config(), sampler, "fine")
+    whole = rendered("fine", "12", "1 turns", "345", "2 turns", "6")
+    assert sample.token_ids.tolist() == whole
+    for asked in sampler.asked:
+        assert asked["ids"] == whole[: len(asked["ids"])], "the engine was asked to go on from what is trained on"
+    trained = [TOKENIZER.decode([token]) for token in sample.response_ids[sample.response_mask]]
+    assert trained == [*"12", "<eos>", *"345", "<eos>", "6", "<eos>"]
+    assert sample.response_logprobs[sample.response_mask].tolist() == [-1, -2, -3, -4, -5, -6, -7, -8, -9]
+    assert not sample.response_logprobs[~sample.response_mask].any()
+    assert sum(run.count for run in sample.versions) == len(sample.response_ids)
+    assert [run.version for run in sample.versions] == [0, 1]
+    episode = sample.episode
+    assert (episode.info.stop_reason, episode.info.num_turns, episode.info.num_samples) == ("done", 3, 1)
+    assert episode.rewards == (0.0, 1.0, 1.0) and episode.parts == {"even": 2.0}
+    assert episode.info.num_cached_tokens == 10
+    assert [message["role"] for message in episode.messages] == ["user", "assistant"] * 3
+    assert (sample.rollout_id, sample.text, sample.prompt.answer) == ("1.0", "6", "42")
+    seeds = [asked["seed"] for asked in sampler.asked]
+    assert seeds[0] == 11 and len(set(seeds)) == 3
+
+
+def test_turns_that_were_cut_off_are_closed_by_context():
+    sampler = Says("12345", ends=False)
+    [[sample]] = play(config("Counter", "environment.turn_tokens=2"), sampler, "fine")
+    assert sample.token_ids.tolist() == rendered("fine", "12", "1 turns", "12", "2 turns", "12")[:-1]
+    assert TOKENIZER.decode(sample.response_ids[sample.response_mask]) == "121212"
+
+
+def test_candidates_of_what_is_not_sampled_are_all_tokens():
+    [[sample]] = play(config(), Says("12", candidates=True), "fine")
+    for token, trained, kept in zip(sample.response_ids, sample.response_mask, sample.candidate_ids, strict=True):
+        assert kept.tolist() == ([token, token + 1] if trained else [])
+
+
+def test_observations_as_they_are_follow_right_after_the_turn():
+    [[sample]] = play(config(), Says("12", ends=False), "as is")
+    text = TOKENIZER.decode(sample.response_ids)
+    assert text == "121 turns122 turns12"
+
+
+@pytest.mark.parametrize(("fault", "first"), [("other", "begin 42 3 77"), ("restart", "restart")])
+def test_an_environment_may_begin_in_another_way(fault, first):
+    sampler = Says("12")
+    [samples] = play(config(), sampler, fault)
+    assert sampler.asked[0]["ids"] == [*rendered(first), *TOKENIZER("<|assistant|>")["input_ids"]]
+    if fault == "other":
+        assert len(samples) == 1
+        return
+    one, other = samples
+    assert one.token_ids.tolist() == rendered("restart", "12")
+    assert other.token_ids.tolist() == rendered("anew", "12", "2 turns", "12")
+    assert (one.id, other.id, one.rollout_id, other.rollout_id) == ("1.0", "1.0/1", "1.0", "1.0")
+    assert (one.episode.first_turn, other.episode.first_turn) == (0, 1)
+    assert (one.episode.is_last, other.episode.is_last) == (False, True)
+    assert one.episode.rewards == other.episode.rewards == (None, 0.0, 0.0)
+
+
+def test_an_environment_may_give_ids():
+    sampler = Says("12")
+    play(config(), sampler, "ids")
+    assert sampler.asked[0]["ids"] == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason", "num_turns"),
+    [
+        (["environment.max_turns=2"], "max_turns", 2),
+        (["environment.options={end: 99}", "environment.max_turns=50", "rollout.max_new_tokens=25"], "max_tokens", 2),
+        (["environment.options={end: 99}", "environment.max_turns=50", "rollout.context_length=430"], "max_tokens", 30),
+    ],
+)
+def test_a_rollout_ends_at_its_limits(overrides, reason, num_turns):
+    sampler = Says("12")
+    settings = config("Counter", *overrides)
+    [[sample]] = play(settings, sampler, "fine")
+    assert sample.episode.info.stop_reason == reason
+    assert sample.episode.info.num_turns == num_turns
+    assert len(sample.response_ids) <= settings.rollout.max_new_tokens
+    assert sample.num_tokens <= settings.rollout.context_length
+    assert sample.response_mask[-1], "context after the last turn is left out"
+
+
+FAULTS = {
+    "raise": "step raised KeyError: 'broken world'",
+    "hang": "step did not return within 1.5 s",
+    "exit": "the environment ended its process (exit status 3)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_costs_its_rollout(fault):
+    """A process that ends costs those beside it, too, and another one takes its place."""
+    beside = "fine" if fault != "exit" else "exit"
+    [failed], [other] = play(config("Counter", "environment.failures_in_a_row=9"), Says("12"), fault, beside)
+    assert failed.episode.failure == FAULTS[fault]
+    assert failed.episode.info.stop_reason == "failed" and failed.episode.info.num_turns == 2
+    assert ("worlds.py" in failed.episode.stack) == (fault == "raise")
+    assert (other.episode.failure is None) == (beside == "fine")
+
+
+def test_a_process_that_is_stuck_is_replaced():
+    settings = config("Counter", "environment.failures_in_a_row=9")
+
+    async def run() -> list[str | None]:
+        pool = await HostPool.start(host_arguments(settings), 1)
+        runner = RolloutRunner(settings, TOKENIZER, pool)
+        failures = []
+        for i, fault in enumerate(["block", "fine", "exit", "fine"]):
+            [sample] = await runner.run(RolloutRequest(f"{i}", prompt(fault), 1, 2), Says("12"))
+            failures.append(sample.episode.failure)
+        await pool.close()
+        return failures
+
+    block, fine, ended, fine_again = asyncio.run(run())
+    assert block == "step did not return within 1.5 s" and ended == FAULTS["exit"]
+    assert fine is None and fine_again is None
+
+
+def test_failures_in_a_row_end_the_run():
+    with pytest.raises(UserError, match=r"worlds.py:Counter: 3 rollouts in a row failed .* ValueError: end < 0"):
+        play(config("Counter", "environment.options={end: -1}", "environment.failures_in_a_row=3"), Says("1"), *"abc")
+
+
+def test_a_rollout_without_a_turn_is_an_empty_sample():
+    [[sample]] = play(config("Counter", "environment.options={end: -1}"), Says("1"), "fine")
+    assert len(sample.response_ids) == 0 and sample.episode.failure.startswith("reset raised ValueError")
+
+
+def test_what_is_no_step_is_a_failure():
+    [[sample]] = play(config("Nothing"), Says("1"), "fine")
+    assert "neither an observation nor done" in sample.episode.failure
+
+
+CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
+
+
+def test_tools_are_called_and_their_answers_go_on_the_conversation():
+    sampler = Says(CALL.format("double", '{"number": 4}'), CALL.format("block", "{}"), "<tool_call>{", "8")
+    settings = config("Tools", "rollout.context_length=2000", "rollout.max_new_tokens=1000")
+    stuck = []
+    [[sample]] = play(settings, sampler, "fine", after=lambda pool: stuck.extend(pool._hosts))
+    assert sample.episode.info.tool_calls == {"ok": 1, "timed_out": 1, "malformed": 1}
+    assert sample.episode.rewards == (None, None, None, 1.0)
+    answers = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
+    assert answers[0] == "8"
+    assert answers[1] == "error: block did not return within 0.2 s"
+    assert answers[2].startswith("error: this is no call of a tool")
+    assert [host.is_retiring for host in stuck] == [True], "its thread goes on"

@@ -1,0 +1,108 @@
+"""Tools: their descriptions, and calls that go right and wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Literal
+
+import pytest
+from transformers.utils import get_json_schema
+
+from megarl.core.errors import UserError
+from megarl.environments import Environment, MalformedCall, ToolCall, tool
+from megarl.environments.tools import Toolbox, describe
+
+
+def weather(city: str, days: int = 1, unit: Literal["c", "f"] = "c", hours: list[int] | None = None) -> str:
+    """
+    Tells the weather.
+
+    Args:
+        city: The city to look at,
+            with its country.
+        days: The number of days.
+        unit: The unit of degrees.
+        hours: The hours of the day.
+    """
+    return f"{city}: {days} days in {unit}"
+
+
+def test_a_description_says_what_transformers_would_read_from_the_same_method():
+    expected, found = get_json_schema(weather)["function"], describe("weather", weather)["function"]
+    assert (found["name"], found["description"]) == (expected["name"], expected["description"])
+    assert found["parameters"]["required"] == expected["parameters"]["required"] == ["city"]
+    for name, argument in expected["parameters"]["properties"].items():
+        mine = found["parameters"]["properties"][name]
+        assert mine["description"] == argument["description"]
+        if name != "hours":
+            assert mine["type"] == argument["type"]
+    assert found["parameters"]["properties"]["unit"]["enum"] == ["c", "f"]
+    assert {"type": "array", "items": {"type": "integer"}} in found["parameters"]["properties"]["hours"]["anyOf"]
+    assert found["parameters"]["properties"]["days"]["default"] == 1
+
+
+class Kitchen(Environment):
+    @tool
+    def cook(self, minutes: int) -> dict:
+        """Cooks."""
+        return {"done": minutes}
+
+    @tool
+    async def wait(self) -> str:
+        """Waits."""
+        await asyncio.sleep(60)
+
+    @tool
+    def block(self) -> str:
+        """Blocks."""
+        time.sleep(1)
+
+    @tool
+    def burn(self) -> str:
+        """Burns."""
+        raise OSError("smoke")
+
+    def secret(self) -> str:
+        return "no tool"
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "content"),
+    [
+        (ToolCall("cook", {"minutes": 3}), "ok", '{"done": 3}'),
+        (ToolCall("cook", {"minutes": "4"}), "ok", '{"done": 4}'),
+        (ToolCall("cook", {"minutes": "much"}), "bad_arguments", "arguments of cook: minutes: "),
+        (ToolCall("cook", {"minutes": 3, "salt": 1}), "bad_arguments", "salt: Extra inputs"),
+        (ToolCall("cook", {}), "bad_arguments", "minutes: Field required"),
+        (ToolCall("secret", {}), "unknown_tool", "there is no tool 'secret'; the tools are block, burn, cook, wait"),
+        (ToolCall("burn", {}), "raised", "burn raised OSError: smoke"),
+        (ToolCall("wait", {}), "timed_out", "wait did not return within 0.05 s"),
+        (ToolCall("block", {}), "timed_out", "block did not return within 0.05 s"),
+        (MalformedCall("{", "no JSON"), "malformed", "this is no call of a tool: no JSON"),
+    ],
+)
+def test_a_call_is_answered_however_it_ends(call, status, content):
+    toolbox = Toolbox(Kitchen(), timeout_s=0.05)
+    [message] = asyncio.run(toolbox.call_all([call]))
+    assert dict(toolbox.counts) == {status: 1}
+    assert message["role"] == "tool" and content in message["content"]
+    assert message["content"].startswith("error: ") == (status != "ok")
+    assert toolbox.has_hung_thread == (call == ToolCall("block", {}))
+
+
+def test_an_environment_that_only_has_tools_ends_with_a_turn_without_calls():
+    from megarl.environments import Step, Turn
+
+    kitchen = Kitchen()
+    turn = Turn([1], "", "stop", (ToolCall("cook", {"minutes": 1}, "c1"),))
+    step = asyncio.run(kitchen.step(turn))
+    assert step.observation == [{"role": "tool", "name": "cook", "content": '{"done": 1}', "tool_call_id": "c1"}]
+    assert not step.done
+    assert asyncio.run(kitchen.step(Turn([1], "fine", "stop"))) == Step(done=True)
+
+
+@pytest.mark.parametrize("method", [lambda self, a: a, lambda self, *rest: rest], ids=["no annotation", "no names"])
+def test_tools_that_no_model_could_call_are_refused(method):
+    with pytest.raises(UserError, match="tool f: "):
+        describe("f", method)

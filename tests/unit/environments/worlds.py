@@ -1,0 +1,66 @@
+"""Environments for tests of the processes in which they live."""
+
+import asyncio
+import os
+import time
+
+from megarl.environments import Environment, Opening, Step, Task, Turn, tool
+
+
+class Counter(Environment):
+    """Says how many turns there were. The first message of a task says what goes wrong, in its second turn."""
+
+    def __init__(self, end: int = 3):
+        if end < 0:
+            raise ValueError("end < 0")
+        self._end, self._fault, self.num_turns = end, "", 0
+
+    async def reset(self, task: Task) -> Opening | list[dict] | None:
+        self._fault = task.messages[0]["content"]
+        print("printed by an environment", flush=True)
+        if self._fault == "other":
+            return [{"role": "user", "content": f"begin {task.answer} {task.columns['level']} {task.seed}"}]
+        return Opening(token_ids=[7, 8, 9]) if self._fault == "ids" else None
+
+    async def step(self, turn: Turn) -> Step:
+        self.num_turns += 1
+        if self.num_turns == 2:
+            await self._fail()
+        reward = {"even": float(len(turn.token_ids) % 2 == 0)}
+        if self.num_turns == self._end:
+            return Step(reward=reward, done=True)
+        if self._fault == "restart" and self.num_turns == 1:
+            return Step([{"role": "user", "content": "anew"}], restart=True)
+        return Step(f"{self.num_turns} turns", reward, as_is=self._fault == "as is")
+
+    async def _fail(self) -> None:
+        if self._fault == "raise":
+            raise KeyError("broken world")
+        if self._fault == "exit":
+            os._exit(3)
+        if self._fault == "hang":
+            await asyncio.sleep(600)
+        if self._fault == "block":
+            time.sleep(600)
+
+
+class Nothing(Environment):
+    """Neither goes on nor ends."""
+
+    async def step(self, turn: Turn) -> None:
+        return Step() if turn.number == 0 else None
+
+
+class Tools(Environment):
+    @tool
+    def double(self, number: int) -> int:
+        """Doubles a number."""
+        return 2 * number
+
+    @tool
+    def block(self) -> str:
+        """Never returns."""
+        time.sleep(600)
+
+    async def reward(self, turn: Turn) -> float:
+        return float(turn.text == "8")

@@ -1,0 +1,243 @@
+"""Tokens that are not trained on: what their log-probs, entropies and values are, under whichever policy, changes no
+bit of a loss, of its gradients or of a metric, and their own gradient is exactly 0.
+
+Every estimator, placement of the KL and objective is run from the driver's baselines to the loss, and each loss that
+has no advantages by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from megarl.algorithms.kl_reward import kl_reward
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
+from megarl.config.algorithm_schema import Algorithm
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.types import NO_BASELINE, TokenBatch, TrainingSample
+from megarl.data.collate import TokenScores, collate
+from megarl.data.local_batch import LocalBatch
+from megarl.megatron import parallel
+from megarl.megatron.advantages import mean_advantages, with_advantages
+from megarl.megatron.losses import (
+    imitation_loss,
+    implicit_reward_loss,
+    policy_loss,
+    preference_loss,
+    reward_model_loss,
+    value_loss,
+)
+from megarl.megatron.metric_sums import Sums, read
+from megarl.megatron.token_selection import with_selection
+from tests.forked import run_ranks
+from tests.packing import packing
+from tests.parity import Group, local_batch, random_groups, rank_batches
+from tests.paths import BASE
+
+COMMON = ("model.path=m", "data.source=arithmetic", "rollout.max_new_tokens=16", "rollout.context_length=64")
+PLACEMENTS = {
+    "no KL": "{coefficient: 0}",
+    "KL in the loss": "{coefficient: 0.3, placement: loss, estimator: k3}",
+    "KL of samples in the loss": "{coefficient: 0.3, placement: loss, estimator: k2, level: sequence}",
+    "KL in the reward": "{coefficient: 0.3, placement: reward, estimator: k1}",
+    "KL of samples in the reward": "{coefficient: 0.3, placement: reward, estimator: k1, level: sequence}",
+}
+CORRECTIONS = {
+    "no correction": "{}",
+    "the rollout's ratio": "{old: rollout}",
+    "weights of tokens": "{weight: token, mask: token, mask_low: 0.5, mask_high: 2}",
+    "weights of samples": "{weight: sequence, mask: geometric, mask_low: 0.5, mask_high: 2}",
+}
+POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
+OTHER_LOSSES = [name for name in OBJECTIVES if name not in POLICY_OBJECTIVES] + ["value", "implicit_reward"]
+DISTURBANCES = ("other numbers", "no numbers")
+
+Tokens = Mapping[str, torch.Tensor]
+"""Sample id -> a number for each response token."""
+
+Estimated = tuple[Algorithm, Sequence[TrainingSample], TokenBatch]
+
+Outcome = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, str | float]]
+"""Loss, gradient of what the head gives for each row, the rows' mask, and metrics as text."""
+
+
+@pytest.fixture(scope="module")
+def leaks() -> dict[tuple[str, str], list[str]]:
+    """What differs, by loss and disturbance."""
+    [found] = run_ranks(1, all_leaks)
+    return found
+
+
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+@pytest.mark.parametrize("name", [*POLICY_OBJECTIVES, *OTHER_LOSSES])
+def test_masked_tokens_have_no_part_in(leaks, name, disturbance):
+    assert leaks[name, disturbance] == []
+
+
+def all_leaks(store, rank: int) -> dict[tuple[str, str], list[str]]:
+    parallel.initialize(load(BASE, COMMON).actor.layout, store, rank, seed=0, timeout_s=60)
+    plain, worlds = World(None), {disturbance: World(disturbance) for disturbance in DISTURBANCES}
+    found = {}
+    for name in [*POLICY_OBJECTIVES, *OTHER_LOSSES]:
+        expected = dict(outcomes(plain, name))
+        for disturbance, world in worlds.items():
+            pairs = outcomes(world, name)
+            found[name, disturbance] = [leak for case, own in pairs for leak in differences(case, expected[case], own)]
+    return found
+
+
+def outcomes(world: World, name: str) -> Iterable[tuple[str, Outcome]]:
+    return policy_outcomes(world, name) if name in POLICY_OBJECTIVES else [(name, other_outcome(world, name))]
+
+
+class World:
+    """Samples with holes in their masks, and what models say of their tokens.
+
+    disturbance   what stands in the place of what they say of tokens that are not trained on; None: what they say
+    """
+
+    def __init__(self, disturbance: str | None):
+        self._generator = torch.Generator().manual_seed(5)
+        self._disturbance = disturbance
+        names = ("rollout_logprobs", "old", "reference", "values", "implicit_reward")
+        plain = [[(sample, reward) for sample, reward in group] for group in random_groups(0)]
+        samples = [sample for group in plain for sample, _ in group]
+        self.masks = {sample.id: torch.tensor(sample.response_mask) for sample in samples}
+        self.scores: dict[str, Tokens] = {name: self._said(name) for name in names}
+        self.groups: list[Group] = [
+            [
+                (replace(s, response_logprobs=self.scores["rollout_logprobs"][s.id].numpy()), reward)
+                for s, reward in group
+            ]
+            for group in plain
+        ]
+        head = [self._said(name) for name in ("old", "entropy", "values")]
+        self.head = {i: torch.stack([column[i] for column in head], dim=1) for i in self.masks}
+        self.estimated = dict(estimated_batches(self))
+
+    def _said(self, name: str) -> Tokens:
+        generator = torch.Generator().manual_seed(len(name))
+        drawn = {i: -1 + 0.3 * torch.randn(mask.shape, generator=generator) for i, mask in self.masks.items()}
+        return {i: torch.where(self.masks[i], values, self._disturbed(values)) for i, values in drawn.items()}
+
+    def _disturbed(self, values: torch.Tensor) -> torch.Tensor:
+        if self._disturbance is None:
+            return values
+        if self._disturbance == "other numbers":
+            return 20 * torch.randn(values.shape, generator=self._generator)
+        extreme = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e30])
+        return extreme[torch.randint(len(extreme), values.shape, generator=self._generator)]
+
+    def scored(self, members: Sequence[TrainingSample], columns: slice) -> torch.Tensor:
+        """Returns what the head gives for the rows, float32 [N, columns], as a leaf."""
+        parts = [self.head[item.sample.id][:, columns] for item in members]
+        return torch.cat(parts).contiguous().requires_grad_()
+
+
+def policy_outcomes(world: World, name: str) -> Iterator[tuple[str, Outcome]]:
+    """Yields what a policy objective gives in each setting. A correction stands beside two estimators."""
+    for correction, keys in CORRECTIONS.items():
+        chosen = load(BASE, [*COMMON, f"algorithm.objective.name={name}", f"algorithm.correction={keys}"]).algorithm
+        objective = chosen.objective.model_copy(update={"imitation_coefficient": 0.2, "entropy_coefficient": 0.1})
+        for setting, (estimated, members, batch) in world.estimated.items():
+            if correction != "no correction" and estimated.advantage.estimator not in ("grpo", "gae"):
+                continue
+            algorithm = estimated.model_copy(update={"objective": objective, "correction": chosen.correction})
+            if objective.spec.selects_tokens:
+                if batch.old is None and chosen.correction.old != "rollout":
+                    continue
+                [batch] = with_selection(algorithm, [batch], [members])
+            loss_of = partial(policy_loss, algorithm, 0.3, has_moved=batch.old is not None)
+            columns = slice(2 if batch.returns is None else 3)
+            yield f"{setting}, {correction}", outcome(loss_of, batch, world, members, columns)
+
+
+def estimated_batches(world: World) -> Iterator[tuple[str, Estimated]]:
+    """Yields the batches with their advantages, by setting: for each estimator and placement of the KL, with a pass for
+    old log-probs or without one."""
+    for estimator, (placement, keys) in product(ESTIMATORS, PLACEMENTS.items()):
+        config = load(BASE, [*COMMON, f"algorithm.advantage.estimator={estimator}", f"algorithm.kl={keys}"])
+        [members] = dispatched(world, config).members
+        handed: TokenScores = {name: {m.sample.id: m.scores[name] for m in members} for name in members[0].scores}
+        [batch] = with_advantages(config.algorithm, [collate(members, packing(), **handed)])
+        yield f"{estimator}, {placement}", (config.algorithm, members, batch)
+        if not config.kl_in_reward:
+            yield f"{estimator}, {placement}, one update", (config.algorithm, members, replace(batch, old=None))
+
+
+def dispatched(world: World, config: Config) -> LocalBatch:
+    scores: dict[str, Tokens] = {"old": world.scores["old"]}
+    if config.algorithm.kl.coefficient:
+        scores["reference"] = world.scores["reference"]
+    if config.algorithm.advantage.spec.comparison == "values":
+        scores["values"] = world.scores["values"]
+    if config.kl_in_reward:
+        kl, old, reference = config.algorithm.kl, world.scores["old"], world.scores["reference"]
+        scores["kl_reward"] = {
+            i: kl_reward(old[i], reference[i], mask, kl.coefficient, kl.estimator, kl.level)
+            for i, mask in world.masks.items()
+        }
+    greedy = {group[0][0].prompt.id: 0.4 for group in world.groups}
+    [rank_batch] = rank_batches(config, packing(token_budget=4096), world.groups, "actor", scores, greedy, 0.3)
+    return local_batch(rank_batch)
+
+
+def other_outcome(world: World, name: str) -> Outcome:
+    """Returns what a loss gives that has no advantages of its own."""
+    samples = [(sample, reward) for group in world.groups for sample, reward in group]
+    members = [TrainingSample(sample, reward, NO_BASELINE, 0.1) for sample, reward in samples]
+    batch = collate(members, packing(), **{n: world.scores[n] for n in ("reference", "values", "old")})
+    if name == "value":
+        algorithm = load(BASE, [*COMMON, "algorithm.advantage.estimator=gae", "algorithm.value.clip=0.2"]).algorithm
+        [batch] = with_advantages(algorithm, [batch])
+        return outcome(partial(value_loss, algorithm.value), batch, world, members, slice(2, 3))
+    if name == "implicit_reward":
+        config = load(BASE, [*COMMON, "implicit_reward={}"])
+        return outcome(partial(implicit_reward_loss, config.implicit_reward), batch, world, members, slice(2))
+    spec = OBJECTIVES[name]
+    keys = ["model.path=m", "data.source=rows.jsonl", f"data.rows={spec.rows[0]}", f"algorithm.objective.name={name}"]
+    objective = load(BASE, keys).algorithm.objective
+    if not spec.is_pairwise:
+        return outcome(partial(imitation_loss, objective), batch, world, members, slice(2))
+    if spec.reads_reference:
+        return outcome(partial(preference_loss, objective, True, has_moved=True), batch, world, members, slice(2))
+    return outcome(partial(reward_model_loss, objective), batch, world, members, slice(1))
+
+
+def outcome(
+    loss_of: Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]],
+    batch: TokenBatch,
+    world: World,
+    members: Sequence[TrainingSample],
+    columns: slice,
+) -> Outcome:
+    scored = world.scored(members, columns)
+    loss, sums = loss_of(batch, scored)
+    loss.backward()
+    said = {name: str(metric) for name, metric in read(sums).items()}
+    if batch.advantage is not None:
+        said |= mean_advantages(batch, [item.sample.id for item in members])
+    return loss.detach(), scored.grad, batch.mask, said
+
+
+def differences(case: str, plain: Outcome, disturbed: Outcome) -> list[str]:
+    found = []
+    if not torch.equal(plain[0], disturbed[0]) or not plain[0].isfinite():
+        found.append(f"{case}: loss {plain[0].item()} and {disturbed[0].item()}")
+    for outcome_ in (plain, disturbed):
+        if outcome_[1][~outcome_[2]].abs().sum() != 0:
+            found.append(f"{case}: a masked token has a gradient")
+    if not torch.equal(plain[1], disturbed[1]):
+        found.append(f"{case}: gradients differ")
+    found += [
+        f"{case}: {name} is {plain[3][name]} and {disturbed[3][name]}"
+        for name in plain[3]
+        if plain[3][name] != disturbed[3][name]
+    ]
+    return found

@@ -1,0 +1,97 @@
+"""The choice of what isolates programs, on machines that lack something."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.sandbox import bubblewrap
+from megarl.sandbox.apptainer import Apptainer
+from megarl.sandbox.choice import find_provider
+from megarl.sandbox.provider import AGENT, Provider
+from megarl.sandbox.sandbox import SandboxError
+from megarl.sandbox.unsafe import Unsafe
+from tests.sandboxes import limits, printed
+
+
+@pytest.fixture(autouse=True)
+def path(tmp_path, monkeypatch) -> Path:
+    """A PATH without any command, but for those that a test puts there."""
+    bubblewrap._bubblewrap.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    yield tmp_path
+    bubblewrap._bubblewrap.cache_clear()
+
+
+def put(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def choose(**changed) -> Provider:
+    return asyncio.run(find_provider(limits(**changed)))
+
+
+def test_without_isolation_a_run_is_refused_with_what_to_install():
+    with pytest.raises(UserError) as refusal:
+        choose()
+    text = str(refusal.value)
+    assert text.startswith(
+        "sandbox.provider=auto: programs cannot be isolated here (bubblewrap: bwrap is not on the PATH"
+    )
+    assert "apt-get install bubblewrap" in text and "sandbox.unsafe=allow" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo bubblewrap 0.4.1", "is bubblewrap 0.4.1, which is older than 0.8"),
+        (
+            '[ "$1" = --version ] && echo bubblewrap 0.11.0 && exit; echo "bwrap: No permissions" >&2; exit 1',
+            "the sandbox ended (exit status 1): bwrap: No permissions",
+        ),
+    ],
+)
+def test_a_bubblewrap_that_does_not_work_is_refused_with_what_it_says(path, script, reason):
+    put(path, "bwrap", script)
+    (path / "setpriv").symlink_to("/usr/bin/setpriv")
+    with pytest.raises(UserError) as refusal:
+        choose(provider="bubblewrap")
+    assert reason in str(refusal.value)
+
+
+def test_only_where_the_config_allows_it_programs_are_not_isolated(capfd):
+    provider = choose(unsafe="allow")
+    assert isinstance(provider, Unsafe)
+    assert "sandbox.unsafe=allow: they run as ordinary processes of this user" in capfd.readouterr().err
+    assert printed(provider, "print('ran')") == "ran\n"
+
+
+def test_the_command_of_apptainer_shuts_everything_off(path):
+    """It has not been run: there is no Apptainer here."""
+    put(path, "apptainer", "exit 1")
+    image = path / "python.sif"
+    image.touch()
+    command = Apptainer(limits(image=str(image))).command()
+    program, action, *rest = command.arguments
+    assert (program, action) == (str(path / "apptainer"), "exec")
+    options, agent = rest[: rest.index(str(image))], rest[rest.index(str(image)) + 1 :]
+    assert {"--containall", "--cleanenv", "--no-init", "--no-privs", "--no-eval"} <= set(options)
+    for option, value in (("--network", "none"), ("--no-mount", "home,hostfs,bind-paths,cwd"), ("--pwd", "/tmp")):
+        assert options[options.index(option) + 1] == value
+    assert "--net" in options and not {"--bind", "--nv", "--writable", "--fakeroot"} & set(options)
+    assert agent[:5] == ["python3", "-I", "-S", "-c", AGENT]
+    assert set(command.environment) <= {"PATH", "HOME"} <= set(os.environ)
+
+
+def test_an_image_that_is_not_there_is_named(path):
+    put(path, "apptainer", "exit 1")
+    with pytest.raises(SandboxError, match=r"^sandbox.image=no.sif: there is no /.*/no.sif$"):
+        Apptainer(limits(image="no.sif")).command()
+    assert "docker://python:3.11-slim" in Apptainer(limits(image="docker://python:3.11-slim")).command().arguments
+    with pytest.raises(UserError, match=r"apptainer: the sandbox ended \(exit status 1\)"):
+        choose(provider="apptainer", image="docker://python:3.11-slim")

@@ -1,0 +1,127 @@
+"""Statistics are of rollouts: one that is trained on as several samples counts once."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from megarl.algorithms.baselines import MovingAverage
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.config.load import load
+from megarl.core.types import RolloutInfo, SampleInfo, Score, TokenTotals
+from megarl.step.baselines import attach_baselines, update_reward_average
+from megarl.step.metrics import step_metrics
+from megarl.step.scoring import is_informative, select
+from tests.paths import QUICKSTART
+
+REWARDS = {"1.0.0": 1.0, "1.0.1": 0.0, "1.0.2": 0.5}
+NUM_SAMPLES = {"1.0.0": 3, "1.0.1": 1, "1.0.2": 2}
+
+
+def info(rollout: str, number: int, stop: str = "done") -> SampleInfo:
+    numbers = RolloutInfo(stop, 4, NUM_SAMPLES.get(rollout, 1), {"ok": 2, "raised": 1}, 100, 80)
+    name = rollout if number == 0 else f"{rollout}/{number}"
+    return SampleInfo(name, "p", 10, 5, 3, "stop", 0, 0, rollout_id=rollout, rollout=numbers)
+
+
+def group() -> list[RemoteSample]:
+    return [RemoteSample(info(name, k), None) for name, count in NUM_SAMPLES.items() for k in range(count)]
+
+
+def scores(samples: list[RemoteSample]) -> list[Score]:
+    return [
+        Score(REWARDS[sample.info.rollout_id], {"environment": REWARDS[sample.info.rollout_id]}) for sample in samples
+    ]
+
+
+def config(*overrides: str):
+    return load(QUICKSTART, ["environment.class=a.py:A", "batch.samples_per_prompt=3", *overrides])
+
+
+def test_grpo_compares_rollouts():
+    samples = group()
+    [scored], metrics = select(config(), [samples], scores(samples))
+    assert len(scored) == 6 and is_informative(scored)
+    assert metrics["reward/mean"].value == pytest.approx(0.5)
+    assert metrics["reward/std"].value == pytest.approx(statistics.pstdev([1.0, 0.0, 0.5]))
+    assert metrics["reward/environment"].value == pytest.approx(0.5)
+    assert metrics["reward/failed_share"].value == 0
+    based = attach_baselines(config(), [scored], {}, {}, MovingAverage())
+    assert [item.sample.info.id for item in based] == [sample.info.id for sample in samples]
+    for item in based:
+        advantage = (item.reward - item.baseline.center) / item.baseline.scale
+        expected = (REWARDS[item.sample.info.rollout_id] - 0.5) / (statistics.stdev([1.0, 0.0, 0.5]) + 1e-6)
+        assert advantage == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus_baseline", "opo", "gpg"])
+def test_a_rollout_has_the_baseline_that_it_would_have_as_one_sample(estimator):
+    """OPO weighs rewards by numbers of tokens, which are those of the whole rollout."""
+    settings = config(f"algorithm.advantage.estimator={estimator}")
+    samples = group()
+    [scored], _ = select(settings, [samples], scores(samples))
+    whole = [
+        RemoteSample(SampleInfo(name, "p", 10, 5, 3 * count, "stop", 0, 0), None) for name, count in NUM_SAMPLES.items()
+    ]
+    [of_whole], _ = select(settings, [whole], scores(whole))
+    expected = {
+        item.sample.info.id: item.baseline for item in attach_baselines(settings, [of_whole], {}, {}, MovingAverage())
+    }
+    for item in attach_baselines(settings, [scored], {}, {}, MovingAverage()):
+        assert item.baseline == expected[item.sample.info.rollout_id]
+
+
+def test_rewards_of_tokens_and_the_kl_are_summed_over_a_rollout():
+    settings = config("algorithm.advantage.estimator=rloo")
+    samples = group()
+    [scored], _ = select(settings, [samples], scores(samples))
+    kl = {sample.info.id: TokenTotals(3, -0.1, 0.01) for sample in samples}
+    based = attach_baselines(settings, [scored], {}, kl, MovingAverage())
+    rewards = {name: REWARDS[name] - 0.1 * count for name, count in NUM_SAMPLES.items()}
+    first = next(item for item in based if item.sample.info.rollout_id == "1.0.0")
+    assert first.baseline.center == pytest.approx((rewards["1.0.1"] + rewards["1.0.2"]) / 2)
+
+
+def test_the_moving_average_is_of_rollouts():
+    settings = config("algorithm.advantage.estimator=reinforce")
+    samples = group()
+    [scored], _ = select(settings, [samples], scores(samples))
+    average = MovingAverage()
+    update_reward_average(settings, [scored], {}, {}, average)
+    assert average.value == pytest.approx(0.5)
+
+
+def test_a_greedy_rollout_is_left_out_with_all_of_its_samples():
+    settings = config("algorithm.advantage.estimator=remax")
+    samples = group()
+    greedy = [RemoteSample(info("1.0.greedy", k), None) for k in range(2)]
+    given = [*scores(samples), Score(0.25, {}), Score(0.25, {})]
+    [scored], metrics = select(settings, [[*samples, *greedy]], given)
+    assert {item.sample.info.rollout_id for item in scored} == set(REWARDS)
+    assert {item.greedy for item in scored} == {0.25}
+    assert metrics["reward/greedy_mean"].value == 0.25
+
+
+def test_a_failed_environment_does_not_count_against_the_rewards_limit():
+    samples = group()
+    failed = RemoteSample(info("1.0.9", 0, "failed"), None)
+    [scored], metrics = select(
+        config(), [[*samples, failed]], [*scores(samples), Score(None, {}, "environment: step raised")]
+    )
+    assert len(scored) == 6
+    assert metrics["reward/failed_share"].value == pytest.approx(1 / 4)
+
+
+def test_metrics_of_environments_count_rollouts():
+    class Watch:
+        def metrics(self):
+            return {"time/step": 2.0}
+
+    found = step_metrics(config(), [group()], Watch(), 1)
+    assert found["environment/samples_per_rollout"] == pytest.approx(2.0)
+    assert found["environment/turns_mean"] == 4
+    assert found["environment/tool_calls"] == 3 and found["environment/tool_raised"] == 1
+    assert found["environment/tool_error_share"] == pytest.approx(1 / 3)
+    assert found["environment/prefix_hit_share"] == pytest.approx(0.8)
+    assert found["environment/stop_done"] == 1

@@ -1,0 +1,111 @@
+"""Programs that sandboxes run in a second: each in a sandbox of its own, and one after the other in one that stays.
+
+.venv/bin/python tools/benchmarks/sandbox.py --out tools/benchmarks/results/sandbox.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from machine import children_cpu_seconds, machine, machine_cpu_seconds
+
+from megarl.config.load import load
+from megarl.rewards.code import code_tests
+from megarl.sandbox.choice import find_provider
+from megarl.sandbox.provider import Provider
+
+BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
+
+RESPONSE = """```python
+def primes(n):
+    return [p for p in range(2, n) if all(p % d for d in range(2, int(p**0.5) + 1))]
+```"""
+TESTS = ["assert primes(10) == [2, 3, 5, 7]", "assert primes(2) == []", "assert len(primes(1000)) == 168"]
+
+PER_SANDBOX = 10
+"""The programs of a sandbox that stays, as that of tools does."""
+
+Program = Callable[[], Awaitable[bool]]
+
+
+async def nothing(provider: Provider) -> bool:
+    async with await provider.start() as sandbox:
+        return (await sandbox.run([provider.python, "-c", ""])).succeeded
+
+
+async def small_test(provider: Provider) -> bool:
+    return await code_tests("", RESPONSE, TESTS, sandbox=provider)
+
+
+async def several(provider: Provider) -> bool:
+    async with await provider.start() as sandbox:
+        return all([(await sandbox.run([provider.python, "-c", ""])).succeeded for _ in range(PER_SANDBOX)])
+
+
+async def measure(program: Program, count: int, at_once: int) -> dict[str, Any]:
+    """Runs a program so often, with some at once. Returns the speed, and the seconds that one took."""
+    seconds: list[float] = []
+
+    async def run_some(number: int) -> None:
+        for _ in range(number):
+            begin = time.perf_counter()
+            assert await program(), "the program is right"
+            seconds.append(time.perf_counter() - begin)
+
+    begin, before = time.perf_counter(), machine_cpu_seconds() - sum(os.times()[:4])
+    await asyncio.gather(*(run_some(count // at_once) for _ in range(at_once)))
+    wall = time.perf_counter() - begin
+    elsewhere = max(0.0, machine_cpu_seconds() - before - sum(os.times()[:4]))
+    return {
+        "programs": len(seconds),
+        "per_second": round(len(seconds) / wall, 1),
+        "median_seconds": round(statistics.median(seconds), 4),
+        "cpu_percent_elsewhere": round(100 * elsewhere / (wall * os.cpu_count()), 1),
+    }
+
+
+async def measure_all(count: int, at_once: int) -> dict[str, Any]:
+    keys = ["model.path=none", "data.source=arithmetic", "sandbox.provider=bubblewrap"]
+    provider = await find_provider(load(BASE, keys).sandbox)
+    null, test = lambda: nothing(provider), lambda: small_test(provider)
+    runs = {"a null program": await measure(null, count, at_once), "a small test": await measure(test, count, at_once)}
+    stays = await measure(lambda: several(provider), count // PER_SANDBOX, at_once)
+    stays |= {name: round(PER_SANDBOX * stays[name], 1) for name in ("programs", "per_second")}
+    stays["median_seconds"] = round(stays["median_seconds"] / PER_SANDBOX, 4)
+    runs["null programs, ten in a sandbox"] = stays
+    return {"provider": provider.name, "as_root": os.geteuid() == 0, "at_once": at_once, "runs": runs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=200, help="programs of each kind")
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    arguments = parser.parse_args()
+    before = children_cpu_seconds()
+    measured = asyncio.run(measure_all(arguments.count, arguments.at_once))
+    found = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "cpu_percent_elsewhere": max(run["cpu_percent_elsewhere"] for run in measured["runs"].values()),
+        "children_cpu_seconds": round(children_cpu_seconds() - before, 1),
+        **measured,
+    }
+    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
