@@ -61,6 +61,7 @@ class HostProcess:
         self.is_retiring = False
         """Whether it takes no new rollouts, as something in it hangs, and ends with the last one that it has."""
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.is_agent = False
 
     @classmethod
     async def start(cls, arguments: HostArguments) -> HostProcess:
@@ -88,7 +89,7 @@ class HostProcess:
                 said.get("refused")
                 or f"environment.class: importing {arguments.name} ended the process ({host.status}); fix the file"
             )
-        host.tools = said["tools"]
+        host.tools, host.is_agent = said["tools"], said["is_agent"]
         host._reading = asyncio.create_task(host._read())
         return host
 
@@ -167,6 +168,11 @@ class HostPool:
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """The descriptions of the environments' tools."""
         return self._hosts[0].tools
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether the class is an agent, which is called with `run` in place of `reset` and `step`."""
+        return self._hosts[0].is_agent
 
     async def take(self) -> HostProcess:
         """Returns the process with the fewest rollouts, which gets one more. In place of one that has ended, or takes
