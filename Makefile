@@ -7,6 +7,8 @@ NEWEST := tools/environment/newest-megatron.lock
 VENV := .venv
 DONE := $(VENV)/.installed
 NEWEST_DONE := $(VENV)/newest/.installed
+VERIFIERS := tools/environment/verifiers.lock
+VERIFIERS_DONE := $(VENV)/verifiers/.installed
 CONTAINER := launch/container/gpu-py312.lock
 ENGINE_DONE := $(VENV)/transformer-engine/.installed
 RUN := $(VENV)/bin/python
@@ -52,11 +54,11 @@ test-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 # The unit tests come last and on two cores: the whole runs beside them end first.
-test-ranks: $(DONE) $(ENGINE_DONE)
+test-ranks: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
-test-fast: $(DONE) $(ENGINE_DONE)
+test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
 
 test-learn: $(DONE)
@@ -85,6 +87,13 @@ $(ENGINE_DONE): $(DONE) $(CONTAINER)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/transformer-engine --no-deps --only-binary=:all: \
 		$$(grep '^transformer-engine==' $(CONTAINER))
 	@touch $(ENGINE_DONE)
+
+# It wants other versions of packages than vLLM. Bytecode is compiled at once: each of its processes imports 3,000 files.
+$(VERIFIERS_DONE): $(DONE) $(VERIFIERS)
+	rm -rf $(VENV)/verifiers
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/verifiers --no-deps --only-binary=:all: \
+		--requirement $(VERIFIERS)
+	@touch $(VERIFIERS_DONE)
 
 test-newest: $(NEWEST_DONE) $(ENGINE_DONE)
 	@PYTHONPATH=$(VENV)/newest $(RUN) -W ignore -c 'import megatron.core as m; print("megatron-core", m.__version__); \

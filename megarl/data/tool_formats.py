@@ -58,6 +58,11 @@ class CallReader:
         """Returns the calls of a turn."""
         return tuple(self._read(self._pieces(list(token_ids))))
 
+    def text_before(self, token_ids: Sequence[int]) -> str:
+        """Returns what a turn says before its first call."""
+        first = self._pieces(list(token_ids))[:1]
+        return "" if any(self._read(first)) else first[0].text.strip()
+
     def _pieces(self, token_ids: list[int]) -> list[Piece]:
         """Returns the turn cut at the tags. Text is without special tokens."""
         found: list[Piece] = []

@@ -98,6 +98,10 @@ class ChatTokens:
         text = response_text(self._tokenizer, context_ids, turn_ids)
         return text, () if self._calls is None else self._calls.read(turn_ids)
 
+    def before_calls(self, turn_ids: Sequence[int]) -> str:
+        """Returns what a turn with calls says before the first of them."""
+        return self._calls.text_before(turn_ids)
+
     def _render(self, messages: Sequence[Message], for_answer: bool = True) -> tuple[str | None, str]:
         """Returns the conversation's text, or None and why the template refuses it."""
         from jinja2.exceptions import TemplateError

@@ -15,12 +15,15 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+from megarl.config import schema
 from megarl.core import stacks
 from megarl.core.errors import UserError
+from megarl.environments.agent import Agent
 from megarl.environments.child import take_pipes
 from megarl.environments.protocol import Environment, Opening, Step, Task, Turn
-from megarl.environments.registry import check_environment
+from megarl.environments.registry import SANDBOX, check_environment, is_agent, wants_sandbox
 from megarl.environments.tools import MalformedCall, ToolCall, describe, run, tools_of
+from megarl.sandbox.choice import find_provider
 
 LONGEST_LINE = 2**30
 
@@ -28,16 +31,18 @@ LONGEST_LINE = 2**30
 class Host:
     """The environments of this process, by the rollout that each is of."""
 
-    def __init__(self, kind: type[Environment], options: Mapping[str, Any], tool_timeout_s: float):
+    def __init__(self, kind: type[Environment] | type[Agent], options: Mapping[str, Any], tool_timeout_s: float):
         self._kind, self._options, self._tool_timeout_s = kind, options, tool_timeout_s
-        self._environments: dict[str, Environment] = {}
+        self._environments: dict[str, Environment | Agent] = {}
+        self._runs: dict[str, asyncio.Task[Any]] = {}
+        """What agents do, until they have done it."""
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of an answer: a value, or a failure with the stack of what the environment raised."""
         do, rollout = request["do"], request["rollout"]
         try:
-            value = await {"reset": self._reset, "step": self._step, "close": self._close}[do](rollout, request)
-            return {"value": value}
+            methods = {"reset": self._reset, "step": self._step, "run": self._run, "close": self._close}
+            return {"value": await methods[do](rollout, request)}
         except BaseException as error:  # the user's code may raise anything, SystemExit too
             shown = traceback.format_exception(error)
             return {"failure": f"{do} raised {type(error).__name__}: {error}", "stack": "".join(shown)}
@@ -73,12 +78,25 @@ class Host:
             "is_stuck": environment.toolbox.has_hung_thread,
         }
 
+    async def _run(self, rollout: str, request: Mapping[str, Any]) -> dict[str, float] | None:
+        """Returns the rewards of an agent, when it has done its work."""
+        agent = self._environments[rollout] = self._kind(**self._options)
+        given = (request[name] for name in ("base_url", "api_key", "model"))
+        self._runs[rollout] = asyncio.create_task(run(agent.run, Task(**request["task"]), *given))
+        return _rewards(await self._runs[rollout])
+
     async def _close(self, rollout: str, request: Mapping[str, Any]) -> dict[str, int]:
-        """Returns how many calls of tools ended in which way."""
+        """Returns how many calls of tools ended in which way. An agent that still is at work is stopped."""
         environment = self._environments.pop(rollout, None)
         if environment is None:  # its constructor raised
             return {}
+        if rollout in self._runs:
+            work = self._runs.pop(rollout)
+            work.cancel()
+            await asyncio.wait([work])
         await run(environment.close)
+        if isinstance(environment, Agent):
+            return {}
         return dict(environment.toolbox.counts)
 
 
@@ -118,17 +136,19 @@ def write(answers: BinaryIO, line: Mapping[str, Any]) -> None:
     answers.flush()
 
 
-def main(name: str, options: Mapping[str, Any], tool_timeout_s: float) -> None:
+def main(name: str, options: Mapping[str, Any], tool_timeout_s: float, sandbox: Mapping[str, Any]) -> None:
     requests, answers = take_pipes()
     faulthandler.enable()
     stacks.write_on_request()
     try:
         kind = check_environment(name, options)
+        if wants_sandbox(kind):
+            options = {**options, SANDBOX: asyncio.run(find_provider(schema.Sandbox(**sandbox)))}
     except UserError as error:
         write(answers, {"refused": str(error)})
         return
     tools = [describe(tool, function) for tool, function in tools_of(kind).items()]
-    write(answers, {"tools": tools})
+    write(answers, {"tools": tools, "is_agent": is_agent(kind)})
     asyncio.run(serve(Host(kind, options, tool_timeout_s), requests, answers))
 
 

@@ -33,18 +33,20 @@ class HostFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostArguments:
-    """The arguments of a host's process: the environment's name and options, and the wall-clock time of a tool."""
+    """The arguments of a host's process: the environment's name and options, the wall-clock time of a tool, and section
+    `sandbox` of the config."""
 
     name: str
     options: Mapping[str, Any]
     tool_timeout_s: float
+    sandbox: Mapping[str, Any]
 
 
 def host_arguments(config: Config) -> HostArguments:
     """Returns those of a run with an environment."""
     settings = config.environment
     assert settings.name is not None, "the run has an environment"
-    return HostArguments(settings.name, settings.options, settings.tool_timeout_s)
+    return HostArguments(settings.name, settings.options, settings.tool_timeout_s, config.sandbox.model_dump())
 
 
 class HostProcess:
@@ -59,6 +61,7 @@ class HostProcess:
         self.is_retiring = False
         """Whether it takes no new rollouts, as something in it hangs, and ends with the last one that it has."""
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.is_agent = False
 
     @classmethod
     async def start(cls, arguments: HostArguments) -> HostProcess:
@@ -86,7 +89,7 @@ class HostProcess:
                 said.get("refused")
                 or f"environment.class: importing {arguments.name} ended the process ({host.status}); fix the file"
             )
-        host.tools = said["tools"]
+        host.tools, host.is_agent = said["tools"], said["is_agent"]
         host._reading = asyncio.create_task(host._read())
         return host
 
@@ -165,6 +168,11 @@ class HostPool:
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """The descriptions of the environments' tools."""
         return self._hosts[0].tools
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether the class is an agent, which is called with `run` in place of `reset` and `step`."""
+        return self._hosts[0].is_agent
 
     async def take(self) -> HostProcess:
         """Returns the process with the fewest rollouts, which gets one more. In place of one that has ended, or takes

@@ -18,7 +18,7 @@ class Transcript:
         """All tokens so far."""
         self.num_turns = 0
         self.finish_reason: FinishReason = "stop"
-        """That of the last turn."""
+        """The finish reason of the last turn."""
         self._num_prompt_tokens = len(self.ids)
         self._turns: list[tuple[int, Completion]] = []
         """The turns, each with its place in `ids`."""

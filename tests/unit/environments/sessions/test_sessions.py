@@ -1,0 +1,297 @@
+"""The endpoint: what its clients get, and that what it records is what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from megarl.core.types import Prompt, VersionRun
+from megarl.data.turns import ChatTokens
+from megarl.environments.sessions import RecordedSample, Session, SessionLimits, SessionServer
+from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
+
+PROGRAM = Path(__file__).with_name("openai_program.py")
+TOKENIZER = hermes_tokenizer()
+LIMITS = SessionLimits(max_turns=8, turn_tokens=None, max_new_tokens=2000, context_length=4000)
+QUESTION = [{"role": "user", "content": "What now?"}]
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks."}}]
+
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
+
+
+def in_session(
+    policy: ScriptedPolicy,
+    agent: Callable[[Ask, SessionServer, Session], Awaitable[None]],
+    limits: SessionLimits = LIMITS,
+) -> tuple[Session, list[RecordedSample]]:
+    """Runs an agent in a session. Returns the session and what it recorded."""
+
+    async def main() -> tuple[Session, list[RecordedSample]]:
+        server = SessionServer(TOKENIZER, lambda tools: ChatTokens(TOKENIZER, tools), {"temperature": 1.0})
+        await server.start("127.0.0.1")
+        session = server.open(policy, limits, seed=5)
+        async with aiohttp.ClientSession() as client:
+
+            async def ask(
+                messages: Any, token: str = session.token, headers: Any = (), **given: Any
+            ) -> tuple[int, Any]:
+                body = {"model": "policy", "messages": messages, **given}
+                headers = {"Authorization": f"Bearer {token}", **dict(headers)}
+                async with client.post(f"{server.base_url}/chat/completions", json=body, headers=headers) as response:
+                    return response.status, await response.json()
+
+            await agent(ask, server, session)
+            samples = await server.close(session)
+            assert (await ask(QUESTION))[0] == 401, "a closed session answers"
+        await server.stop()
+        return session, samples
+
+    return asyncio.run(main())
+
+
+def said(answer: tuple[int, Any]) -> dict[str, Any]:
+    """Returns the message of an answer."""
+    status, body = answer
+    assert status == 200, body
+    return body["choices"][0]["message"]
+
+
+def sampled(sample: RecordedSample) -> str:
+    """Returns what a sample is trained on, as text."""
+    made = sample.transcript.sample("a", Prompt("p", "", []), "", "a", None)
+    return TOKENIZER.decode(made.response_ids[made.response_mask])
+
+
+@pytest.mark.parametrize("mode", ["whole", "stream"])
+def test_a_program_of_the_openai_client_runs_unchanged_and_is_recorded(mode: str) -> None:
+    script = ["First." + call("multiply", a=6, b=7), call("multiply", a=42, b=2), "It is 84."]
+    policy = ScriptedPolicy(TOKENIZER, script)
+    printed: list[str] = []
+
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        program = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(PROGRAM), mode),
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"OPENAI_BASE_URL": server.base_url, "OPENAI_API_KEY": session.token},
+        )
+        printed.extend((await program.communicate())[0].decode().splitlines())
+
+    session, [sample] = in_session(policy, agent)
+    assert printed[0] == "model policy" and printed[-1] == "answer It is 84."
+    made = sample.transcript.sample("a", Prompt("p", "", []), sample.text, "a", None)
+    # One sequence: each turn was sampled after all ids before it, and only turns are trained on.
+    assert policy.asked[2].token_ids == made.token_ids[: -len(policy.asked[2].completion.token_ids)].tolist()
+    turns = [asked.completion for asked in policy.asked]
+    assert np.array_equal(made.response_ids[made.response_mask], np.concatenate([t.token_ids for t in turns]))
+    assert np.array_equal(made.response_logprobs[made.response_mask], np.concatenate([t.logprobs for t in turns]))
+    assert not made.response_logprobs[~made.response_mask].any()
+    context = TOKENIZER.decode(made.response_ids[~made.response_mask])
+    assert context.count("<tool_response>42</tool_response>") == context.count("<tool_response>84</tool_response>") == 1
+    assert [run.version for run in made.versions] == [0, 1, 2]
+    assert made.versions[0] == VersionRun(0, len(turns[0].token_ids))
+    assert session.counts["ignored.temperature"] == 3
+    if mode == "stream":
+        used = [int(line.split()[1]) for line in printed if line.startswith("tokens")]
+        assert used == [len(asked.token_ids) + len(asked.completion.token_ids) for asked in policy.asked]
+
+
+def test_a_tool_that_is_spelled_in_another_way_and_a_stripped_answer_go_on_verbatim() -> None:
+    policy = ScriptedPolicy(TOKENIZER, ["  Hm. " + call("look", at="sky", deep=True), " Done.\n", "Bye"])
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        message = said(await ask(QUESTION, tools=TOOLS))
+        assert message["content"] == "Hm." and json.loads(message["tool_calls"][0]["function"]["arguments"]) == {
+            "at": "sky",
+            "deep": True,
+        }
+        made = {"name": "look", "arguments": '{"deep":   true, "at": "sky"}'}
+        turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": made}]}
+        turn["content"] = [{"type": "text", "text": "Hm."}]
+        talk = [*QUESTION, turn, {"role": "tool", "tool_call_id": "x", "content": "blue"}]
+        message = said(await ask(talk, tools=TOOLS))
+        talk += [{"role": "assistant", "content": message["content"].strip()}, {"role": "user", "content": "more"}]
+        said(await ask(talk, tools=TOOLS))
+
+    session, [sample] = in_session(policy, agent)
+    assert "  Hm. <tool_call>" in TOKENIZER.decode(sample.transcript.ids) and not session.recording.counts
+    assert sampled(sample).count("<|im_end|>") == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (lambda talk: [*talk[:-2], {"role": "assistant", "content": "No."}, talk[-1]], "rewritten"),
+        (lambda talk: [{"role": "user", "content": "In short: one."}], "fresh"),
+        (lambda talk: [{"role": "system", "content": "You help."}, *talk], "rewritten"),
+    ],
+)
+def test_a_conversation_that_was_not_sampled_so_begins_a_sample(change: Callable[[list], list], count: str) -> None:
+    policy = ScriptedPolicy(TOKENIZER, ["One.", "Two."])
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        message = said(await ask(QUESTION))
+        said(await ask(change([*QUESTION, message, {"role": "user", "content": "And?"}])))
+
+    session, samples = in_session(policy, agent)
+    assert [sampled(sample) for sample in samples] == ["One.<|im_end|>", "Two.<|im_end|>"]
+    assert [sample.first_turn for sample in samples] == [0, 1]
+    assert session.recording.counts == {count: 1}
+    assert samples[1].messages[-1]["content"] == "Two."
+    assert policy.asked[1].token_ids == ChatTokens(TOKENIZER).begin(samples[1].messages[:-1])
+
+
+def test_requests_at_once_go_on_in_branches_of_their_own() -> None:
+    policy = ScriptedPolicy(TOKENIZER, ["Start", "Left", "Right", "Left again", "Third"], delay_s=0.05)
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        talk = [*QUESTION, said(await ask(QUESTION))]
+
+        async def branch(word: str) -> list[Any]:
+            messages = [*talk, {"role": "user", "content": word}]
+            return [*messages, said(await ask(messages))]
+
+        left, _ = await asyncio.gather(branch("left"), branch("right"))
+        said(await ask([*left, {"role": "user", "content": "on"}]))
+        said(await ask([*talk, {"role": "user", "content": "third"}]))
+
+    session, samples = in_session(policy, agent)
+    trained = [sampled(sample) for sample in samples]
+    assert trained == ["Start<|im_end|>Left<|im_end|>Left again<|im_end|>", "Right<|im_end|>", "Third<|im_end|>"]
+    assert session.recording.counts == {"forked": 2}
+    first = policy.asked[0]
+    shared = first.token_ids + first.completion.token_ids.tolist()
+    assert all(sample.transcript.ids[: len(shared)] == shared for sample in samples)
+    assert [message["content"] for message in samples[1].messages] == ["What now?", "Start", "right", "Right"]
+    assert (samples[0].first_turn, samples[0].last_turn) == (0, 3)
+    assert len({asked.seed for asked in policy.asked}) == 5
+
+
+def test_other_tools_are_another_prompt() -> None:
+    policy = ScriptedPolicy(TOKENIZER, ["One.", "Two."])
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        message = said(await ask(QUESTION, tools=TOOLS))
+        said(await ask([*QUESTION, message, {"role": "user", "content": "And?"}]))
+
+    session, samples = in_session(policy, agent)
+    assert len(samples) == 2 and session.recording.counts == {"rewritten": 1}
+
+
+def test_limits_of_turns_and_tokens_are_errors_that_clients_know() -> None:
+    policy = ScriptedPolicy(TOKENIZER, ["0123456789", "x" * 100])
+    limits = SessionLimits(max_turns=3, turn_tokens=30, max_new_tokens=90, context_length=300)
+
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        talk = [*QUESTION, said(await ask(QUESTION, max_tokens=4)), {"role": "user", "content": "on"}]
+        status, body = await ask(talk)
+        assert (status, body["choices"][0]["finish_reason"]) == (200, "length")
+        talk += [body["choices"][0]["message"], {"role": "user", "content": "y" * 100}]
+        status, body = await ask(talk)
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        status, body = await ask([{"role": "user", "content": "y" * 400}])
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert session.stop_reason == "max_tokens"
+
+    session, [sample] = in_session(policy, agent, limits)
+    assert [asked.max_new_tokens for asked in policy.asked] == [4, 30]
+    assert sampled(sample) == "0123" + "x" * 30
+    assert session.recording.num_turns == 2
+
+    policy = ScriptedPolicy(TOKENIZER, ["a"] * 3)
+
+    async def talkative(ask: Ask, *_: Any) -> None:
+        for _ in range(3):
+            assert (await ask(QUESTION))[0] == 200
+        status, body = await ask(QUESTION)
+        assert (status, body["error"]["code"]) == (400, "turn_limit_reached")
+
+    session, samples = in_session(policy, talkative, limits)
+    assert session.stop_reason == "max_turns" and len(samples) == 3
+    assert session.counts["refused.turn_limit_reached"] == 1
+
+
+def test_a_stop_text_ends_a_turn_and_is_no_part_of_its_text() -> None:
+    policy = ScriptedPolicy(TOKENIZER, ["Thought. END and more", "Then"])
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        message = said(await ask(QUESTION, stop="END"))
+        assert message["content"] == "Thought. "
+        said(await ask([*QUESTION, message, {"role": "user", "content": "on"}]))
+
+    _, [sample] = in_session(policy, agent)
+    assert sampled(sample) == "Thought. ENDThen<|im_end|>"
+
+
+def test_what_begins_as_a_call_and_is_none_stays_text() -> None:
+    policy = ScriptedPolicy(TOKENIZER, [call("look") + "<tool_call>{look}</tool_call>", "plain", call("look")])
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        message = said(await ask(QUESTION, tools=TOOLS))
+        assert "tool_calls" not in message and message["content"].endswith("<tool_call>{look}</tool_call>")
+        # Text of the user that looks like a call is none, and a program may want none to be read.
+        said(await ask([{"role": "user", "content": call("look")}], tools=TOOLS))
+        assert "tool_calls" not in said(await ask(QUESTION, tools=TOOLS, tool_choice="none"))
+
+    session, _ = in_session(policy, agent)
+    assert session.counts["malformed_calls"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "words"),
+    [
+        ({"n": 2}, 400, "one choice"),
+        ({"tool_choice": "required"}, 400, "the policy chooses"),
+        ({"messages": []}, 400, "at least one message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+        ({"messages": [{"role": "narrator", "content": "a"}]}, 400, "messages[0]"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"stop": 3}, 400, "stop"),
+        ({"tools": [{"name": "look"}]}, 400, "tools[0]"),
+        ({"token": "sk-wrong"}, 401, "no session"),
+        ({"token": "é"}, 401, "no session"),
+    ],
+)
+def test_refused_requests_say_why_and_leave_no_trace(given: dict[str, Any], code: int, words: str) -> None:
+    async def agent(ask: Ask, *_: Any) -> None:
+        status, body = await ask(**({"messages": QUESTION} | given))
+        assert status == code and words in body["error"]["message"] and body["error"]["type"]
+
+    session, samples = in_session(ScriptedPolicy(TOKENIZER, []), agent)
+    assert samples == [] and session.recording.num_turns == 0
+
+
+def test_a_request_that_is_sent_again_gets_the_answer_that_was_lost() -> None:
+    policy = ScriptedPolicy(TOKENIZER, ["Once", "Other"], delay_s=0.3)
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask(QUESTION), 0.1)
+        assert said(await ask(QUESTION, headers={"x-stainless-retry-count": "1"}))["content"] == "Once"
+        with pytest.raises(TimeoutError):  # and nobody asks again for this one
+            await asyncio.wait_for(ask([{"role": "user", "content": "Other?"}]), 0.1)
+        await asyncio.sleep(0.5)
+
+    session, samples = in_session(policy, agent)
+    assert [sampled(sample) for sample in samples] == ["Once<|im_end|>"]
+    assert session.counts["replayed"] == 1 and len(policy.asked) == 2
+
+
+def test_an_engine_that_fails_is_told_to_both_sides() -> None:
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        status, body = await ask(QUESTION)
+        assert status == 500 and body["error"]["code"] == "engine_failed"
+
+    session, samples = in_session(broken, agent)
+    assert str(session.error) == "out of memory" and samples == []

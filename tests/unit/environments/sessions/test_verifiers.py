@@ -1,0 +1,130 @@
+"""An environment of verifiers, unchanged, in a host of environments: its own harness, tool server and rewards, with the
+endpoint as its model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from megarl.core.types import Prompt
+from megarl.data.turns import ChatTokens
+from megarl.environments import Task
+from megarl.environments.hosts import HostArguments, HostFailure, HostPool
+from megarl.environments.sessions import RecordedSample, SessionLimits, SessionServer
+from tests.paths import VERIFIERS
+from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
+
+PACKAGES = Path(__file__).with_name("verifiers_packages")
+TOKENIZER = hermes_tokenizer()
+LIMITS = SessionLimits(max_turns=8, turn_tokens=None, max_new_tokens=1000, context_length=2000)
+ENV = {
+    "taskset": {"id": "riddles"},
+    "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
+}
+
+UV = f"""#!/bin/sh
+# What verifiers asks of uv: a Python with the packages that a harness's program names. This one has them.
+case "$*" in *--help*) echo --script ;; "python find"*) echo {sys.executable} ;; esac
+"""
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of its own, and a stand-in for uv, which would download what is installed here."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/uv").write_text(UV)
+    (tmp_path / "bin/uv").chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Returns the processes whose home this folder is, but for this one."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            home = process.environ().get("HOME")
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+        if home == str(folder) and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+@pytest.mark.slow
+def test_an_environment_of_verifiers_plays_through_the_endpoint(surroundings: Path) -> None:
+    options = {"env": ENV, "path": [str(VERIFIERS), str(PACKAGES)]}
+    scripts = {
+        0: [call("coat_pocket", coat=0), "The word is amber."],
+        1: ["I look." + call("coat_pocket", coat=1), "It is cedar."],
+        9: [],
+    }
+    policies = {idx: ScriptedPolicy(TOKENIZER, script) for idx, script in scripts.items()}
+
+    async def play(server: SessionServer, pool: HostPool, idx: int) -> tuple[Any, list[RecordedSample]]:
+        host = await pool.take()
+        session = server.open(policies[idx], LIMITS, seed=idx)
+        task = asdict(Task("a", [], None, {"idx": idx}, 3))
+        given = {"base_url": server.base_url, "api_key": session.token, "model": "policy"}
+        try:
+            rewards = await host.call("run", str(idx), 300, task=task, **given)
+        except HostFailure as failure:
+            rewards = failure
+        await host.call("close", str(idx), 10)
+        return rewards, await server.close(session)
+
+    async def main() -> list[tuple[Any, list[RecordedSample]]]:
+        server = SessionServer(TOKENIZER, lambda tools: ChatTokens(TOKENIZER, tools))
+        await server.start("127.0.0.1")
+        pool = await HostPool.start(HostArguments("verifiers", options, 30), 1)
+        assert pool.is_agent and not pool.tools
+        played = await asyncio.gather(*(play(server, pool, idx) for idx in scripts))
+        assert any("riddles.tool" in " ".join(process.cmdline()) for process in processes_of(surroundings))
+        await pool.close()
+        await server.stop()
+        return played
+
+    first, second, none = asyncio.run(main())
+    assert first[0] == {"finds_the_word": 2.0, "looks_first": 0.5}
+    assert second[0] == {"finds_the_word": 0.0, "looks_first": 0.5}
+    assert "IndexError" in str(none[0]) and none[1] == []
+    for idx, (_, samples) in enumerate((first, second)):
+        [sample] = samples
+        made = sample.transcript.sample("a", Prompt("p", "", []), sample.text, "a", None)
+        turns = [asked.completion for asked in policies[idx].asked]
+        assert np.array_equal(made.response_ids[made.response_mask], np.concatenate([t.token_ids for t in turns]))
+        assert np.array_equal(made.response_logprobs[made.response_mask], np.concatenate([t.logprobs for t in turns]))
+        answer = ["amber", "birch"][idx]
+        assert f"<tool_response>{answer}</tool_response>" in TOKENIZER.decode(made.response_ids[~made.response_mask])
+
+    deadline = time.monotonic() + 30
+    while left := processes_of(surroundings):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_an_environment_that_is_not_there_is_named(surroundings: Path) -> None:
+    options = {"env": {"taskset": {"id": "riddels"}}, "path": [str(VERIFIERS)]}
+
+    async def main() -> None:
+        pool = await HostPool.start(HostArguments("verifiers", options, 30), 1)
+        host = await pool.take()
+        given = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "model": "policy"}
+        try:
+            await host.call("run", "a", 300, task=asdict(Task("a", [], None, {}, 3)), **given)
+        finally:
+            await pool.close()
+
+    with pytest.raises(HostFailure, match=r"verifiers cannot have this environment: .*taskset 'riddels' not found"):
+        asyncio.run(main())

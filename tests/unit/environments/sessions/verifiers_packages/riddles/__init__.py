@@ -1,0 +1,3 @@
+from riddles.taskset import RiddlesTaskset
+
+__all__ = ["RiddlesTaskset"]
