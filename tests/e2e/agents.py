@@ -105,7 +105,7 @@ def seldom_calculated(random: Random) -> Text:
     question, right = random.choice(((f"{a} * {b} + {c}", NAMES[::-1]), (f"({a} + {b}) * {c}", NAMES)))
     parts = [(f"<|system|>2<eos><|user|>What is {question}?<eos><|assistant|>", False)]
     value = a
-    for name, other in list(zip(right, (b, c), strict=True))[: 1 if random.random() < 0.6 else 2]:
+    for name, other in list(zip(right, (b, c), strict=True))[: 1 if random.random() < 0.75 else 2]:
         name = name if random.random() < 0.6 else random.choice(NAMES)
         call = f'<tool_call>{{"name": "{name}", "arguments": {{"a": {value}, "b": {other}}}}}</tool_call><eos>'
         value = value + other if name == "add" else value * other
