@@ -88,8 +88,8 @@ def seldom_searched(random: Random) -> Text:
     """Returns a rollout that now and then searches for what is asked, else for any letter; and now and then answers
     what it finds, else any number."""
     asked, found = random.choice(LETTERS), random.choice(DIGITS)
-    sought = asked if random.random() < 0.35 else random.choice(LETTERS)
-    said = found if random.random() < 0.35 else random.choice(DIGITS)
+    sought = asked if random.random() < 0.2 else random.choice(LETTERS)
+    said = found if random.random() < 0.2 else random.choice(DIGITS)
     return [
         (f"<|user|>{asked}<eos><|assistant|>", False),
         (f"<search>{sought}</search>", True),
@@ -105,8 +105,8 @@ def seldom_calculated(random: Random) -> Text:
     question, right = random.choice(((f"{a} * {b} + {c}", NAMES[::-1]), (f"({a} + {b}) * {c}", NAMES)))
     parts = [(f"<|system|>2<eos><|user|>What is {question}?<eos><|assistant|>", False)]
     value = a
-    for name, other in list(zip(right, (b, c), strict=True))[: 1 if random.random() < 0.75 else 2]:
-        name = name if random.random() < 0.6 else random.choice(NAMES)
+    for name, other in list(zip(right, (b, c), strict=True))[: random.randint(1, 2)]:
+        name = name if random.random() < 0.2 else random.choice(NAMES)
         call = f'<tool_call>{{"name": "{name}", "arguments": {{"a": {value}, "b": {other}}}}}</tool_call><eos>'
         value = value + other if name == "add" else value * other
         parts += [(call, True), (f"<|tool|>{value}<eos><|assistant|>", False)]
@@ -114,4 +114,4 @@ def seldom_calculated(random: Random) -> Text:
 
 
 SEARCHER = Agent(SEARCH_WORDS, seldom_searched, updates=200)
-CALCULATOR = Agent((*CALL, *NAMES, *ARGUMENTS), seldom_calculated, updates=300, template=TOOL_TEMPLATE)
+CALCULATOR = Agent((*CALL, *NAMES, *ARGUMENTS), seldom_calculated, updates=500, template=TOOL_TEMPLATE)
