@@ -42,6 +42,7 @@ ADDED: dict[int, dict[str, Any]] = {
             "processes": None,
             "timeout_s": 60.0,
             "tool_timeout_s": 30.0,
+            "agent_timeout_s": 1800.0,
             "failures_in_a_row": 16,
         },
         "sandbox": {

@@ -213,6 +213,7 @@ class Environment(_EnvironmentClass):
     processes: PositiveInt | None
     timeout_s: PositiveFloat
     tool_timeout_s: PositiveFloat
+    agent_timeout_s: PositiveFloat
     failures_in_a_row: PositiveInt
 
     @property

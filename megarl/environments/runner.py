@@ -13,8 +13,10 @@ from megarl.core.errors import UserError
 from megarl.core.types import Completion, Episode, Prompt, RolloutInfo, Sample
 from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
+from megarl.environments.agent_rollout import AgentRollout
 from megarl.environments.hosts import TOOLS_S, HostFailure, HostPool, HostProcess
 from megarl.environments.protocol import StopReason, Task
+from megarl.environments.sessions.server import SessionServer
 from megarl.environments.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -66,12 +68,27 @@ class RolloutRunner:
         """Raises UserError as turn_tokens does."""
         self.config, self.tokenizer, self.pool = config, tokenizer, pool
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
+        self._server: SessionServer | None = None
         self._num_failed_in_a_row = 0
+
+    async def start(self, address: str) -> None:
+        """Starts what agents need to reach the policy: an endpoint on this address, if the environment is one."""
+        if self.pool.is_agent:
+            rollout = self.config.rollout
+            sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
+            self._server = SessionServer(
+                self.tokenizer, lambda tools: turn_tokens(self.config, self.tokenizer, tools), sampling
+            )
+            await self._server.start(address)
 
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
         """Returns the samples of a rollout, at least one. One that fails has no reward, but the reason. Raises
         UserError if environment.failures_in_a_row rollouts have failed."""
-        rollout = _Rollout(self, request, sample)
+        rollout = (
+            _Rollout(self, request, sample)
+            if self._server is None
+            else AgentRollout(self.config, self._server, request, sample)
+        )
         host = await self.pool.take()
         try:
             await rollout.play(host)
@@ -88,7 +105,7 @@ class RolloutRunner:
         self._count(rollout)
         return rollout.samples()
 
-    def _count(self, rollout: _Rollout) -> None:
+    def _count(self, rollout: _Rollout | AgentRollout) -> None:
         settings = self.config.environment
         self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if rollout.failure is not None else 0
         if self._num_failed_in_a_row >= settings.failures_in_a_row:
@@ -113,7 +130,6 @@ class _Rollout:
         """What the policy has before it, as messages."""
         self._rewards: list[Mapping[str, float] | None] = []
         self._stop_reason = StopReason.DONE
-        self._num_context_tokens = self._num_cached_tokens = 0
         self.tool_calls: Counter[str] = Counter()
         self.failure: str | None = None
         self._stack = ""
@@ -170,9 +186,6 @@ class _Rollout:
         transcript, number = self._transcripts[-1], len(self._rewards)
         seed = self._request.seed if number == 0 else _turn_seed(self._request.seed, number)
         completion = await self._sample(transcript.ids, self._room, seed, self._request.greedy)
-        if number:
-            self._num_context_tokens += len(transcript.ids)
-            self._num_cached_tokens += completion.num_cached_tokens
         context = transcript.ids[:]
         transcript.add_turn(completion)
         shown = completion.text_ids.tolist()
@@ -237,8 +250,8 @@ class _Rollout:
             num_turns=sum(transcript.num_turns for transcript, _, _ in begun),
             num_samples=len(begun),
             tool_calls=dict(self.tool_calls),
-            num_context_tokens=self._num_context_tokens,
-            num_cached_tokens=self._num_cached_tokens,
+            num_context_tokens=sum(transcript.num_context_tokens for transcript, _, _ in begun),
+            num_cached_tokens=sum(transcript.num_cached_tokens for transcript, _, _ in begun),
         )
         episode = Episode(
             info=info,

@@ -99,7 +99,8 @@ class Scorer:
 def _environment_parts(episode: Episode) -> dict[str, float]:
     """Returns the sum of the turns' rewards, and the sums of those that have names, which are parts of it."""
     named = {f"{ENVIRONMENT}_{name}": total for name, total in episode.parts.items()}
-    return {ENVIRONMENT: math.fsum(reward for reward in episode.rewards if reward is not None), **named}
+    of_turns = [reward for reward in episode.rewards if reward is not None]
+    return {ENVIRONMENT: math.fsum([*of_turns, episode.outcome]), **named}
 
 
 def _said(
