@@ -36,6 +36,8 @@ FREE = (
     "rollout.verify_refit",
     "reward_model.engine",
     "rewards.failure_limit",
+    "rewards.failures_in_a_row",
+    "rewards.memory_mib",
     "rewards.processes",
     "rewards.timeout_s",
     "checkpoint.*",

@@ -31,7 +31,7 @@ def named_files(config: Config) -> list[Named]:
     """Returns those of a recipe: folders of models, of which hub ids and packages have none here, data, and the files
     of its own functions."""
     models = [Named(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
-    data = [] if config.data.source == "arithmetic" else [Named("data.source", config.data.source)]
+    data = [] if config.data.is_procedural else [Named("data.source", config.data.source)]
     functions = [("rewards.functions", entry.function) for entry in config.rewards.functions]
     if config.rewards.judge is not None:
         functions.append(("rewards.judge", config.rewards.judge))

@@ -28,13 +28,10 @@ class Scorer:
         model_weight     the weight of a reward model's score
         rewards_tokens   whether the advantages have a use for rewards of single tokens
         """
-        names = [entry.function for entry in functions]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise UserError(f"rewards.functions: {twice} is listed twice; list it once, with the sum of the weights")
+        _require_distinct(functions)
         weights = {MODEL: model_weight, judge.NAME: 1.0}
-        self._weights = {entry.function: entry.weight for entry in functions} | weights
-        self._per_turn = {entry.function for entry in functions if entry.per_turn}
+        self._weights = {entry.label: entry.weight for entry in functions} | weights
+        self._per_turn = {entry.label for entry in functions if entry.per_turn}
         self._rewards_tokens = rewards_tokens
 
     def score(
@@ -77,6 +74,18 @@ class Scorer:
         return Score(
             value, parts, token_reward_totals=TokenTotals.of([reward for reward in rewards if not math.isnan(reward)])
         ), rewards
+
+
+def _require_distinct(functions: Sequence[schema.RewardFunction]) -> None:
+    """Raises UserError for two entries with one label."""
+    labels = [entry.label for entry in functions]
+    label = next((label for label in labels if labels.count(label) > 1), None)
+    if label is None:
+        return
+    first, *others = [(entry.function, entry.options, entry.sources) for entry in functions if entry.label == label]
+    same = all(other == first for other in others)
+    remedy = "list it once, with the sum of the weights" if same else "give each a `name` of its own for its metrics"
+    raise UserError(f"rewards.functions: {label} is listed twice; {remedy}")
 
 
 def _said(

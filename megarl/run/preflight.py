@@ -31,7 +31,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
-from megarl.environments.pool import FunctionPool
+from megarl.environments.pool import FunctionPool, function_pool
 from megarl.environments.trial import Trial, try_rewards
 from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
@@ -112,10 +112,9 @@ def _load_data(config: Config, models: ModelFolders, pool: FunctionPool | None) 
 def _function_pool(config: Config) -> FunctionPool | None:
     """Returns a process with the user's functions, None for a run without any."""
     rewards = config.rewards
-    functions = [entry.function for entry in rewards.functions]
-    if config.is_offline or not (functions or rewards.judge):
+    if config.is_offline or not (rewards.functions or rewards.judge):
         return None
-    return FunctionPool(functions, rewards.judge, 1, rewards.timeout_s)
+    return function_pool(config, 1)
 
 
 def _find_folder(config: Config) -> RunFolder:

@@ -49,13 +49,14 @@ def select(
 ) -> tuple[list[list[ScoredSample]], Metrics]:
     """Joins samples with their scores, by group; the last of a group may be a greedy response, which is not trained on.
     A sample whose reward failed is left out, and counted, and so are those whose greedy response has no reward; above
-    rewards.failure_limit the run stops."""
+    rewards.failure_limit, or with rewards.failures_in_a_row, the run stops."""
     failures = [score.failure for score in scores if score.failure is not None]
     if len(failures) > config.rewards.failure_limit * len(scores):
         raise UserError(
             f"{failures[0]} ({len(failures)} of {len(scores)} samples failed; rewards.failure_limit="
             f"{config.rewards.failure_limit:g} allows {config.rewards.failure_limit * len(scores):g})"
         )
+    _require_no_long_run_of_failures(config, scores)
     remaining = iter(scores)
     judged = [[(sample, next(remaining)) for sample in group] for group in groups]
     if not config.samples_greedily:
@@ -69,6 +70,17 @@ def select(
     greedy = [reward for reward in greedy_rewards if reward is not None]
     sampled = [score for group in judged for _, score in group[:-1]]
     return scored, _reward_metrics(scored, sampled) | {"reward/greedy_mean": Metric(fmean(greedy))}
+
+
+def _require_no_long_run_of_failures(config: Config, scores: Sequence[Score]) -> None:
+    limit, failed = config.rewards.failures_in_a_row, 0
+    for score in scores:
+        failed = 0 if score.failure is None else failed + 1
+        if failed == limit:
+            raise UserError(
+                f"{score.failure} ({failed} samples of the step in a row failed, which are "
+                f"rewards.failures_in_a_row={limit}; mend the function, or raise it)"
+            )
 
 
 def _reward(config: Config, sample: RemoteSample, score: Score) -> float | None:

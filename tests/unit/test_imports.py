@@ -278,7 +278,7 @@ DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "trit
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *extras["run"], *extras["gpu"]]
+    requirements = [*project["dependencies"], *extras["run"], *extras["gpu"], *extras["rewards"]]
     declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
     trees = [ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES]
     packages = {name.split(".")[0] for tree in trees for _, name in imports(ast.walk(tree), "megarl")}

@@ -26,7 +26,7 @@ from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.batch import judge_batch, judge_single
-from megarl.environments.pool import FunctionPool
+from megarl.environments.pool import function_pool
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import Reader, Reading, Unreadable
@@ -71,8 +71,8 @@ class RewardWorker:
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
         self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens)
-        self._functions = [entry.function for entry in rewards.functions]
-        self._pool = FunctionPool(self._functions, rewards.judge, num_processes, rewards.timeout_s)
+        self._functions = [entry.label for entry in rewards.functions]
+        self._pool = function_pool(config, num_processes)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
         folder = models.reward_model
         if folder is not None:
@@ -117,7 +117,7 @@ class RewardWorker:
         judged = []
         for sample, task, batch_rewards in zip(samples, tasks, batch_results, strict=True):
             results = {**(await task), **batch_rewards}
-            ordered = {name: results[name] for name in self._functions}
+            ordered = {name: results[name] for name in self._functions if name in results}
             judged.append(self._scorer.score(sample, ordered, model_rewards.get(sample.id), verdicts.get(sample.id)))
         for sample in samples:
             del self._begun[sample.id]
