@@ -155,7 +155,7 @@ class HostPool:
     def __init__(self, arguments: HostArguments):
         self._arguments = arguments
         self._hosts: list[HostProcess] = []
-        self._starting: set[asyncio.Task[None]] = set()
+        self._replacing = asyncio.Lock()
 
     @classmethod
     async def start(cls, arguments: HostArguments, num_processes: int) -> HostPool:
@@ -177,11 +177,12 @@ class HostPool:
     async def take(self) -> HostProcess:
         """Returns the process with the fewest rollouts, which gets one more. In place of one that has ended, or takes
         no more, another one is started."""
-        for place, host in enumerate(self._hosts):
-            if host.has_ended or host.is_retiring:
-                self._hosts[place] = await HostProcess.start(self._arguments)
-                if not host.num_rollouts:
-                    await host.kill()
+        async with self._replacing:
+            for place, host in enumerate(self._hosts):
+                if host.has_ended or host.is_retiring:
+                    self._hosts[place] = await HostProcess.start(self._arguments)
+                    if not host.num_rollouts:
+                        await host.kill()
         host = min(self._hosts, key=lambda host: host.num_rollouts)
         host.num_rollouts += 1
         return host

@@ -38,6 +38,16 @@ class Transcript:
         self.num_turns += 1
         self.finish_reason = completion.finish_reason
 
+    @property
+    def num_context_tokens(self) -> int:
+        """The tokens before turns after the first, summed over these."""
+        return sum(place for place, _ in self._turns[1:])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of them whose keys and values the engine had already."""
+        return sum(turn.num_cached_tokens for _, turn in self._turns[1:])
+
     def add_context(self, token_ids: Sequence[int]) -> None:
         """Appends tokens that the policy did not sample."""
         self.ids += token_ids

@@ -131,8 +131,6 @@ CASES: dict[str, Case] = {
     "reward model": given("name: reward_model", Preferences(logit, classifies=True), has_control=True),
     "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True, has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
-    "environment: search": Case((*AGENT, "actor.optimizer.lr=0.002"), 30, Search(), has_control=True),
-    "environment: calculator": Case(
-        (*AGENT, TO_ITS_END, "actor.optimizer.lr=0.001"), 40, Calculation(), has_control=True
-    ),
+    "environment: search": Case((*AGENT, "actor.optimizer.lr=0.003"), 40, Search(), has_control=True),
+    "environment: calculator": Case((*AGENT, "actor.optimizer.lr=0.001"), 40, Calculation(), has_control=True),
 }

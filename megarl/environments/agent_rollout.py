@@ -1,0 +1,52 @@
+"""Rollouts of agents: programs that reach the policy by HTTP, each under a session of its own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from megarl.core.types import Sample
+from megarl.environments.hosts import HostFailure, HostProcess
+from megarl.environments.outcome import Outcome, Part
+from megarl.environments.protocol import Task
+from megarl.environments.sessions.recording import RecordedSample
+from megarl.environments.sessions.server import MODEL, SessionServer
+from megarl.environments.sessions.session import SessionLimits
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
+    from megarl.environments.runner import RolloutRequest, Sampler
+
+
+class AgentRollout:
+    """One rollout of an agent, which is over when its method `run` returns."""
+
+    def __init__(self, config: Config, server: SessionServer, request: RolloutRequest, sample: Sampler):
+        self._config, self._server, self._request, self._sample = config, server, request, sample
+        self._recorded: list[RecordedSample] = []
+        self.outcome = Outcome()
+
+    async def play(self, host: HostProcess) -> None:
+        """Lets the agent work. Raises HostFailure for what it does wrong, and what the engine has raised."""
+        request, prompt = self._request, self._request.prompt
+        task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
+        session = self._server.open(self._sample, SessionLimits.of(self._config), request.seed, request.greedy)
+        access = {"base_url": self._server.base_url, "api_key": session.token, "model": MODEL}
+        try:
+            limit_s = self._config.environment.agent_timeout_s
+            self.outcome.rewards = await host.call("run", request.id, limit_s, task=asdict(task), **access) or {}
+            self.outcome.stop_reason = session.stop_reason
+        except HostFailure:
+            if session.error is None:  # else the agent has failed because of the engine
+                raise
+        finally:
+            self._recorded = await self._server.close(session)
+        if session.error is not None:
+            raise session.error
+
+    def samples(self) -> list[Sample]:
+        """Returns a sample for each sequence that the session has recorded. Reward functions read the one with the last
+        turn."""
+        parts = [Part(item.transcript, item.text, item.messages, item.first_turn) for item in self._recorded]
+        last = max(range(len(parts)), key=lambda place: self._recorded[place].last_turn, default=-1)
+        return self.outcome.samples(self._request.id, self._request.prompt, parts, last)
