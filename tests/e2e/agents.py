@@ -88,8 +88,8 @@ def seldom_searched(random: Random) -> Text:
     """Returns a rollout that now and then searches for what is asked, else for any letter; and now and then answers
     what it finds, else any number."""
     asked, found = random.choice(LETTERS), random.choice(DIGITS)
-    sought = asked if random.random() < 0.2 else random.choice(LETTERS)
-    said = found if random.random() < 0.2 else random.choice(DIGITS)
+    sought = asked if random.random() < 0.35 else random.choice(LETTERS)
+    said = found if random.random() < 0.35 else random.choice(DIGITS)
     return [
         (f"<|user|>{asked}<eos><|assistant|>", False),
         (f"<search>{sought}</search>", True),

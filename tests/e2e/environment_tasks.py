@@ -53,7 +53,7 @@ class InEnvironment(Task):
 
 
 class Search(InEnvironment):
-    """A letter is asked for, whose number is in a corpus: to be searched for, and read off what is found. Below 0.2
+    """A letter is asked for, whose number is in a corpus: to be searched for, and read off what is found. Near 0.2
     at the start, which mostly searches for any letter, and answers any number."""
 
     agent, environment, aimless = SEARCHER, "search", "AimlessSearch"
@@ -76,7 +76,7 @@ class Search(InEnvironment):
 
 
 class Calculation(InEnvironment):
-    """Sums and products of small numbers, by two tools in the order that the question has. Below 0.2 at the start,
+    """Sums and products of small numbers, by two tools in the order that the question has. Near 0.2 at the start,
     which mostly calls one tool, and either of them."""
 
     agent, environment, aimless = CALCULATOR, "calculator", "AimlessCalculator"

@@ -27,24 +27,20 @@ TO_ITS_END = "actor.optimizer.schedule.name=linear"  # what is left of the noise
 CRITIC = ("critic.optimizer.lr=0.003", "critic.tokens_per_microbatch=1024", "critic.threads=1")
 
 
-AGENT = (
-    *ON_POLICY,
-    "algorithm.advantage.estimator=grpo",
-    "batch.samples_per_prompt=16",
-)  # of models that know something
-
 EVEN_DIGITS = EvenDigits()
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """in_test: whether `make test` runs it, too. has_control: of each task one case has."""
+    """in_test: whether `make test` runs it, too. has_control: of each task one case has. start: the most that the model
+    has of the optimum at the start."""
 
     overrides: tuple[str, ...]
     steps: int = 20
     task: Task = EVEN_DIGITS
     in_test: bool = False
     has_control: bool = False
+    start: float = 0.2
 
 
 def estimator(name: str, *overrides: str, **of_case) -> Case:
@@ -131,6 +127,20 @@ CASES: dict[str, Case] = {
     "reward model": given("name: reward_model", Preferences(logit, classifies=True), has_control=True),
     "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True, has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
-    "environment: search": Case((*AGENT, "actor.optimizer.lr=0.003"), 40, Search(), has_control=True),
-    "environment: calculator": Case((*AGENT, "actor.optimizer.lr=0.001"), 40, Calculation(), has_control=True),
+    "environment: search": estimator(
+        "grpo",
+        *("batch.samples_per_prompt=16", "actor.optimizer.lr=0.002"),
+        steps=25,
+        task=Search(),
+        has_control=True,
+        start=0.25,
+    ),
+    "environment: calculator": estimator(
+        "grpo",
+        *("batch.prompts_per_step=16", "batch.prompts_per_update=16", "actor.optimizer.lr=0.001", TO_ITS_END),
+        steps=50,
+        task=Calculation(),
+        has_control=True,
+        start=0.25,
+    ),
 }

@@ -20,7 +20,7 @@ from tools.benchmarks import figures
 from tools.benchmarks.machine import machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.learn]
-START, LEARNED, NOT_LEARNED = 0.2, 0.9, 0.5
+LEARNED, NOT_LEARNED = 0.9, 0.5
 ALIKE = (
     "rewards.processes=1",
     "run.export=true",
@@ -120,6 +120,6 @@ def test_it_learns(runs, model, table, name):
         "control_last": last(shares(model, case, runs[name].control), case) if case.has_control else None,
     }
     print(name, table[name])
-    assert learned[0] <= START
+    assert learned[0] <= case.start
     assert table[name]["last"] >= LEARNED
     assert not case.has_control or table[name]["control_last"] < NOT_LEARNED
