@@ -214,7 +214,7 @@ def test_a_system_message_keeps_its_text_beside_the_tools(name):
 def test_a_conversation_that_cannot_be_rendered_is_refused():
     with pytest.raises(UserError, match="environment: a conversation has no message"):
         PLAIN["qwen3"].begin([])
-    with pytest.raises(UserError, match="environment: .*refuses the messages: roles have to alternate"):
+    with pytest.raises(UserError, match=r"environment: .*refuses the messages: roles have to alternate"):
         PLAIN["mixtral"].begin([USER, USER])
 
 
