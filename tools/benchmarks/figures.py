@@ -120,6 +120,7 @@ def figures() -> str:
         memory,
         driver,
         start,
+        sandbox,
         plans,
     )
     return "\n\n".join(section() for section in sections)
@@ -442,6 +443,18 @@ def start() -> str:
         engines {found["engines"]}, on stub answers, by `python tools/benchmarks/start.py`, while the stubs had the
         other core: {sum(parts.values()):.0f} s of CPU (target 60): {shares}."""
     )
+
+
+def sandbox() -> str:
+    found = result("sandbox")
+    user = "root, which is another user in them" if found["as_root"] else "an ordinary user"
+    lead = f"""Programs in sandboxes of bubblewrap on {found["machine"]["cores"]} cores, {found["at_once"]} at a time, each
+        in a sandbox of its own but for the last row, started by {user}, by `python tools/benchmarks/sandbox.py`"""
+    rows = [
+        [name, f"{run['per_second']:.1f} (target 20)", f"{1000 * run['median_seconds']:.0f} ms"]
+        for name, run in found["runs"].items()
+    ]
+    return f"{text(lead + meanwhile(found))}\n\n{table(['', 'programs a second', 'a program'], rows)}"
 
 
 def plans() -> str:
