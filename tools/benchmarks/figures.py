@@ -451,10 +451,14 @@ def sandbox() -> str:
     lead = f"""Programs in sandboxes of bubblewrap on {found["machine"]["cores"]} cores, {found["at_once"]} at a time, each
         in a sandbox of its own but for the last row, started by {user}, by `python tools/benchmarks/sandbox.py`"""
     rows = [
-        [name, f"{run['per_second']:.1f} (target 20)", f"{1000 * run['median_seconds']:.0f} ms"]
+        [
+            name,
+            f"{run['per_second']:.1f} (target 20)",
+            *(f"{1000 * run[f'{of}_seconds']:.0f} ms" for of in ("median", "cpu")),
+        ]
         for name, run in found["runs"].items()
     ]
-    return f"{text(lead + meanwhile(found))}\n\n{table(['', 'programs a second', 'a program'], rows)}"
+    return f"{text(lead + meanwhile(found))}\n\n{table(['', 'programs a second', 'each takes', 'of CPU'], rows)}"
 
 
 def plans() -> str:
