@@ -450,14 +450,10 @@ def sandbox() -> str:
     user = "root, which is another user in them" if found["as_root"] else "an ordinary user"
     lead = f"""Programs in sandboxes of bubblewrap on {found["machine"]["cores"]} cores, {found["at_once"]} at a time, each
         in a sandbox of its own but for the last row, started by {user}, by `python tools/benchmarks/sandbox.py`"""
-    rows = [
-        [
-            name,
-            f"{run['per_second']:.1f} (target 20)",
-            *(f"{1000 * run[f'{of}_seconds']:.0f} ms" for of in ("median", "cpu")),
-        ]
-        for name, run in found["runs"].items()
-    ]
+    rows = []
+    for name, run in found["runs"].items():
+        milliseconds = [f"{1000 * run[kind]:.0f} ms" for kind in ("median_seconds", "cpu_seconds")]
+        rows.append([name, f"{run['per_second']:.1f} (target 20)", *milliseconds])
     return f"{text(lead + meanwhile(found))}\n\n{table(['', 'programs a second', 'each takes', 'of CPU'], rows)}"
 
 
