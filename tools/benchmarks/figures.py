@@ -448,8 +448,9 @@ def start() -> str:
 def sandbox() -> str:
     found = result("sandbox")
     user = "root, which is another user in them" if found["as_root"] else "an ordinary user"
-    lead = f"""Programs in sandboxes of bubblewrap on {found["machine"]["cores"]} cores, {found["at_once"]} at a time, each
-        in a sandbox of its own but for the last row, started by {user}, by `python tools/benchmarks/sandbox.py`"""
+    lead = f"""Programs in sandboxes of bubblewrap on {found["machine"]["cores"]} cores, {found["at_once"]} at a time,
+        each in a sandbox of its own but for the last row, started by {user}, by
+        `python tools/benchmarks/sandbox.py`"""
     rows = []
     for name, run in found["runs"].items():
         milliseconds = [f"{1000 * run[kind]:.0f} ms" for kind in ("median_seconds", "cpu_seconds")]
