@@ -1,5 +1,5 @@
-"""Reward functions that take all samples of a scoring pass at once: they see groups, the responses to one prompt, which
-stand side by side, and may do a call to elsewhere once for all of them."""
+"""Calls of reward functions: of single samples, and of all samples of a scoring pass at once. The latter see groups, the
+responses to one prompt, which stand side by side, and may do a call to elsewhere once for all of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from collections.abc import Sequence
 from megarl.core.types import Sample
 from megarl.environments.pool import FunctionPool
 from megarl.rewards.result import Result
+
+
+async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: Sample) -> dict[str, Result]:
+    """Calls these functions of the pool for one sample, side by side. Returns its results, by function."""
+    prompt = sample.prompt
+    calls = [
+        asyncio.wrap_future(pool.call(name, prompt.text, sample.text, prompt.answer, columns=prompt.columns))
+        for name in functions
+    ]
+    return dict(zip(functions, await asyncio.gather(*calls), strict=True))
 
 
 async def judge_batch(pool: FunctionPool, samples: Sequence[Sample]) -> list[dict[str, Result]]:

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, Sample, VersionRun
-from megarl.environments.batch import judge_batch
+from megarl.environments.batch import judge_batch, judge_single
 from megarl.environments.pool import FunctionPool
-from megarl.environments.protocol import Turn
-from megarl.environments.single_turn import SingleTurn
 from megarl.rewards import judge
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
@@ -34,11 +32,9 @@ def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
 
     async def results_of_functions() -> dict[str, Result]:
         names = [entry.function for entry in rewards.functions]
-        environment = SingleTurn(pool, [name for name in names if name not in pool.batch_functions])
-        await environment.reset(prompt)
-        step = await environment.step(Turn.whole_response(sample))
+        single = await judge_single(pool, [name for name in names if name not in pool.batch_functions], sample)
         [batch] = await judge_batch(pool, [sample])
-        return {**step.rewards, **batch}
+        return {**single, **batch}
 
     results = asyncio.run(results_of_functions())
     verdict = None

@@ -25,13 +25,12 @@ from megarl.config.schema import Config
 from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.batch import judge_batch
+from megarl.environments.batch import judge_batch, judge_single
 from megarl.environments.pool import FunctionPool
-from megarl.environments.protocol import Step, Turn
-from megarl.environments.single_turn import SingleTurn
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import Reader, Reading, Unreadable
+from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import append_rollouts, write_advantages
 from megarl.rewards.scorer import Scorer
 
@@ -67,8 +66,8 @@ class RewardWorker:
         self._models, self._seed = models, config.run.seed
         self._readings: dict[str, Reading | Unreadable] = {}
         """The readings of this step's samples, where the reward model does not read the sampled ids."""
-        self._begun: dict[str, tuple[Sample, asyncio.Task[Step]]] = {}
-        """Samples whose step is under way, or done."""
+        self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
+        """Samples that are being judged, or are."""
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
         self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens)
@@ -80,22 +79,17 @@ class RewardWorker:
             self._reader = model_reader(config, folder, models.actor)
             self._model_score = classifier_reward(config, folder, self._reader)
 
-    def begin(self, sample: Sample) -> asyncio.Task[Step]:
+    def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
         """Begins to judge a sample. One that is the same as another of its name is judged once."""
         begun, task = self._begun.get(sample.id, (None, None))
         if task is None or begun != sample:
-            task = asyncio.create_task(self._judge(sample))
+            task = asyncio.create_task(judge_single(self._pool, self._single_functions, sample))
             self._begun[sample.id] = sample, task
         return task
 
     def close(self) -> None:
         """Ends the processes of the user's functions. Else they end with this one."""
         self._pool.close()
-
-    async def _judge(self, sample: Sample) -> Step:
-        environment = SingleTurn(self._pool, self._single_functions)
-        await environment.reset(sample.prompt)
-        return await environment.step(Turn.whole_response(sample))
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
         """Returns the samples in the reward model's own tokens, without those that it cannot read."""
@@ -117,12 +111,12 @@ class RewardWorker:
         references to the reward model's scores, if there is one."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
-        steps = [self.begin(sample) for sample in samples]
+        tasks = [self.begin(sample) for sample in samples]
         # All samples are there now, which functions of batches wait for.
         verdicts, batch_results = await asyncio.gather(self._verdicts(samples), judge_batch(self._pool, samples))
         judged = []
-        for sample, task, batch_rewards in zip(samples, steps, batch_results, strict=True):
-            results = {**(await task).rewards, **batch_rewards}
+        for sample, task, batch_rewards in zip(samples, tasks, batch_results, strict=True):
+            results = {**(await task), **batch_rewards}
             ordered = {name: results[name] for name in self._functions}
             judged.append(self._scorer.score(sample, ordered, model_rewards.get(sample.id), verdicts.get(sample.id)))
         for sample in samples:

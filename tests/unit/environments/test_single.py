@@ -1,11 +1,10 @@
-"""A task of one turn, which reward functions judge."""
+"""Reward functions of single samples."""
 
 import asyncio
 from concurrent.futures import Future
 
-from megarl.core.types import Prompt
-from megarl.environments.protocol import Step, Turn
-from megarl.environments.single_turn import SingleTurn
+from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.environments.batch import judge_single
 from megarl.rewards.result import Result
 
 
@@ -25,15 +24,10 @@ class Calls:
         return self._futures[-1]
 
 
-def test_one_turn_ends_the_rollout_and_all_functions_judge_it():
+def test_all_functions_judge_a_sample_side_by_side():
     calls = Calls()
-    environment = SingleTurn(calls, ["first", "second"])
-
-    async def rollout() -> Step:
-        prompt = Prompt("p", "7+5?", [1, 2], answer="12", columns={"level": 3})
-        assert await environment.reset(prompt) is prompt
-        return await environment.step(Turn([3], "12", "stop"))
-
-    step = asyncio.run(rollout())
-    assert step == Step({"first": Result(0.0), "second": Result(1.0)}) and step.messages is None
+    prompt = Prompt("p", "7+5?", [1, 2], answer="12", columns={"level": 3})
+    sample = Sample("s", prompt, [3], [0.0], [True], (VersionRun(0, 1),), "stop", "12")
+    results = asyncio.run(judge_single(calls, ["first", "second"], sample))
+    assert results == {"first": Result(0.0), "second": Result(1.0)}
     assert calls.begun == [(name, "7+5?", "12", "12", {"level": 3}) for name in ("first", "second")]
