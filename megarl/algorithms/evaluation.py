@@ -29,17 +29,17 @@ class Estimate:
 
 def estimates(scores: Sequence[Scores], samples_per_prompt: int, success_above: float) -> dict[str, Estimate]:
     """Returns by name the estimates that the scores allow. scores: those of each prompt."""
-    num_samples = sum(score is not None for group in scores for score in group)
-
-    def of(values: Sequence[float]) -> Estimate:
-        return Estimate(fmean(values), *interval(values, num_samples))
-
-    means = [fmean(known) for group in scores if (known := _known(group))]
-    found = {f"avg@{samples_per_prompt}": of(means)} if means else {}
-    successes = [(len(known), sum(score > success_above for score in known)) for known in map(_known, scores)]
+    known = [[score for score in group if score is not None] for group in scores]
+    num_samples = sum(map(len, known))
+    found = {}
+    if means := [fmean(group) for group in known if group]:
+        are_shares = all(score in (0, 1) for group in known for score in group)
+        ends = share_interval(means, num_samples) if are_shares else normal_interval(means)
+        found[f"avg@{samples_per_prompt}"] = Estimate(fmean(means), *ends)
+    successes = [(len(group), sum(score > success_above for score in group)) for group in known]
     for name, k, estimator in estimators(samples_per_prompt):
         if values := [estimator(n, c, k) for n, c in successes if n >= k]:
-            found[name] = of(values)
+            found[name] = Estimate(fmean(values), *share_interval(values, num_samples))
     return found
 
 
@@ -58,8 +58,8 @@ def names(samples_per_prompt: int) -> list[str]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Returns 1 − C(n − c, k) / C(n, k): the share of all sets of k of n samples, c of them successes, in which one is a
-    success at least. Its mean is the probability of that for k samples (arXiv 2107.03374, eq. 1)."""
+    """Returns 1 − C(n − c, k) / C(n, k): the share of all sets of k of n samples, c of them successes, in which at
+    least one is a success. Its mean is the probability that one of k samples is (arXiv 2107.03374, eq. 1)."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -69,21 +69,25 @@ def pass_all_k(n: int, c: int, k: int) -> float:
     return math.comb(c, k) / math.comb(n, k)
 
 
-def interval(values: Sequence[float], num_samples: int) -> tuple[float, float]:
-    """Returns the ends of the 95 % interval of a mean over prompts.
+def share_interval(values: Sequence[float], num_samples: int) -> tuple[float, float]:
+    """Returns the ends of the 95 % interval of a mean over prompts of estimated probabilities.
 
     Prompts are drawn independently, the samples of one are not: the standard error is that of the prompts' values, as
-    of clusters. Of values between 0 and 1 it is Wilson's interval, with as many draws as give a share this error: at
-    least one a prompt, at most all samples. It has a width also where all values are 0 or 1, and with one sample a
-    prompt it is that of a binomial share. Of other values it is the normal interval.
+    of clusters. The interval is Wilson's, of as many draws as give a share this error: at least one a prompt, at most
+    all samples. It has a width also where all values are 0 or 1, and with one sample a prompt it is that of a binomial
+    share.
     """
     mean, count = fmean(values), len(values)
-    if all(0 <= value <= 1 for value in values):
-        squared_error = pvariance(values, mean) / count
-        draws = float(count) if mean in (0.0, 1.0) else float(max(num_samples, count))
-        if squared_error > 0:
-            draws = min(draws, mean * (1 - mean) / squared_error)
-        return wilson(mean, draws)
+    squared_error = pvariance(values, mean) / count
+    draws = float(count) if mean in (0.0, 1.0) else float(max(num_samples, count))
+    if squared_error > 0:
+        draws = min(draws, mean * (1 - mean) / squared_error)
+    return wilson(mean, draws)
+
+
+def normal_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the ends of the normal 95 % interval of a mean over prompts, without end for one prompt."""
+    mean, count = fmean(values), len(values)
     half = Z * math.sqrt(variance(values, mean) / count) if count > 1 else math.inf
     return mean - half, mean + half
 
@@ -93,7 +97,3 @@ def wilson(share: float, draws: float) -> tuple[float, float]:
     center = (share + Z * Z / (2 * draws)) / (1 + Z * Z / draws)
     half = Z / (1 + Z * Z / draws) * math.sqrt(share * (1 - share) / draws + Z * Z / (4 * draws * draws))
     return min(share, max(0.0, center - half)), max(share, min(1.0, center + half))  # exactly it at 0 and 1
-
-
-def _known(group: Scores) -> list[float]:
-    return [score for score in group if score is not None]

@@ -38,6 +38,7 @@ FREE = (
     "rewards.failure_limit",
     "rewards.processes",
     "rewards.timeout_s",
+    "evaluation.*",
     "checkpoint.*",
     "cluster.*",
 )

@@ -1,4 +1,4 @@
-"""The base of all sections of the configuration, and the ranges of numbers in them."""
+"""The base of all sections of the configuration, the ranges of numbers in them, and what several of them list."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ class Section(BaseModel):
     """A group of keys: unknown ones are refused, types are not coerced, values do not change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RewardFunction(Section):
+    function: Annotated[str, Field(min_length=1)]
+    weight: FiniteFloat = 1.0
+    per_turn: bool = False

@@ -30,6 +30,15 @@ ADDED: dict[int, dict[str, Any]] = {
     4: {"cluster.nodes": 1, "cluster.interface": None},
     5: {"cluster.roles": dict.fromkeys(("actor", "critic", "implicit_reward", "reward_model", "rollout"))},
     6: {"rollout.quantization": None},
+    7: {
+        "evaluation": {
+            "every_steps": None,
+            "at_start": True,
+            "at_end": True,
+            "best": {"metric": None, "mode": "max"},
+            "sets": [],
+        }
+    },
 }
 """The keys that came with each format of checkpoints (megarl.core.checkpoint.FORMAT), with the values that runs had
 without them, as far as there are such. A default that base.yaml gets later is not theirs."""

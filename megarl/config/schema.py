@@ -11,12 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from megarl.config.algorithm_schema import Algorithm
+from megarl.config.evaluation_schema import Evaluation
 from megarl.config.fields import (
     FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    RewardFunction,
     Section,
 )
 
@@ -218,12 +220,6 @@ class Data(Section):
     shuffle: bool
 
 
-class RewardFunction(Section):
-    function: Annotated[str, Field(min_length=1)]
-    weight: FiniteFloat = 1.0
-    per_turn: bool = False
-
-
 class Rewards(Section):
     functions: list[RewardFunction]
     judge: Annotated[str, Field(min_length=1)] | None
@@ -319,6 +315,7 @@ class Config(Section):
     batch: Batch
     data: Data
     rewards: Rewards
+    evaluation: Evaluation
     checkpoint: Checkpoint
     cluster: Cluster
 
@@ -337,6 +334,11 @@ class Config(Section):
     def is_offline(self) -> bool:
         """Whether the responses are in the data, so that nothing is sampled."""
         return self.data.rows != "prompts"
+
+    @property
+    def most_checkpoints(self) -> int:
+        """The number of checkpoints that are kept: the newest ones, and that of the best evaluation."""
+        return self.checkpoint.keep + (self.evaluation.best.metric is not None)
 
     @property
     def trained_per_prompt(self) -> int:

@@ -31,8 +31,13 @@ def named_files(config: Config) -> list[Named]:
     """Returns those of a recipe: folders of models, of which hub ids and packages have none here, data, and the files
     of its own functions."""
     models = [Named(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
-    data = [] if config.data.source == "arithmetic" else [Named("data.source", config.data.source)]
+    sources = [("data.source", config.data.source)]
     functions = [("rewards.functions", entry.function) for entry in config.rewards.functions]
+    for given in config.evaluation.sets:
+        key = f"evaluation.sets: {given.name}"
+        sources += [] if given.source is None else [(f"{key}: source", given.source)]
+        functions += [(f"{key}: functions", entry.function) for entry in given.functions or ()]
+    data = [Named(key, source) for key, source in sources if source != "arithmetic"]
     if config.rewards.judge is not None:
         functions.append(("rewards.judge", config.rewards.judge))
     return [*models, *data, *_files(functions)]

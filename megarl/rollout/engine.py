@@ -20,12 +20,26 @@ class SamplingRequest:
     """One completion to sample: the same seed, weights and prompt give the same tokens, in any batch.
 
     greedy   whether the most likely token is taken each time, whatever rollout's temperature
+    purpose  what it is sampled for: requests for one purpose share keys and values of what they begin with, and for
+             another none, so that what is sampled for training does not depend on what else is
+
+    The others are rollout's where they are None. top_k: 0 for all tokens; with one of its own, the sample does not say
+    which tokens the engine kept.
     """
 
     sample_id: str
     prompt: Prompt
     seed: int
     greedy: bool = False
+    purpose: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.greedy or self.temperature == 0
 
 
 @dataclass(frozen=True, slots=True)

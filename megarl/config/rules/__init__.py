@@ -17,6 +17,7 @@ from megarl.config.rules import (
     correction,
     critic,
     data,
+    evaluation,
     kl,
     layout,
     objective,
@@ -33,7 +34,7 @@ from megarl.config.violations import raise_all
 
 SECTIONS = (
     *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, critic, reward_model, rewards),
-    cluster,
+    *(evaluation, cluster),
 )
 
 

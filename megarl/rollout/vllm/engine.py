@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from vllm import LLM, SamplingParams
@@ -32,6 +32,8 @@ from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import Refitted, SamplingRequest
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
+
+T = TypeVar("T")
 
 PAUSE_S = 0.05
 """The interval at which samples under way look whether a failed refit has been made good."""
@@ -185,7 +187,7 @@ class VllmEngine:
         The salt keeps requests apart in the prefix cache: those of one refit's weights reuse no keys and values of
         another's, which samples that it interrupted still need and go on adding to.
         """
-        prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=str(self._num_refits))
+        prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=f"{self._num_refits}{request.purpose}")
         return self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
 
     def _withdraw(self, names: Sequence[str]) -> None:
@@ -240,10 +242,10 @@ class VllmEngine:
 
     def _sampling(self, request: SamplingRequest) -> SamplingParams:
         return SamplingParams(
-            temperature=0.0 if request.greedy else self._config.temperature,
-            top_p=self._config.top_p,
-            top_k=self._config.top_k or 0,
-            max_tokens=self._config.max_new_tokens,
+            temperature=0.0 if request.is_greedy else _given(request.temperature, self._config.temperature),
+            top_p=_given(request.top_p, self._config.top_p),
+            top_k=_given(request.top_k, self._config.top_k or 0),
+            max_tokens=_given(request.max_new_tokens, self._config.max_new_tokens),
             logprobs=self._num_kept(request),
             flat_logprobs=True,
             # Else vLLM would decode each token when it is sampled, between two steps, and its log-probs' tokens too.
@@ -255,7 +257,11 @@ class VllmEngine:
     def _num_kept(self, request: SamplingRequest) -> int:
         """Returns how many of the most likely tokens the engine reports beside the sampled one: under top_k, those that
         it keeps."""
-        return 0 if request.greedy else self._config.top_k or 0
+        return 0 if request.is_greedy or request.top_k is not None else self._config.top_k or 0
+
+
+def _given(own: T | None, of_all: T) -> T:
+    return of_all if own is None else own
 
 
 def _candidate_ids(logprobs: FlatLogprobs) -> CandidateIds | None:

@@ -9,7 +9,16 @@ from statistics import NormalDist, fmean
 
 import pytest
 
-from megarl.algorithms.evaluation import Z, estimates, interval, names, pass_all_k, pass_at_k, wilson
+from megarl.algorithms.evaluation import (
+    Z,
+    estimates,
+    names,
+    normal_interval,
+    pass_all_k,
+    pass_at_k,
+    share_interval,
+    wilson,
+)
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -65,7 +74,7 @@ def test_success_is_above_the_threshold() -> None:
 @pytest.mark.parametrize(("successes", "count"), [(0, 30), (1, 10), (37, 100), (10, 10), (81, 263)])
 def test_with_one_sample_a_prompt_the_interval_is_wilsons(successes: int, count: int) -> None:
     """Its ends are the shares from which what was seen is Z standard errors away: the roots of the score test."""
-    low, high = interval([1.0] * successes + [0.0] * (count - successes), count)
+    low, high = share_interval([1.0] * successes + [0.0] * (count - successes), count)
     share = successes / count
     for end in {low, high} - {0.0, 1.0}:
         assert (share - end) ** 2 == pytest.approx(Z * Z * end * (1 - end) / count)
@@ -88,14 +97,15 @@ def test_prompts_that_are_all_alike_have_no_more_draws_than_samples() -> None:
 
 
 def test_other_scores_have_the_normal_interval() -> None:
-    low, high = interval([2.0, 4.0, 6.0], 3)
-    assert (low, high) == pytest.approx((4 - Z * 2 / math.sqrt(3), 4 + Z * 2 / math.sqrt(3)))
-    assert interval([2.0], 1) == (-math.inf, math.inf)
+    assert normal_interval([2.0, 4.0, 6.0]) == pytest.approx((4 - Z * 2 / math.sqrt(3), 4 + Z * 2 / math.sqrt(3)))
+    assert normal_interval([2.0]) == (-math.inf, math.inf)
+    found = estimates([[0.2, 0.4], [0.5, 0.7]], 2, success_above=0.5)["avg@2"]
+    assert (found.low, found.high) == pytest.approx(normal_interval([0.3, 0.6]))
 
 
 @pytest.mark.parametrize("name", ["avg@4", "pass@2", "pass@4", "pass^2"])
 def test_intervals_hold_the_truth_in_95_percent_of_evaluations(name: str) -> None:
-    """Of 60 prompts whose difficulties differ; the samples of one have its own probability."""
+    """There are 60 prompts whose difficulties differ; the samples of one have its own probability."""
     draw = random.Random(0)
     truth = {"avg@4": 1 / 2, "pass@2": 1 - 1 / 3, "pass@4": 1 - 1 / 5, "pass^2": 1 / 3}[name]  # p is uniform
     held = 0
