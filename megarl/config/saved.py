@@ -30,6 +30,18 @@ ADDED: dict[int, dict[str, Any]] = {
     4: {"cluster.nodes": 1, "cluster.interface": None},
     5: {"cluster.roles": dict.fromkeys(("actor", "critic", "implicit_reward", "reward_model", "rollout"))},
     6: {"rollout.quantization": None},
+    7: {
+        "run.token_samples": 0,
+        "run.trackers": [],
+        "run.profile": {"steps": [], "ranks": [0]},
+        "trackers": {
+            "timeout_s": 30.0,
+            "project": "megarl",
+            "wandb": {"entity": None, "mode": "online"},
+            "mlflow": {"tracking_uri": None},
+            "trackio": {"space": None},
+        },
+    },
 }
 """The keys that came with each format of checkpoints (megarl.core.checkpoint.FORMAT), with the values that runs had
 without them, as far as there are such. A default that base.yaml gets later is not theirs."""

@@ -19,6 +19,7 @@ from megarl.config.fields import (
     PositiveInt,
     Section,
 )
+from megarl.config.run_schema import Run, Trackers
 
 Role = Literal["actor", "critic", "implicit_reward"]
 """The roles of the models that a run trains."""
@@ -36,15 +37,6 @@ def _long_dtype(value: Any) -> Any:
 
 
 Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_long_dtype)]
-
-
-class Run(Section):
-    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    folder: Annotated[str, Field(min_length=1)]
-    seed: NonNegativeInt
-    steps: PositiveInt
-    export: bool
-    replace: bool
 
 
 class Model(Section):
@@ -321,6 +313,7 @@ class Config(Section):
     rewards: Rewards
     checkpoint: Checkpoint
     cluster: Cluster
+    trackers: Trackers
 
     @model_validator(mode="after")
     def _weight_of_correction(self) -> Self:
@@ -362,6 +355,11 @@ class Config(Section):
     @property
     def actor_has_values(self) -> bool:
         return self.algorithm.advantage.spec.comparison == "values" and self.critic.trunk == "actor"
+
+    @property
+    def num_detailed_groups(self) -> int:
+        """The groups of a step whose tokens are kept one by one for people to look at."""
+        return -(-self.run.token_samples // self.batch.samples_per_prompt)
 
     @property
     def kl_in_reward(self) -> bool:

@@ -20,7 +20,7 @@ NAME = PREFIX + "{:06d}"
 NOTE = "__{}.written"
 """The name of the note that a rank has written its files: it begins as Megatron's names of a rank's files do."""
 
-FORMAT = 6
+FORMAT = 7
 """The version of what a manifest holds. It grows by one with keys of the config that an earlier save does not have; the
 values that they then have are in megarl.config.saved. A manifest of version 1 does not name it."""
 

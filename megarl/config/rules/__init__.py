@@ -24,6 +24,7 @@ from megarl.config.rules import (
     reward_model,
     rewards,
     rollout,
+    run,
     trained,
     vllm_overrides,
 )
@@ -33,7 +34,7 @@ from megarl.config.violations import raise_all
 
 SECTIONS = (
     *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, critic, reward_model, rewards),
-    cluster,
+    *(cluster, run),
 )
 
 
