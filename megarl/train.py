@@ -13,7 +13,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, values
-from megarl.core.timing import ElapsedTime, Stopwatch
+from megarl.core.timing import ElapsedTime
 from megarl.data.model_folder import model_paths
 from megarl.run.loop import Loop, exit_status
 from megarl.run.model_paths import find_model_paths
@@ -25,6 +25,7 @@ from megarl.step.evaluation import evaluate
 from megarl.step.metrics import step_metrics, update_rate
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
+from megarl.step.profile import profiled
 from megarl.step.rollouts import Rollouts, collect_rollouts, record_advantages
 from megarl.step.scoring import Metrics, ScoredSample
 from megarl.step.token_rewards import reward_tokens
@@ -61,10 +62,10 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
 def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
     """Does one step: collects rollouts, trains, syncs weights. Returns its metrics; the engines' weight version is then
     its number."""
-    watch, number = Stopwatch(), loop.state.step
+    watch, number = loop.stopwatch(), loop.state.step
     file = loop.folder.rollouts(number)
     rollouts = collect_rollouts(config, workers, number, loop.take, file, watch, loop.saver.commit)
-    with watch.phase("train"):
+    with watch.phase("train"), profiled(config, workers.trained, number, loop.folder.profile(number)):
         metrics = train(config, workers, rollouts, number, loop.state.average)
     warn_of_disagreement(config, metrics, loop.folder.logs)
     recorded = record_advantages(workers, file)

@@ -21,6 +21,7 @@ from megarl.config.fields import (
     RewardFunction,
     Section,
 )
+from megarl.config.run_schema import Run, Trackers
 from megarl.config.sources import is_procedural, reasoning_task
 
 Role = Literal["actor", "critic", "implicit_reward"]
@@ -39,15 +40,6 @@ def _long_dtype(value: Any) -> Any:
 
 
 Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_long_dtype)]
-
-
-class Run(Section):
-    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    folder: Annotated[str, Field(min_length=1)]
-    seed: NonNegativeInt
-    steps: PositiveInt
-    export: bool
-    replace: bool
 
 
 class Model(Section):
@@ -373,6 +365,7 @@ class Config(Section):
     evaluation: Evaluation
     checkpoint: Checkpoint
     cluster: Cluster
+    trackers: Trackers
 
     @model_validator(mode="after")
     def _weight_of_correction(self) -> Self:
@@ -424,6 +417,11 @@ class Config(Section):
     @property
     def actor_has_values(self) -> bool:
         return self.algorithm.advantage.spec.comparison == "values" and self.critic.trunk == "actor"
+
+    @property
+    def num_detailed_groups(self) -> int:
+        """The groups of a step whose tokens are kept one by one for people to look at."""
+        return -(-self.run.token_samples // self.batch.samples_per_prompt)
 
     @property
     def kl_in_reward(self) -> bool:

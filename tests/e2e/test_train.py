@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.cluster.trace import read_trace
+from megarl.cluster.trace import DRIVER, read_trace
 from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
 from tests.e2e.series import Series
 from tests.e2e.test_conversion import assert_log_probs_are_of, sampled
@@ -101,7 +101,27 @@ def metrics_of(run: Path) -> list[dict]:
 def learned(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("learned")
     model = write_tiny_llama(folder / "model", num_kv_heads=2)
-    return train(folder, model, "run.steps=20", "actor.layout.pp=2", EVALUATION)
+    profile = "run.profile={steps: [2], ranks: [1]}"
+    return train(folder, model, "run.steps=20", "actor.layout.pp=2", profile, "run.token_samples=1", EVALUATION)
+
+
+def test_a_run_can_be_watched(learned):
+    """Driver's phases in the trace, a profile of the rank asked for, and a group whose tokens are listed."""
+    phases = [span for span in read_trace(learned / "logs/attempt_1") if span.process == DRIVER]
+    for number in (1, 20):
+        [step] = [span for span in phases if span.task == f"step {number}"]
+        inside = {span.task for span in phases if step.begin <= span.begin and span.end <= step.end} - {step.task}
+        assert inside == {"rollout", "reward", "train", "refit", "save"}
+    assert [file.name for file in (learned / "profiles").rglob("*.gz")] == ["actor-1.json.gz"]
+    rows = [json.loads(line) for line in (learned / "rollouts/step_000002.jsonl").read_text().splitlines()]
+    detailed = [row for row in rows if "tokens" in row]
+    assert len({row["prompt_id"] for row in detailed}) == 1 and len(detailed) < len(rows)
+    for row in detailed:
+        length = row["num_response_tokens"]
+        assert {len(row[name]) for name in ("tokens", "token_advantages", "logprob_differences")} == {length}
+        assert max(map(abs, row["logprob_differences"])) < 1e-3
+        special = [text for text in row["tokens"] if len(text) > 2 and text[0] == "<" and "filler" not in text]
+        assert row["response"] == "".join(text for text in row["tokens"] if text not in special)
 
 
 def test_reward_rises(learned):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,14 @@ from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
 from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import load_decoder, load_tokenizer
 from megarl.environments.batch import judge_batch, judge_single
 from megarl.environments.pool import function_pool
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
-from megarl.rewards.rollout_file import append_rollouts, write_advantages
+from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages
 from megarl.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class RewardWorker:
         """The readings of this step's samples, where the reward model does not read the sampled ids."""
         self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
         """Samples that are being judged, or are."""
+        self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
         self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens, config.environment.weight)
@@ -136,7 +138,7 @@ class RewardWorker:
             for sample in samples
         ]
         scored = [(sample, score) for sample, (score, _) in zip(samples, scores, strict=True)]
-        await asyncio.to_thread(append_rollouts, rollouts, step, scored)
+        await asyncio.to_thread(append_rollouts, rollouts, step, scored, self._token_texts)
         by_token = {
             sample.id: token_rewards
             for sample, (_, token_rewards) in zip(samples, scores, strict=True)
@@ -148,6 +150,16 @@ class RewardWorker:
         """Scores samples of the evaluation set of this name, see SetScorer.score."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         return await self._evaluation[name].score(samples, version, file)
+
+    def _token_texts(self, sample: Sample) -> list[str] | None:
+        """Returns the texts of the tokens of a sample whose line lists them."""
+        if not has_token_details(sample.id, self._num_detailed_groups):
+            return None
+        return token_texts(self._decoder, sample.response_ids[:MAX_TOKENS].tolist())
+
+    @cached_property
+    def _decoder(self) -> Callable[[tuple[int, ...]], str]:
+        return load_decoder(self._models.actor)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
         """Returns the judge's verdicts by sample id; empty if there is no judge. samples: all of their prompts."""
@@ -259,15 +271,21 @@ class RewardGroup(Group[RewardWorker]):
         )
         return self._read("evaluation", "rewards", "evaluate", {process: call}).then(lambda answers: answers[0])
 
-    def write_advantages(self, rollouts: Path, advantages: Mapping[str, float]) -> Pending[None]:
-        """Writes the advantages, by sample id, into the step's file of rollouts."""
+    def write_advantages(
+        self,
+        rollouts: Path,
+        advantages: Mapping[str, float],
+        details: Mapping[str, Mapping[str, Sequence[float]]],
+    ) -> Pending[None]:
+        """Writes the advantages, by sample id, into the step's file of rollouts, and the values of single tokens."""
         return self._submit_to_first(
             "advantages for the rollouts' file",
             "update",
             "write_advantages",
-            lambda _, path, by_sample: write_advantages(path, by_sample),
+            lambda _, path, *by_sample: write_advantages(path, *by_sample),
             rollouts.resolve(),
             advantages,
+            details,
         )
 
     def _model_scores(

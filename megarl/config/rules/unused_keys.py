@@ -10,6 +10,7 @@ from functools import reduce
 from typing import Any
 
 from megarl.config.document import show
+from megarl.config.run_schema import TrackerName
 from megarl.config.schema import Config
 
 
@@ -31,6 +32,10 @@ class Belongs:
 
 def _learns_values(config: Config) -> bool:
     return config.has_critic or config.actor_has_values
+
+
+def _of_tracker(name: TrackerName) -> Belongs:
+    return Belongs((f"trackers.{name}",), f"run.trackers=[{name}]", lambda config: name in config.run.trackers)
 
 
 BELONGS = (
@@ -69,6 +74,11 @@ BELONGS = (
         "algorithm.kl.adaptive_target",
         lambda config: config.algorithm.kl.adaptive_target is not None,
     ),
+    Belongs(
+        ("trackers.timeout_s", "trackers.project"), "run.trackers=[wandb]", lambda config: bool(config.run.trackers)
+    ),
+    *(_of_tracker(name) for name in ("wandb", "mlflow", "trackio")),
+    Belongs(("run.profile.ranks",), "run.profile.steps", lambda config: bool(config.run.profile.steps)),
 )
 
 
