@@ -100,7 +100,7 @@ class HostProcess:
         code = self._process.returncode
         return f"exit status {code}" if code is None or code >= 0 else signal.Signals(-code).name
 
-    async def call(self, do: str, rollout: str, timeout_s: float, **given: Any) -> Any:
+    async def call(self, do: str, rollout: str, timeout_s: float | None, **given: Any) -> Any:
         """Returns what a rollout's environment answers. Raises HostFailure if it raises, or does not answer in
         time."""
         number = next(self._numbers)

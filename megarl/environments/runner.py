@@ -13,8 +13,10 @@ from megarl.core.errors import UserError
 from megarl.core.types import Completion, Episode, Prompt, RolloutInfo, Sample
 from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
+from megarl.environments.agent_rollout import AgentRollout
 from megarl.environments.hosts import TOOLS_S, HostFailure, HostPool, HostProcess
 from megarl.environments.protocol import StopReason, Task
+from megarl.environments.sessions.server import SessionServer
 from megarl.environments.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -66,12 +68,27 @@ class RolloutRunner:
         """Raises UserError as turn_tokens does."""
         self.config, self.tokenizer, self.pool = config, tokenizer, pool
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
+        self._server: SessionServer | None = None
         self._num_failed_in_a_row = 0
+
+    async def serve(self, address: str) -> None:
+        """Listens on this address for agents, where the pool has some."""
+        if self.pool.is_agent:
+            sampling = {"temperature": self.config.rollout.temperature, "top_p": self.config.rollout.top_p}
+            self._server = SessionServer(
+                self.tokenizer, lambda tools: turn_tokens(self.config, self.tokenizer, tools), sampling
+            )
+            await self._server.start(address)
+
+    def _rollout(self, request: RolloutRequest, sample: Sampler) -> _Rollout | AgentRollout:
+        if self._server is None:
+            return _Rollout(self, request, sample)
+        return AgentRollout(self.config, self._server, request, sample)
 
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
         """Returns the samples of a rollout, at least one. One that fails has no reward, but the reason. Raises
         UserError if environment.failures_in_a_row rollouts have failed."""
-        rollout = _Rollout(self, request, sample)
+        rollout = self._rollout(request, sample)
         host = await self.pool.take()
         try:
             await rollout.play(host)
@@ -88,7 +105,7 @@ class RolloutRunner:
         self._count(rollout)
         return rollout.samples()
 
-    def _count(self, rollout: _Rollout) -> None:
+    def _count(self, rollout: _Rollout | AgentRollout) -> None:
         settings = self.config.environment
         self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if rollout.failure is not None else 0
         if self._num_failed_in_a_row >= settings.failures_in_a_row:

@@ -7,11 +7,12 @@ import hashlib
 import json
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
@@ -23,14 +24,8 @@ from megarl.environments.sessions.messages import Message
 from megarl.environments.sessions.recording import Place, RecordedSample, Recording, Tokens, Turn
 from megarl.environments.sessions.request import ChatRequest, tools_key
 
-
-class Sampler(Protocol):
-    """An engine, as sessions use it."""
-
-    async def __call__(
-        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool, stop: Sequence[str] = ()
-    ) -> Completion:
-        """Returns what the policy says after these tokens."""
+if TYPE_CHECKING:
+    from megarl.environments.runner import Sampler
 
 
 class TurnTokens(Tokens, Protocol):
@@ -98,6 +93,8 @@ class Session:
         self._tokens_of, self._sample, self._seed, self._greedy = tokens_of, sample, seed, greedy
         self._call_numbers = count()
         """Of the calls' ids, which have the nine letters and digits that Mistral's chat templates ask for."""
+        self._num_in_flight = 0
+        self._idle_since = time.monotonic()
         self._answers: dict[bytes, asyncio.Task[Answer]] = {}
 
     async def answer(self, request: ChatRequest, body: Any, is_retry: bool) -> Answer:
@@ -106,6 +103,19 @@ class Session:
         body       that of the request
         is_retry   whether its client sends it again, as the answer did not come: it then gets the same one
         """
+        self._num_in_flight += 1
+        try:
+            return await self._answer(request, body, is_retry)
+        finally:
+            self._num_in_flight -= 1
+            self._idle_since = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """The time since the last answer; 0 while a request waits for its own."""
+        return 0.0 if self._num_in_flight else time.monotonic() - self._idle_since
+
+    async def _answer(self, request: ChatRequest, body: Any, is_retry: bool) -> Answer:
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
         if is_retry and digest in self._answers:
             self.counts["replayed"] += 1
