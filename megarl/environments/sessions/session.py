@@ -92,7 +92,7 @@ class Session:
         again and got its first answer, `replayed`, and why requests were refused, `refused.CODE`."""
         self._tokens_of, self._sample, self._seed, self._greedy = tokens_of, sample, seed, greedy
         self._call_numbers = count()
-        """Of the calls' ids, which have the nine letters and digits that Mistral's chat templates ask for."""
+        """Numbers of calls, for ids of the nine letters and digits that Mistral's chat templates ask for."""
         self._num_in_flight = 0
         self._idle_since = time.monotonic()
         self._answers: dict[bytes, asyncio.Task[Answer]] = {}

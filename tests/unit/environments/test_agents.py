@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,17 @@ from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.registry import check_environment
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from tests.paths import QUICKSTART
+from tests.readme import text_of
 from tests.scripted_policy import ScriptedPolicy, hermes_tokenizer
 
 AGENTS = Path(__file__).with_name("agents.py")
 TOKENIZER = hermes_tokenizer()
 
 
-def play(kind: str, *rollouts: tuple[str, ScriptedPolicy]) -> list[list[Sample]]:
+def play(kind: str, *rollouts: tuple[str, ScriptedPolicy], file: Path = AGENTS) -> list[list[Sample]]:
     """Returns the samples of a rollout for each fault, side by side."""
-    overrides = [f"environment={{class: '{AGENTS}:{kind}', timeout_s: 2}}", "rewards.functions=[]"]
+    timeout_s = 2 if file == AGENTS else 60
+    overrides = [f"environment={{class: '{file}:{kind}', timeout_s: {timeout_s}}}", "rewards.functions=[]"]
     room = ["rollout.max_new_tokens=400", "rollout.context_length=500", "actor.tokens_per_microbatch=4096"]
     config = load(QUICKSTART, [*overrides, *room])
 
@@ -88,6 +91,15 @@ def test_an_agent_that_blocks_or_ends_its_process_costs_its_rollouts():
     assert sample.episode.failure == "the agent neither returned nor sent a request within 2 s"
     [[sample]] = play("Delegator", ("exit", says("a")))
     assert sample.episode.failure == "the environment ended its process (exit status 3)"
+
+
+def test_the_agent_of_the_page_on_sessions(tmp_path):
+    [source] = re.findall(r"^```python\n(.*?)^```", text_of("megarl/environments/sessions/README.md"), re.S | re.M)
+    (tmp_path / "solver.py").write_text(source)
+    policy = says("I think 41.", " 42")
+    [[sample]] = play("Solver", ("What?", policy), file=tmp_path / "solver.py")
+    assert sample.episode.failure is None and sample.episode.rewards == (None, None, 1.0)
+    assert policy.asked[1].token_ids[: len(policy.asked[0].token_ids)] == policy.asked[0].token_ids
 
 
 def test_an_error_of_the_engine_is_no_failure_of_the_agent():
