@@ -38,6 +38,8 @@ FREE = (
     "environment.processes",
     "environment.failures_in_a_row",
     "rewards.failure_limit",
+    "rewards.failures_in_a_row",
+    "rewards.memory_mib",
     "rewards.processes",
     "rewards.timeout_s",
     "sandbox.provider",

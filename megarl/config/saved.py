@@ -42,16 +42,25 @@ ADDED: dict[int, dict[str, Any]] = {
             "processes": None,
             "timeout_s": 60.0,
             "tool_timeout_s": 30.0,
+            "agent_timeout_s": 1800.0,
             "failures_in_a_row": 16,
         },
         "sandbox": {
             **dict(provider="auto", unsafe="refuse", image=None, wall_s=15.0, cpu_s=10, memory_mib=1024),
             **dict(processes=32, file_mib=64, output_bytes=65536),
         },
+        "data.options": {},
+        "data.stages": [],
+        "data.source_column": None,
+        "rewards.memory_mib": None,
+        "rewards.failures_in_a_row": None,
     },
 }
 """The keys that came with each format of checkpoints (megarl.core.checkpoint.FORMAT), with the values that runs had
 without them, as far as there are such. A default that base.yaml gets later is not theirs."""
+
+ADDED_TO_FUNCTIONS: dict[int, dict[str, Any]] = {7: {"name": None, "options": {}, "sources": None}}
+"""The keys of entries of rewards.functions that came with each format."""
 
 REMOVED = {3: ("cluster.start_timeout_s", "cluster.step_timeout_s")}
 """The keys that went with a format; others have taken their place."""
@@ -68,6 +77,9 @@ def complete(saved: Mapping[str, Any], version: int) -> dict[str, Any]:
             for part in sections:
                 section = section.setdefault(part, {})
             section.setdefault(name, deepcopy(value))
+        for function in config.get("rewards", {}).get("functions", []):
+            for key, value in ADDED_TO_FUNCTIONS.get(later, {}).items():
+                function.setdefault(key, deepcopy(value))
         for key in REMOVED.get(later, ()):
             *sections, name = key.split(".")
             section = config

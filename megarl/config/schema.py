@@ -213,6 +213,7 @@ class Environment(_EnvironmentClass):
     processes: PositiveInt | None
     timeout_s: PositiveFloat
     tool_timeout_s: PositiveFloat
+    agent_timeout_s: PositiveFloat
     failures_in_a_row: PositiveInt
 
     @property
@@ -230,10 +231,13 @@ class Batch(Section):
 
 class Data(Section):
     source: Annotated[str, Field(min_length=1)]
+    options: dict[str, Any]
+    stages: list[dict[str, Any]]
     rows: Literal["prompts", "messages", "preferences"]
     size: PositiveInt | None
     prompt_column: str
     answer_column: str
+    source_column: Annotated[str, Field(min_length=1)] | None
     messages_column: str
     chosen_column: str
     rejected_column: str
@@ -241,11 +245,34 @@ class Data(Section):
     overlong: Literal["refuse", "drop"]
     shuffle: bool
 
+    @property
+    def reasoning_task(self) -> str | None:
+        """The name of a task of reasoning-gym, None for other sources."""
+        package, separator, task = self.source.partition(":")
+        return task if package == "reasoning_gym" and separator else None
+
+    @property
+    def is_procedural(self) -> bool:
+        """Whether rows are made, not read from a file."""
+        return self.source in ("arithmetic", "environment") or self.reasoning_task is not None
+
 
 class RewardFunction(Section):
     function: Annotated[str, Field(min_length=1)]
     weight: FiniteFloat = 1.0
     per_turn: bool = False
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    sources: list[Annotated[str, Field(min_length=1)]] | None = None
+
+    @property
+    def label(self) -> str:
+        """The name of the function's part in scores and metrics."""
+        return self.function if self.name is None else self.name
+
+    def applies_to(self, source: Any) -> bool:
+        """Returns whether it judges the rows of a source."""
+        return self.sources is None or source in self.sources
 
 
 class Rewards(Section):
@@ -254,8 +281,10 @@ class Rewards(Section):
     judge_order: Literal["both", "seeded"]
     processes: PositiveInt | None
     timeout_s: PositiveFloat
+    memory_mib: PositiveInt | None
     overlong_buffer: PositiveInt | None
     failure_limit: Annotated[float, Field(ge=0, le=1)]
+    failures_in_a_row: PositiveInt | None
 
 
 class Sandbox(Section):

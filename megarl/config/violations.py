@@ -16,7 +16,7 @@ COMMAND_LINE = "command line"
 
 _REQUIRED = {
     "model.path": "a Hugging Face folder, a hub id, or package:NAME",
-    "data.source": "arithmetic, or a .jsonl or .parquet file",
+    "data.source": "arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet file",
 }
 
 _EXPECTED = {

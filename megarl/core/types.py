@@ -185,6 +185,7 @@ class Episode:
     parts          the sums of rewards over turns, by the name that the environment gives them
     failure        why it has no reward, in one line; None if it has one
     stack          of what the environment raised, if it did
+    outcome        the reward of the rollout as a whole, beside those of turns
     messages       the conversation, as text
     first_turn     the rollout's number of the first turn that this sample is trained on
     is_last        whether this is the last of the rollout's samples, whose text reward functions read
@@ -198,6 +199,7 @@ class Episode:
     first_turn: int
     is_last: bool
     stack: str = ""
+    outcome: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

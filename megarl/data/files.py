@@ -36,12 +36,17 @@ class Column:
 
 
 def file_rows(
-    path: Path, prompt_column: str, answer_column: str, further: Mapping[str, str | None] = NO_COLUMNS
+    path: Path,
+    prompt_column: str,
+    answer_column: str,
+    further: Mapping[str, str | None] = NO_COLUMNS,
+    source_column: str | None = None,
 ) -> Iterator[Row]:
     """Yields the rows of a .jsonl file (blank lines skipped, rows numbered by line) or of a .parquet file.
 
-    further   columns that a row brings along where it has them, ALL_COLUMNS for every one; each with the function
-              that cannot do without it, or None
+    further         columns that a row brings along where it has them, ALL_COLUMNS for every one; each with the
+                    function that cannot do without it, or None
+    source_column   a column of text that a row brings along, too
 
     Raises UserError, with file, row and column, for a missing or unreadable file, a missing column, or a value of
     the wrong type.
@@ -52,6 +57,9 @@ def file_rows(
         for name, function in further.items()
         if function is not None and name != ALL_COLUMNS
     )
+    if source_column is not None:
+        columns += (Column("data.source_column", source_column, "text", lambda value: isinstance(value, str)),)
+        further = {source_column: None, **further}
     for number, record in _records(path, columns, further):
         wanted = sorted(record if ALL_COLUMNS in further else record.keys() & further.keys())
         for name in wanted:
@@ -92,7 +100,7 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
     """Yields number and columns of each row, those of `columns` checked."""
     readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
     if path.suffix not in readers:
-        raise UserError(f"data.source: {path} is neither arithmetic nor a .jsonl or .parquet file")
+        raise UserError(f"data.source: {path} is neither arithmetic, reasoning_gym:TASK, nor a .jsonl or .parquet file")
     if not path.is_file():
         raise UserError(f"data.source: {path} is not a file; check the path (now in {Path.cwd()})")
     for number, record in readers[path.suffix](path, columns, further):

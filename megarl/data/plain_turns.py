@@ -32,6 +32,10 @@ class PlainTokens:
         """Returns a turn's text without special tokens, and no calls."""
         return response_text(self._tokenizer, context_ids, turn_ids), ()
 
+    def before_calls(self, turn_ids: Sequence[int]) -> str:
+        """Returns the text of the turn, as there are no calls."""
+        return response_text(self._tokenizer, (), turn_ids)
+
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Returns the ids of text in the middle of a sequence."""

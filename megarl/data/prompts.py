@@ -14,6 +14,7 @@ from megarl.config.rules.environment import OWN_TASKS
 from megarl.config.schema import Config, Data
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
+from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import as_messages, prompt_ids
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
@@ -53,7 +54,7 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     """
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
-    read = [_prompt(row, tokenizer, config) for row in _rows(config, columns)]
+    read = [_prompt(row, tokenizer, config) for row in _judged_rows(config, columns)]
     prompts = tuple(prompt for prompt in read if prompt is not None)
     require_size(len(read), len(prompts), config.data)
     return PromptSet(prompts, _hash(prompts), len(read) - len(prompts))
@@ -66,19 +67,46 @@ def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, mo
         )
 
 
+def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
+    """Yields the rows. Raises UserError for one that nothing would reward, as no function has its source."""
+    rewards, column = config.rewards, config.data.source_column
+    functions = [] if rewards.judge is not None or config.has_reward_model else rewards.functions
+    for row in _rows(config, columns):
+        source = None if column is None else row.columns[column]
+        if functions and not any(entry.applies_to(source) for entry in functions):
+            raise UserError(
+                f"{config.data.source}:{row.number}: no function of rewards.functions has {source!r}, the row's "
+                f"{column!r}, in its sources; add it to one, or list a function without sources"
+            )
+        yield row
+
+
 def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
-    data = config.data
+    data, seed = config.data, config.run.seed
     if data.source == OWN_TASKS:
         return (Row(number, [], None, {}) for number in range(1, (data.size or DEFAULT_SIZE) + 1))
-    if data.source == "arithmetic":
-        for name, function in columns.items():
-            if function is not None and name != ALL_COLUMNS:
-                raise UserError(
-                    f"data.source=arithmetic: no column {name!r}, which {function} takes; give a file with it"
-                )
-        return arithmetic_rows(config.run.seed, data.size or DEFAULT_SIZE)
-    rows = file_rows(Path(data.source).expanduser(), data.prompt_column, data.answer_column, columns)
-    return islice(rows, data.size)
+    if not data.is_procedural:
+        path = Path(data.source).expanduser()
+        return islice(file_rows(path, data.prompt_column, data.answer_column, columns, data.source_column), data.size)
+    known = () if data.reasoning_task is None else reasoning.COLUMNS
+    needed = [(name, function) for name, function in columns.items() if function is not None and name != ALL_COLUMNS]
+    needed += [] if data.source_column is None else [(data.source_column, "data.source_column")]
+    for name, function in needed:
+        if name not in known:
+            has = f"its columns are {', '.join(known)}" if known else "give a file with it"
+            raise UserError(f"data.source={data.source}: no column {name!r}, which {function} takes; {has}")
+    if data.reasoning_task is None:
+        return arithmetic_rows(seed, data.size or DEFAULT_SIZE)
+    wanted = {*columns, *([] if data.source_column is None else [data.source_column])}
+    return reasoning.reasoning_rows(_stages(data), seed, wanted)
+
+
+def _stages(data: Data) -> list[tuple[reasoning.Task, int]]:
+    """Returns the task of each stage, with its options, and the number of its rows."""
+    stages = data.stages or [{"size": data.size or DEFAULT_SIZE}]
+    options = [{name: value for name, value in stage.items() if name != "size"} for stage in stages]
+    tasks = [reasoning.Task(data.reasoning_task, {**data.options, **own}) for own in options]
+    return [(task, stage["size"]) for task, stage in zip(tasks, stages, strict=True)]
 
 
 def require_size(num_rows: int, num_kept: int, data: Data) -> None:

@@ -1,116 +1,54 @@
-"""Rollouts of agents, which take their turns by the endpoint."""
+"""Rollouts of agents: programs that reach the policy by HTTP, each under a session of its own."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from megarl.config.schema import Config
-from megarl.core.types import Episode, RolloutInfo, Sample
+from megarl.core.types import Sample
 from megarl.environments.hosts import HostFailure, HostProcess
-from megarl.environments.protocol import StopReason, Task
+from megarl.environments.outcome import Outcome, Part
+from megarl.environments.protocol import Task
 from megarl.environments.sessions.recording import RecordedSample
 from megarl.environments.sessions.server import MODEL, SessionServer
 from megarl.environments.sessions.session import SessionLimits
 
 if TYPE_CHECKING:
+    from megarl.config.schema import Config
     from megarl.environments.runner import RolloutRequest, Sampler
-
-SHORTEST_WAIT_S = 0.05
 
 
 class AgentRollout:
-    """One rollout under way, in a session of its own."""
+    """One rollout of an agent, which is over when its method `run` returns."""
 
     def __init__(self, config: Config, server: SessionServer, request: RolloutRequest, sample: Sampler):
-        self._config, self._server, self._request = config, server, request
-        self._session = server.open(sample, SessionLimits.of(config), request.seed, request.greedy)
+        self._config, self._server, self._request, self._sample = config, server, request, sample
         self._recorded: list[RecordedSample] = []
-        self._rewards: dict[str, float] | None = None
-        self.tool_calls: Counter[str] = Counter()
-        self.failure: str | None = None
-        self._stack = ""
+        self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
-        """Lets the agent do its work. Raises HostFailure for what it does wrong, and the engine's error if that failed.
-        environment.timeout_s is the time that an agent has from one request to the next."""
-        prompt, request = self._request.prompt, self._request
+        """Lets the agent work. Raises HostFailure for what it does wrong, and what the engine has raised."""
+        request, prompt = self._request, self._request.prompt
         task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
-        given = {"base_url": self._server.base_url, "api_key": self._session.token, "model": MODEL}
-        work = asyncio.create_task(host.call("run", request.id, None, task=asdict(task), **given))
+        session = self._server.open(self._sample, SessionLimits.of(self._config), request.seed, request.greedy)
+        access = {"base_url": self._server.base_url, "api_key": session.token, "model": MODEL}
         try:
-            await self._watch(work)
-            self._rewards = work.result()
+            limit_s = self._config.environment.agent_timeout_s
+            self.outcome.rewards = await host.call("run", request.id, limit_s, task=asdict(task), **access) or {}
+            self.outcome.stop_reason = session.stop_reason
+        except HostFailure:
+            if session.error is None:  # else the agent has failed because of the engine
+                raise
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            self._recorded = await self._server.close(self._session)
-            if self._session.error is not None:
-                raise self._session.error
+            self._recorded = await self._server.close(session)
+        if session.error is not None:
+            raise session.error
         if not self._recorded:
             raise HostFailure("the agent sent no request to the endpoint")
 
-    async def _watch(self, work: asyncio.Task[Any]) -> None:
-        """Returns when the agent has done its work. Raises HostFailure if it sends no request for too long."""
-        limit_s = self._config.environment.timeout_s
-        while not work.done():
-            left_s = limit_s - self._session.idle_s
-            if left_s <= 0:
-                raise HostFailure(f"the agent neither returned nor sent a request within {limit_s:g} s")
-            await asyncio.wait([work], timeout=max(SHORTEST_WAIT_S, left_s))
-
-    def fail(self, reason: str, stack: str = "") -> None:
-        """Ends the rollout as failed."""
-        self.failure, self._stack, self._rewards = reason, stack, None
-
     def samples(self) -> list[Sample]:
-        """Returns a sample for each sequence; of a rollout without any, an empty one. The one with the latest turn is
-        the last, which reward functions read."""
-        prompt, name = self._request.prompt, self._request.id
-        recorded = sorted(self._recorded, key=lambda sample: sample.last_turn)
-        episode = self._episode(recorded)
-        if not recorded:
-            return [Sample(name, prompt, [], [], [], (), "stop", "", rollout_id=name, episode=episode)]
-        return [
-            sample.transcript.sample(
-                name if number == 0 else f"{name}/{number}",
-                prompt,
-                sample.text,
-                name,
-                replace(
-                    episode,
-                    messages=sample.messages,
-                    first_turn=sample.first_turn,
-                    is_last=number + 1 == len(recorded),
-                ),
-            )
-            for number, sample in enumerate(recorded)
-        ]
-
-    def _episode(self, recorded: Sequence[RecordedSample]) -> Episode:
-        recording = self._session.recording
-        # The agent's reward is of the whole rollout: it stands after those of the turns, which have none of their own.
-        rewards: list[float | None] = [None] * (recorded[-1].last_turn + 1 if recorded else 0)
-        if self._rewards is not None:
-            rewards.append(sum(self._rewards.values()))
-        info = RolloutInfo(
-            stop_reason=self._session.stop_reason if self.failure is None else StopReason.FAILED,
-            num_turns=sum(sample.transcript.num_turns for sample in recorded),
-            num_samples=len(recorded),
-            tool_calls=dict(self.tool_calls),
-            num_context_tokens=recording.num_context_tokens,
-            num_cached_tokens=recording.num_cached_tokens,
-        )
-        return Episode(
-            info=info,
-            rewards=tuple(rewards),
-            parts={name: value for name, value in (self._rewards or {}).items() if name},
-            failure=self.failure,
-            messages=(),
-            first_turn=0,
-            is_last=True,
-            stack=self._stack,
-        )
+        """Returns a sample for each sequence that the session has recorded. Reward functions read the one with the last
+        turn."""
+        parts = [Part(item.transcript, item.text, item.messages, item.first_turn) for item in self._recorded]
+        last = max(range(len(parts)), key=lambda place: self._recorded[place].last_turn, default=-1)
+        return self.outcome.samples(self._request.id, self._request.prompt, parts, last)

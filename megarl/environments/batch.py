@@ -7,24 +7,36 @@ import asyncio
 from collections.abc import Sequence
 
 from megarl.core.types import Sample
-from megarl.environments.pool import FunctionPool
+from megarl.environments.pool import FunctionPool, columns_of
 from megarl.rewards.result import Result
 
 
 async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: Sample) -> dict[str, Result]:
-    """Calls these functions of the pool for one sample, side by side. Returns its results, by function."""
-    prompt = sample.prompt
+    """Calls those of these functions of the pool that judge the sample's source, side by side. Returns the sample's
+    results, by function."""
+    prompt, columns = sample.prompt, columns_of(sample)
+    judging = [name for name in functions if pool.judges(name, prompt)]
     calls = [
-        asyncio.wrap_future(pool.call(name, prompt.text, sample.text, prompt.answer, columns=prompt.columns))
-        for name in functions
+        asyncio.wrap_future(pool.call(name, prompt.text, sample.text, prompt.answer, columns=columns))
+        for name in judging
     ]
-    return dict(zip(functions, await asyncio.gather(*calls), strict=True))
+    return dict(zip(judging, await asyncio.gather(*calls), strict=True))
 
 
 async def judge_batch(pool: FunctionPool, samples: Sequence[Sample]) -> list[dict[str, Result]]:
-    """Calls the pool's functions of batches, side by side and each once. Returns the results of each sample, by
-    function."""
-    prompts, responses = [sample.prompt for sample in samples], [sample.text for sample in samples]
-    calls = [asyncio.wrap_future(pool.call_batch(name, prompts, responses)) for name in pool.batch_functions]
-    by_function = dict(zip(pool.batch_functions, await asyncio.gather(*calls), strict=True))
-    return [{name: results[i] for name, results in by_function.items()} for i in range(len(samples))]
+    """Calls the pool's functions of batches, side by side and each once, with the samples that it judges. Returns the
+    results of each sample, by function."""
+    results: list[dict[str, Result]] = [{} for _ in samples]
+
+    async def call(name: str) -> None:
+        judged = [i for i, sample in enumerate(samples) if pool.judges(name, sample.prompt)]
+        if not judged:
+            return
+        chosen = [samples[i] for i in judged]
+        prompts, responses = [sample.prompt for sample in chosen], [sample.text for sample in chosen]
+        future = pool.call_batch(name, prompts, responses, [columns_of(sample) for sample in chosen])
+        for i, result in zip(judged, await asyncio.wrap_future(future), strict=True):
+            results[i][name] = result
+
+    await asyncio.gather(*map(call, pool.batch_functions))
+    return results

@@ -14,6 +14,7 @@ import json
 import numbers
 import os
 import pickle
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as comparisons
-from megarl.rewards.registry import asked_columns, from_file, resolve, takes_batches
+from megarl.rewards.registry import NUM_TOKENS, asked_columns, from_file, resolve, takes_batches
 from megarl.sandbox.choice import find_provider
 from megarl.sandbox.provider import Provider
 
@@ -35,20 +36,28 @@ SANDBOX = "sandbox"
 """The name of the parameter that gets the provider of sandboxes, and no column."""
 
 
-def main(functions: Sequence[str], judge: str | None, sandbox: Mapping[str, Any] | None, sandbox_s: float) -> None:
-    """Serves a pool.
+def main(
+    functions: Sequence[tuple[str, str, Mapping[str, Any]]],
+    judge: str | None,
+    memory_mib: int | None,
+    sandbox: Mapping[str, Any] | None,
+    sandbox_s: float,
+) -> None:
+    """Answers calls until there are no more.
 
-    sandbox     section `sandbox` of the config; None: no function may ask for sandboxes
-    sandbox_s   how long a sandbox may live
+    functions    label, name and options of each
+    memory_mib   address space that calls may take beside what the process has when it has found its functions
+    sandbox      section `sandbox` of the config; None: no function may ask for sandboxes
+    sandbox_s    how long a sandbox may live
     """
     calls, answers = take_pipes()
     faulthandler.enable()
     stacks.write_on_request()
     try:
         known = {}
-        for name in functions:
+        for label, name, options in functions:
             _write(answers, {"importing": f"rewards.functions: {name}"})
-            known[name] = resolve(name)
+            known[label] = resolve(name, options)
         if judge is not None:
             _write(answers, {"importing": f"rewards.judge: {judge}"})
             known[comparisons.NAME] = from_file("rewards.judge", judge, JUDGE_ARGUMENTS)
@@ -64,8 +73,10 @@ def main(functions: Sequence[str], judge: str | None, sandbox: Mapping[str, Any]
     except UserError as error:
         _write(answers, {"refused": str(error)})
         return
-    batch_functions = [name for name in functions if takes_batches(known[name])]
+    batch_functions = [label for label, _, _ in functions if takes_batches(known[label])]
     _write(answers, {"ready": True, "columns": _needed_by(asked), "batch_functions": batch_functions})
+    if memory_mib is not None:
+        _limit_memory(memory_mib)
     while True:
         try:
             name, arguments, columns = pickle.load(calls)
@@ -82,19 +93,34 @@ def _provider(sandbox: Mapping[str, Any] | None, sandbox_s: float) -> Provider:
     return asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
 
 
+def _limit_memory(mib: int) -> None:
+    """Lets the process and those that it starts have so much more address space each than it has now."""
+    with open("/proc/self/statm") as statm:
+        now = int(statm.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = now + mib * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
 def _needed_by(asked: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:
     """Returns all columns that functions ask for, each with one that cannot do without it, or None."""
     needed: dict[str, str | None] = {}
     for function, columns in asked.items():
         for column, required in columns.items():
             needed[column] = function if required else needed.get(column)
+    needed.pop(NUM_TOKENS, None)  # the run says it
     return needed
 
 
 def _given(asked: Mapping[str, bool], columns: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the further arguments of a call, by name."""
     named = {name: columns[name] for name in asked if name in columns}
-    return named | ({ALL_COLUMNS: dict(columns)} if ALL_COLUMNS in asked else {})
+    return named | ({ALL_COLUMNS: _row(columns)} if ALL_COLUMNS in asked else {})
+
+
+def _row(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the columns of the data's row alone."""
+    return {name: value for name, value in columns.items() if name != NUM_TOKENS}
 
 
 def _given_to_batch(asked: Mapping[str, bool], columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -102,7 +128,7 @@ def _given_to_batch(asked: Mapping[str, bool], columns: Sequence[Mapping[str, An
     each sample's row."""
     names = [name for name in asked if any(name in row for row in columns)]
     lists = {name: [row.get(name) for row in columns] for name in names}
-    return lists | ({ALL_COLUMNS: [dict(row) for row in columns]} if ALL_COLUMNS in asked else {})
+    return lists | ({ALL_COLUMNS: [_row(row) for row in columns]} if ALL_COLUMNS in asked else {})
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -132,8 +158,8 @@ def answer(
 def answer_batch(
     function: Callable[..., Any], arguments: Sequence[Sequence[Any]], further: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Calls the function with lists. Returns the fields of a Result for each sample, as `results`; or those of one that
-    is the failure of all samples."""
+    """Calls the function with lists. Returns the fields of a Result for each sample, as `results`, where an exception
+    in the place of a reward is the failure of its sample; or those of one that is the failure of all samples."""
     num_samples = len(arguments[0])
     try:
         values = _returned(function, arguments, further)
@@ -142,7 +168,7 @@ def answer_batch(
         if not isinstance(values, list | tuple) or len(values) != num_samples:
             found = f"a list of {len(values)}" if isinstance(values, list | tuple) else type(values).__name__
             return {"value": None, "failure": f"returned {found} for {num_samples} samples, not one score for each,"}
-        return {"results": [_result(value) for value in values]}
+        return {"results": [_failure(v) if isinstance(v, BaseException) else _result(v) for v in values]}
     except BaseException as error:
         return _failure(error)
 

@@ -15,13 +15,15 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+from megarl.config import schema
 from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.environments.agent import Agent
 from megarl.environments.child import take_pipes
 from megarl.environments.protocol import Environment, Opening, Step, Task, Turn
-from megarl.environments.registry import check_environment, is_agent
+from megarl.environments.registry import SANDBOX, check_environment, is_agent, wants_sandbox
 from megarl.environments.tools import MalformedCall, ToolCall, describe, run, tools_of
+from megarl.sandbox.choice import find_provider
 
 LONGEST_LINE = 2**30
 
@@ -134,12 +136,14 @@ def write(answers: BinaryIO, line: Mapping[str, Any]) -> None:
     answers.flush()
 
 
-def main(name: str, options: Mapping[str, Any], tool_timeout_s: float) -> None:
+def main(name: str, options: Mapping[str, Any], tool_timeout_s: float, sandbox: Mapping[str, Any]) -> None:
     requests, answers = take_pipes()
     faulthandler.enable()
     stacks.write_on_request()
     try:
         kind = check_environment(name, options)
+        if wants_sandbox(kind):
+            options = {**options, SANDBOX: asyncio.run(find_provider(schema.Sandbox(**sandbox)))}
     except UserError as error:
         write(answers, {"refused": str(error)})
         return

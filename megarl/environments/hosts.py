@@ -33,18 +33,20 @@ class HostFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostArguments:
-    """The arguments of a host's process: the environment's name and options, and the wall-clock time of a tool."""
+    """The arguments of a host's process: the environment's name and options, the wall-clock time of a tool, and section
+    `sandbox` of the config."""
 
     name: str
     options: Mapping[str, Any]
     tool_timeout_s: float
+    sandbox: Mapping[str, Any]
 
 
 def host_arguments(config: Config) -> HostArguments:
     """Returns those of a run with an environment."""
     settings = config.environment
     assert settings.name is not None, "the run has an environment"
-    return HostArguments(settings.name, settings.options, settings.tool_timeout_s)
+    return HostArguments(settings.name, settings.options, settings.tool_timeout_s, config.sandbox.model_dump())
 
 
 class HostProcess:
@@ -100,7 +102,7 @@ class HostProcess:
         code = self._process.returncode
         return f"exit status {code}" if code is None or code >= 0 else signal.Signals(-code).name
 
-    async def call(self, do: str, rollout: str, timeout_s: float | None, **given: Any) -> Any:
+    async def call(self, do: str, rollout: str, timeout_s: float, **given: Any) -> Any:
         """Returns what a rollout's environment answers. Raises HostFailure if it raises, or does not answer in
         time."""
         number = next(self._numbers)
@@ -153,7 +155,7 @@ class HostPool:
     def __init__(self, arguments: HostArguments):
         self._arguments = arguments
         self._hosts: list[HostProcess] = []
-        self._starting: set[asyncio.Task[None]] = set()
+        self._replacing = asyncio.Lock()
 
     @classmethod
     async def start(cls, arguments: HostArguments, num_processes: int) -> HostPool:
@@ -175,11 +177,12 @@ class HostPool:
     async def take(self) -> HostProcess:
         """Returns the process with the fewest rollouts, which gets one more. In place of one that has ended, or takes
         no more, another one is started."""
-        for place, host in enumerate(self._hosts):
-            if host.has_ended or host.is_retiring:
-                self._hosts[place] = await HostProcess.start(self._arguments)
-                if not host.num_rollouts:
-                    await host.kill()
+        async with self._replacing:
+            for place, host in enumerate(self._hosts):
+                if host.has_ended or host.is_retiring:
+                    self._hosts[place] = await HostProcess.start(self._arguments)
+                    if not host.num_rollouts:
+                        await host.kill()
         host = min(self._hosts, key=lambda host: host.num_rollouts)
         host.num_rollouts += 1
         return host

@@ -9,17 +9,20 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from megarl.config import schema
+from megarl.config.schema import Config, RewardFunction, Sandbox
 from megarl.core import stacks
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt
+from megarl.core.types import Prompt, Sample
+from megarl.rewards.registry import NUM_TOKENS
 from megarl.rewards.result import Result
 
 READ_BYTES = 65536
@@ -34,34 +37,55 @@ SANDBOX_SHARE = 0.9
 STACKS_S = 0.1
 """The time that a process has to write its stacks, which takes a hundredth of it."""
 
+MOST_PROCESSES = 512
+"""The processes that one call may have at once: far more than a function has a use for, and fewer than a fork bomb."""
+
+WATCH_S = 0.25
+"""The time between two looks at how many processes the calls have. Python's fork bombs make some hundreds in it."""
+
 
 class FunctionPool:
     """Processes that hold the functions of a run's rewards, each working on one call at a time.
 
     A call that does not return in time is answered with a failure, and its process is killed with everything that it
-    has started; so is one whose process ends. A new process takes its place at once.
+    has started; so is one whose process ends, or starts more than MOST_PROCESSES. A new process takes its place at
+    once.
     """
 
     def __init__(
         self,
-        functions: Sequence[str],
+        functions: Sequence[RewardFunction | str],
         judge: str | None,
         num_processes: int,
         timeout_s: float,
-        sandbox: schema.Sandbox | None = None,
+        memory_mib: int | None = None,
+        source_column: str | None = None,
+        sandbox: Sandbox | None = None,
     ):
         """Returns when all processes have found the functions. Raises UserError for one that is not there, or cannot
         be called, and for a file whose import does not end in time, or ends the process.
 
-        functions   names as in rewards.functions
-        judge       the name of the function of rewards.judge, which is called as judge.NAME
-        timeout_s   the wall-clock time of one call
-        sandbox     what functions that ask for sandboxes get, which then have SANDBOX_SHARE of timeout_s
+        functions       entries of rewards.functions, which are called by their labels; or names of functions
+        judge           the name of the function of rewards.judge, which is called as judge.NAME
+        timeout_s       the wall-clock time of one call
+        memory_mib      address space that a process may take for its calls; None: no limit
+        source_column   the column of the data that says which functions judge a row; None: all do
+        sandbox         what functions that ask for sandboxes get, which then have SANDBOX_SHARE of timeout_s
         """
-        settings = None if sandbox is None else sandbox.model_dump()
-        self._arguments = json.dumps(
-            dict(functions=list(functions), judge=judge, sandbox=settings, sandbox_s=SANDBOX_SHARE * timeout_s)
-        )
+        entries = [
+            entry if isinstance(entry, RewardFunction) else RewardFunction(function=entry) for entry in functions
+        ]
+        named = [(entry.label, entry.function, entry.options) for entry in entries]
+        arguments = {
+            "functions": named,
+            "judge": judge,
+            "memory_mib": memory_mib,
+            "sandbox": None if sandbox is None else sandbox.model_dump(),
+            "sandbox_s": SANDBOX_SHARE * timeout_s,
+        }
+        self._arguments = json.dumps(arguments, default=str)
+        self._entries = {entry.label: entry for entry in entries}
+        self._source_column = source_column
         self._timeout_s = timeout_s
         self._children = {_Child(self._arguments) for _ in range(num_processes)}
         self._idle: SimpleQueue[_Child] = SimpleQueue()
@@ -79,17 +103,30 @@ class FunctionPool:
             self._kill_all()
             raise
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="rewards")
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="rewards watch", daemon=True).start()
+
+    def judges(self, function: str, prompt: Prompt) -> bool:
+        """Returns whether the function judges responses to this prompt: those to others have no part of it."""
+        source = None if self._source_column is None else prompt.columns.get(self._source_column)
+        return self._entries[function].applies_to(source)
 
     def call(self, function: str, *arguments: Any, columns: Mapping[str, Any] = NO_COLUMNS) -> Future[Result]:
         """Calls the function, in the order in which calls come, as soon as a process is free. columns: of the data's
         row, of which the function gets those that it asks for."""
         return self._threads.submit(lambda: Result(**self._answer(function, arguments, dict(columns))))
 
-    def call_batch(self, function: str, prompts: Sequence[Prompt], responses: Sequence[str]) -> Future[list[Result]]:
+    def call_batch(
+        self,
+        function: str,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        columns: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Future[list[Result]]:
         """Calls a function of batches once, for all samples, with a response to each of the prompts. Where it fails, so
-        do all of them."""
+        do all of them. columns: of each sample, those of its prompt if left out."""
         arguments = [prompt.text for prompt in prompts], list(responses), [prompt.answer for prompt in prompts]
-        columns = [dict(prompt.columns) for prompt in prompts]
+        columns = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
 
         def results() -> list[Result]:
             answer = self._answer(function, arguments, columns)
@@ -109,7 +146,7 @@ class FunctionPool:
             return {"value": None, "failure": f"did not return within rewards.timeout_s={self._timeout_s:g}"}
         except _Ended as end:
             child.kill()
-            return {"value": None, "failure": f"ended its process ({end})"}
+            return {"value": None, "failure": child.excess or f"ended its process ({end})"}
         finally:
             self._idle.put(child if child.runs or self._closed else self._replacement(child))
 
@@ -123,12 +160,51 @@ class FunctionPool:
     def close(self) -> None:
         """Ends all processes, also those that are working."""
         self._closed = True
+        self._ended.set()
         self._kill_all()
         self._threads.shutdown(cancel_futures=True)
+
+    def _watch(self) -> None:
+        """Kills calls that have too many processes."""
+        while not self._ended.wait(WATCH_S):
+            sizes = Counter(_process_groups())
+            for child in list(self._children):
+                if sizes[child.group] > MOST_PROCESSES:
+                    child.excess = f"had {sizes[child.group]} processes at once, more than {MOST_PROCESSES},"
+                    child.kill_group()
 
     def _kill_all(self) -> None:
         for child in list(self._children):
             child.kill()
+
+
+def function_pool(config: Config, num_processes: int) -> FunctionPool:
+    """Returns a pool of the functions of a run's rewards."""
+    rewards = config.rewards
+    return FunctionPool(
+        rewards.functions,
+        rewards.judge,
+        num_processes,
+        rewards.timeout_s,
+        rewards.memory_mib,
+        config.data.source_column,
+        config.sandbox,
+    )
+
+
+def columns_of(sample: Sample) -> dict[str, Any]:
+    """Returns what functions may ask for beside prompt, response and answer: columns of the data's row, and the number
+    of the response's tokens."""
+    return {**sample.prompt.columns, NUM_TOKENS: len(sample.response_ids)}
+
+
+def _process_groups() -> Iterator[int]:
+    """Yields the group of each process of this machine."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with suppress(OSError), open(f"/proc/{entry.name}/stat", "rb") as stat:  # it may have ended meanwhile
+                # After the name, which may have spaces and brackets: state, parent, group.
+                yield int(stat.read().rpartition(b")")[2].split()[2])
 
 
 class _Ended(Exception):
@@ -146,6 +222,12 @@ class _Child:
             process_group=0,
         )
         self._unread = b""
+        self.excess: str | None = None
+        """What it had too much of, if it was killed for that."""
+
+    @property
+    def group(self) -> int:
+        return self._process.pid
 
     @property
     def runs(self) -> bool:
@@ -206,6 +288,9 @@ class _Child:
         time.sleep(STACKS_S)
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):  # it has ended, and so has what it started
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill_group()
         self._process.wait()
+
+    def kill_group(self) -> None:
+        with suppress(ProcessLookupError):  # it has ended, and so has what it started
+            os.killpg(self.group, signal.SIGKILL)

@@ -27,6 +27,9 @@ SHIPPED = {
 """The classes that megarl brings. Each is imported when it is asked for: some need a library of their own."""
 
 CLASS, OPTIONS = "environment.class", "environment.options"
+SANDBOX = "sandbox"
+"""The parameter of a class that gets the provider of sandboxes, and no option."""
+
 METHODS = {"reset": ("task",), "step": ("turn",)}
 AGENT_METHODS = {"run": ("task", "base_url", "api_key", "model")}
 """What the methods of the protocols that a user's class may have take."""
@@ -92,7 +95,8 @@ def _about(found: type) -> dict[str, Any]:
 
 def _check_options(name: str, found: type, options: Mapping[str, Any]) -> None:
     parameters = inspect.signature(found).parameters.values()
-    known = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = {p.name: p for p in parameters if p.kind in kinds and p.name != SANDBOX}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     listed = f"known: {', '.join(known)}" if known else "it takes none"
     for option in options:
@@ -108,13 +112,11 @@ def _check_tool(name: str, tool: str, function: Callable[..., Any]) -> None:
         described = describe(tool, function)
     except UserError as error:
         raise UserError(f"{CLASS}: {name}: {error}") from None
-    except (
-        Exception
-    ) as error:  # annotations are the user's code: a type without a JSON schema, a name that is not there
-        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    except Exception as error:  # annotations are the user's code, and may be anything
+        first_line = str(error).partition("\n")[0]
         raise UserError(
-            f"{CLASS}: {name}: tool {tool}: its annotations raised {said}; annotate its arguments with types that JSON "
-            "has, such as str, int, list[str]"
+            f"{CLASS}: {name}: tool {tool}: its annotations raised {type(error).__name__}: {first_line}; annotate its "
+            "arguments with types that JSON has, such as str, list[int]"
         ) from error
     if not described["function"]["description"]:
         raise UserError(f"{CLASS}: {name}: tool {tool} has no docstring; say in it what the tool does, for the model")
@@ -123,3 +125,8 @@ def _check_tool(name: str, tool: str, function: Callable[..., Any]) -> None:
 def _hint(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}? " if close else ""
+
+
+def wants_sandbox(found: type[Environment]) -> bool:
+    """Returns whether the objects of a class get the provider of sandboxes."""
+    return SANDBOX in inspect.signature(found).parameters

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.types import Completion, Episode, Prompt, RolloutInfo, Sample
+from megarl.core.types import Completion, Prompt, Sample
 from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
 from megarl.environments.agent_rollout import AgentRollout
 from megarl.environments.hosts import TOOLS_S, HostFailure, HostPool, HostProcess
+from megarl.environments.outcome import Outcome, Part
 from megarl.environments.protocol import StopReason, Task
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.transcript import Transcript
@@ -71,47 +71,47 @@ class RolloutRunner:
         self._server: SessionServer | None = None
         self._num_failed_in_a_row = 0
 
-    async def serve(self, address: str) -> None:
-        """Listens on this address for agents, where the pool has some."""
+    async def start(self, address: str) -> None:
+        """Starts what agents need to reach the policy: an endpoint on this address, if the environment is one."""
         if self.pool.is_agent:
-            sampling = {"temperature": self.config.rollout.temperature, "top_p": self.config.rollout.top_p}
+            rollout = self.config.rollout
+            sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
             self._server = SessionServer(
                 self.tokenizer, lambda tools: turn_tokens(self.config, self.tokenizer, tools), sampling
             )
             await self._server.start(address)
 
-    def _rollout(self, request: RolloutRequest, sample: Sampler) -> _Rollout | AgentRollout:
-        if self._server is None:
-            return _Rollout(self, request, sample)
-        return AgentRollout(self.config, self._server, request, sample)
-
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
         """Returns the samples of a rollout, at least one. One that fails has no reward, but the reason. Raises
         UserError if environment.failures_in_a_row rollouts have failed."""
-        rollout = self._rollout(request, sample)
+        rollout = (
+            _Rollout(self, request, sample)
+            if self._server is None
+            else AgentRollout(self.config, self._server, request, sample)
+        )
         host = await self.pool.take()
         try:
             await rollout.play(host)
         except HostFailure as failure:
-            rollout.fail(str(failure), failure.stack)
+            rollout.outcome.fail(str(failure), failure.stack)
         except UserError as error:  # messages that the chat template refuses
-            rollout.fail(str(error))
+            rollout.outcome.fail(str(error))
         try:
-            rollout.tool_calls += Counter(await host.call("close", request.id, self.config.environment.timeout_s))
+            tool_calls = await host.call("close", request.id, self.config.environment.timeout_s)
+            rollout.outcome.tool_calls.update(tool_calls)
         except HostFailure as failure:
-            if rollout.failure is None:
-                rollout.fail(str(failure), failure.stack)
+            rollout.outcome.fail(str(failure), failure.stack)
         await self.pool.give_back(host)
-        self._count(rollout)
+        self._count(rollout.outcome)
         return rollout.samples()
 
-    def _count(self, rollout: _Rollout | AgentRollout) -> None:
+    def _count(self, outcome: Outcome) -> None:
         settings = self.config.environment
-        self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if rollout.failure is not None else 0
+        self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if outcome.failure is not None else 0
         if self._num_failed_in_a_row >= settings.failures_in_a_row:
             raise UserError(
                 f"environment.class={settings.name}: {self._num_failed_in_a_row} rollouts in a row failed "
-                f"(environment.failures_in_a_row), the last one: {rollout.failure}"
+                f"(environment.failures_in_a_row), the last one: {outcome.failure}"
             )
 
 
@@ -126,14 +126,10 @@ class _Rollout:
         """The text of the last turn in each transcript."""
         self._first_turns: list[int] = []
         self._messages: list[Mapping[str, Any]] = []
+        """What has been said in the whole rollout."""
         self._conversation: list[Mapping[str, Any]] = []
-        """What the policy has before it, as messages."""
-        self._rewards: list[Mapping[str, float] | None] = []
-        self._stop_reason = StopReason.DONE
-        self._num_context_tokens = self._num_cached_tokens = 0
-        self.tool_calls: Counter[str] = Counter()
-        self.failure: str | None = None
-        self._stack = ""
+        """What of it the policy has before it."""
+        self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
         """Makes all turns. Raises HostFailure for what the environment does wrong."""
@@ -141,16 +137,16 @@ class _Rollout:
         while self._room > 0:
             turn = await self._take_turn()
             step = await self._answer(host, turn)
-            self._rewards.append(step["rewards"])
+            self.outcome.turn_rewards.append(step["rewards"])
             if step["done"]:
                 return
             if turn["number"] + 1 == self._config.environment.max_turns:
-                self._stop_reason = StopReason.MAX_TURNS
+                self.outcome.stop_reason = StopReason.MAX_TURNS
                 return
             if turn["is_last"]:
                 break
             self._go_on(step)
-        self._stop_reason = StopReason.MAX_TOKENS
+        self.outcome.stop_reason = StopReason.MAX_TOKENS
 
     async def _reset(self, host: HostProcess) -> None:
         prompt, request = self._request.prompt, self._request
@@ -169,7 +165,7 @@ class _Rollout:
         """Begins a sample."""
         self._transcripts.append(Transcript(token_ids))
         self._texts.append("")
-        self._first_turns.append(len(self._rewards))
+        self._first_turns.append(len(self.outcome.turn_rewards))
         self._conversation = list(messages)
         self._messages += messages
 
@@ -184,12 +180,9 @@ class _Rollout:
 
     async def _take_turn(self) -> dict[str, Any]:
         """Samples a turn. Returns it as the environment gets it."""
-        transcript, number = self._transcripts[-1], len(self._rewards)
+        transcript, number = self._transcripts[-1], len(self.outcome.turn_rewards)
         seed = self._request.seed if number == 0 else _turn_seed(self._request.seed, number)
         completion = await self._sample(transcript.ids, self._room, seed, self._request.greedy)
-        if number:
-            self._num_context_tokens += len(transcript.ids)
-            self._num_cached_tokens += completion.num_cached_tokens
         context = transcript.ids[:]
         transcript.add_turn(completion)
         shown = completion.text_ids.tolist()
@@ -239,56 +232,11 @@ class _Rollout:
         self._conversation += messages
         self._messages += messages
 
-    def fail(self, reason: str, stack: str = "") -> None:
-        """Ends the rollout as failed."""
-        self.failure, self._stack, self._stop_reason = " ".join(reason.split()), stack, StopReason.FAILED
-
     def samples(self) -> list[Sample]:
-        """Returns a sample for each sequence with a turn; of a rollout without any, an empty one."""
-        begun = [
-            item for item in zip(self._transcripts, self._texts, self._first_turns, strict=True) if item[0].num_turns
-        ]
-        prompt, name = self._request.prompt, self._request.id
-        info = RolloutInfo(
-            stop_reason=self._stop_reason,
-            num_turns=sum(transcript.num_turns for transcript, _, _ in begun),
-            num_samples=len(begun),
-            tool_calls=dict(self.tool_calls),
-            num_context_tokens=self._num_context_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-        )
-        episode = Episode(
-            info=info,
-            rewards=tuple(None if given is None else sum(given.values()) for given in self._rewards),
-            parts=_sums(self._rewards),
-            failure=self.failure,
-            messages=tuple(self._messages),
-            first_turn=0,
-            is_last=True,
-            stack=self._stack,
-        )
-        if not begun:
-            return [Sample(name, prompt, [], [], [], (), "stop", "", rollout_id=name, episode=episode)]
-        return [
-            transcript.sample(
-                name if number == 0 else f"{name}/{number}",
-                prompt,
-                text,
-                name,
-                replace(episode, first_turn=first_turn, is_last=number + 1 == len(begun)),
-            )
-            for number, (transcript, text, first_turn) in enumerate(begun)
-        ]
-
-
-def _sums(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
-    """Returns the sums over turns of the rewards that have names."""
-    sums: Counter[str] = Counter()
-    for given in rewards:
-        for name, value in (given or {}).items():
-            if name:
-                sums[name] += value
-    return dict(sums)
+        """Returns a sample for each sequence with a turn. Reward functions read the last one."""
+        begun = zip(self._transcripts, self._texts, self._first_turns, strict=True)
+        parts = [Part(transcript, text, self._messages, first_turn) for transcript, text, first_turn in begun]
+        return self.outcome.samples(self._request.id, self._request.prompt, parts)
 
 
 def _turn_seed(*place: int) -> int:

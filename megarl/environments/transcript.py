@@ -18,7 +18,7 @@ class Transcript:
         """All tokens so far."""
         self.num_turns = 0
         self.finish_reason: FinishReason = "stop"
-        """That of the last turn."""
+        """The finish reason of the last turn."""
         self._num_prompt_tokens = len(self.ids)
         self._turns: list[tuple[int, Completion]] = []
         """The turns, each with its place in `ids`."""
@@ -37,6 +37,16 @@ class Transcript:
         self.ids += completion.token_ids.tolist()
         self.num_turns += 1
         self.finish_reason = completion.finish_reason
+
+    @property
+    def num_context_tokens(self) -> int:
+        """The tokens before turns after the first, summed over these."""
+        return sum(place for place, _ in self._turns[1:])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of them whose keys and values the engine had already."""
+        return sum(turn.num_cached_tokens for _, turn in self._turns[1:])
 
     def add_context(self, token_ids: Sequence[int]) -> None:
         """Appends tokens that the policy did not sample."""

@@ -31,7 +31,7 @@ def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
     sample = _answered(prompt)
 
     async def results_of_functions() -> dict[str, Result]:
-        names = [entry.function for entry in rewards.functions]
+        names = [entry.label for entry in rewards.functions]
         single = await judge_single(pool, [name for name in names if name not in pool.batch_functions], sample)
         [batch] = await judge_batch(pool, [sample])
         return {**single, **batch}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.rules.environment import OWN_TASKS
 from megarl.config.schema import Config
 from megarl.data.model_folder import model_paths
 
@@ -32,8 +31,7 @@ def named_files(config: Config) -> list[Named]:
     """Returns those of a recipe: folders of models, of which hub ids and packages have none here, data, and the files
     of its own functions."""
     models = [Named(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
-    is_made = config.data.source in ("arithmetic", OWN_TASKS)
-    data = [] if is_made else [Named("data.source", config.data.source)]
+    data = [] if config.data.is_procedural else [Named("data.source", config.data.source)]
     functions = [("rewards.functions", entry.function) for entry in config.rewards.functions]
     if config.rewards.judge is not None:
         functions.append(("rewards.judge", config.rewards.judge))

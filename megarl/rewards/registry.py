@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +15,14 @@ from megarl.core.errors import UserError
 from megarl.rewards.choice import choice_match
 from megarl.rewards.code import code_stdin_stdout, code_tests
 from megarl.rewards.exact import exact_match
+from megarl.rewards.knights_knaves import knights_knaves
+from megarl.rewards.length import CosineLength, length_penalty
+from megarl.rewards.math_answer import MathMatch
 from megarl.rewards.numeric import numeric_match
+from megarl.rewards.options import NO_OPTIONS, configure, give_options
+from megarl.rewards.reasoning import ReasoningGym
+from megarl.rewards.regex_answer import RegexMatch
+from megarl.rewards.remote_judge import GenerativeJudge
 from megarl.rewards.think_answer import think_answer_format
 
 RewardFunction = Callable[..., Any]
@@ -28,16 +35,32 @@ and returns a list with one such result for each sample."""
 
 SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
 
-FUNCTIONS: dict[str, RewardFunction] = {
-    function.__name__: function
-    for function in (exact_match, numeric_match, choice_match, think_answer_format, code_tests, code_stdin_stdout)
+NUM_TOKENS = "num_response_tokens"
+"""The name of a parameter that gets the number of the response's tokens, in place of a column of the data."""
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "exact_match": exact_match,
+    "numeric_match": numeric_match,
+    "choice_match": choice_match,
+    "regex_match": RegexMatch,
+    "math_match": MathMatch,
+    "think_answer_format": think_answer_format,
+    "knights_knaves": knights_knaves,
+    "reasoning_gym": ReasoningGym,
+    "code_tests": code_tests,
+    "code_stdin_stdout": code_stdin_stdout,
+    "length_penalty": length_penalty,
+    "cosine_length": CosineLength,
+    "generative_judge": GenerativeJudge,
 }
+"""megarl's own functions, and classes of them, which are made with their options."""
 
 
-def resolve(name: str) -> RewardFunction:
-    """Returns a function of FUNCTIONS, or `path/to/file.py:function`. Raises UserError if there is none."""
+def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
+    """Returns a function of FUNCTIONS, or `path/to/file.py:function`, with its options. Raises UserError if there is
+    none, or it does not have them."""
     if name in FUNCTIONS:
-        return FUNCTIONS[name]
+        return configure(name, FUNCTIONS[name], options)
     if ":" in name:
         function = from_file("rewards.functions", name, SINGLE)
         if _first_parameters(function)[:1] == BATCH[:1] and not takes_batches(function):
@@ -45,7 +68,7 @@ def resolve(name: str) -> RewardFunction:
                 f"rewards.functions: {name} takes {_signature(function)}; a function of whole batches takes "
                 f"({', '.join(BATCH)}), by these names, and one of single samples ({', '.join(SINGLE)})"
             )
-        return function
+        return give_options(name, function, options)
     if name.endswith(".py"):
         raise UserError(f"rewards.functions: {name} names a file but no function; write {name}:FUNCTION")
     close = difflib.get_close_matches(name, FUNCTIONS, n=1)

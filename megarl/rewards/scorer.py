@@ -36,13 +36,10 @@ class Scorer:
         rewards_tokens       whether the advantages have a use for rewards of single tokens
         environment_weight   the weight of an environment's rewards
         """
-        names = [entry.function for entry in functions]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise UserError(f"rewards.functions: {twice} is listed twice; list it once, with the sum of the weights")
+        _require_distinct(functions)
         weights = {MODEL: model_weight, judge.NAME: 1.0, ENVIRONMENT: environment_weight}
-        self._weights = {entry.function: entry.weight for entry in functions} | weights
-        self._per_turn = {entry.function for entry in functions if entry.per_turn}
+        self._weights = {entry.label: entry.weight for entry in functions} | weights
+        self._per_turn = {entry.label for entry in functions if entry.per_turn}
         self._rewards_tokens = rewards_tokens
 
     def score(
@@ -99,7 +96,20 @@ class Scorer:
 def _environment_parts(episode: Episode) -> dict[str, float]:
     """Returns the sum of the turns' rewards, and the sums of those that have names, which are parts of it."""
     named = {f"{ENVIRONMENT}_{name}": total for name, total in episode.parts.items()}
-    return {ENVIRONMENT: math.fsum(reward for reward in episode.rewards if reward is not None), **named}
+    of_turns = [reward for reward in episode.rewards if reward is not None]
+    return {ENVIRONMENT: math.fsum([*of_turns, episode.outcome]), **named}
+
+
+def _require_distinct(functions: Sequence[schema.RewardFunction]) -> None:
+    """Raises UserError for two entries with one label."""
+    labels = [entry.label for entry in functions]
+    label = next((label for label in labels if labels.count(label) > 1), None)
+    if label is None:
+        return
+    first, *others = [(entry.function, entry.options, entry.sources) for entry in functions if entry.label == label]
+    same = all(other == first for other in others)
+    remedy = "list it once, with the sum of the weights" if same else "give each a `name` of its own for its metrics"
+    raise UserError(f"rewards.functions: {label} is listed twice; {remedy}")
 
 
 def _said(

@@ -35,7 +35,7 @@ from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.hosts import HostPool, host_arguments
-from megarl.environments.pool import FunctionPool
+from megarl.environments.pool import FunctionPool, function_pool
 from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import Trial, try_rewards
 from megarl.planning.checkpoint_size import checkpoint_bytes
@@ -132,10 +132,9 @@ def _check_environment(config: Config, models: ModelFolders) -> None:
 def _function_pool(config: Config) -> FunctionPool | None:
     """Returns a process with the user's functions, None for a run without any."""
     rewards = config.rewards
-    functions = [entry.function for entry in rewards.functions]
-    if config.is_offline or not (functions or rewards.judge):
+    if config.is_offline or not (rewards.functions or rewards.judge):
         return None
-    return FunctionPool(functions, rewards.judge, 1, rewards.timeout_s, config.sandbox)
+    return function_pool(config, 1)
 
 
 def _find_folder(config: Config) -> RunFolder:

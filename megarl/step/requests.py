@@ -28,7 +28,7 @@ def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int 
         for i, prompt in enumerate(prompts, start=first)
     ]
     if config.samples_greedily:
-        for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True), start=first):
+        for i, group in enumerate(groups, start=first):
             group.append(replace(group[0], sample_id=f"{number}.{i}.greedy", seed=0, greedy=True))
     return groups
 

@@ -57,18 +57,17 @@ def select(
 ) -> tuple[list[list[ScoredSample]], Metrics]:
     """Joins samples with their scores, by group; the last rollout of a group may be a greedy one, which is not trained
     on. A sample whose reward or environment failed is left out, and counted, and so are those whose greedy response has
-    no reward; above rewards.failure_limit, which is of rewards alone, the run stops."""
+    no reward; above rewards.failure_limit, or with rewards.failures_in_a_row, which are of rewards alone, the run
+    stops."""
     infos = [sample.info for group in groups for sample in group]
-    failures = [
-        score.failure
-        for info, score in zip(infos, scores, strict=True)
-        if score.failure is not None and not info.has_failed
-    ]
+    of_rewards = [score for info, score in zip(infos, scores, strict=True) if not info.has_failed]
+    failures = [score.failure for score in of_rewards if score.failure is not None]
     if len(failures) > config.rewards.failure_limit * len(scores):
         raise UserError(
             f"{failures[0]} ({len(failures)} of {len(scores)} samples failed; rewards.failure_limit="
             f"{config.rewards.failure_limit:g} allows {config.rewards.failure_limit * len(scores):g})"
         )
+    _require_no_long_run_of_failures(config, of_rewards)
     remaining = iter(scores)
     judged = [[(sample, next(remaining)) for sample in group] for group in groups]
     if not config.samples_greedily:
@@ -91,6 +90,17 @@ Judged = tuple[RemoteSample, Score]
 def _without_last_rollout(group: Sequence[Judged]) -> list[Judged]:
     last = group[-1][0].info.rollout_id
     return [(sample, score) for sample, score in group if sample.info.rollout_id != last]
+
+
+def _require_no_long_run_of_failures(config: Config, scores: Sequence[Score]) -> None:
+    limit, failed = config.rewards.failures_in_a_row, 0
+    for score in scores:
+        failed = 0 if score.failure is None else failed + 1
+        if failed == limit:
+            raise UserError(
+                f"{score.failure} ({failed} samples of the step in a row failed, which are "
+                f"rewards.failures_in_a_row={limit}; mend the function, or raise it)"
+            )
 
 
 def _reward(config: Config, sample: RemoteSample, score: Score) -> float | None:

@@ -1,4 +1,5 @@
-"""A whole run whose rollouts have three turns each, some of which go wrong."""
+"""Whole runs whose rollouts have three turns each, some of which go wrong: in an environment, and by an agent that
+reaches the policy through the OpenAI API."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ RECIPE = {
     "model": {"dtype": "float32"},
     "actor": {"tokens_per_microbatch": 256, "layout": {"pp": 2}},
     "rollout": {"max_new_tokens": 60, "context_length": 100, "kv_cache_gib": 0.01, "replicas": 2, "tp": 1},
-    "environment": {"class": f"{WORLD}:Echo", "options": {"marks": "?"}, "turn_tokens": 12},
+    "environment": {"class": f"{WORLD}:Echo", "turn_tokens": 12},
     "algorithm": {"advantage": {"estimator": "grpo"}},
     "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "prompts_per_update": 4},
     "data": {"shuffle": False},
@@ -39,7 +40,10 @@ RECIPE = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("environments")
+    return train(tmp_path_factory.mktemp("environments"), "environment.options={marks: '?'}")
+
+
+def train(folder: Path, *overrides: str) -> Path:
     write_tiny_llama(folder / "model", vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS))  # all of it is text
     rows = [{"prompt": f"{i}", "answer": "", "mode": MODES[i % 4]} for i in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -50,7 +54,7 @@ def run(tmp_path_factory) -> Path:
         "data": RECIPE["data"] | {"source": str(folder / "prompts.jsonl")},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(given))
-    command = [sys.executable, "-m", "megarl.cli", "train", str(folder / "recipe.yaml")]
+    command = [sys.executable, "-m", "megarl.cli", "train", str(folder / "recipe.yaml"), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return folder / "runs" / "tiny"
@@ -138,3 +142,29 @@ def test_metrics_of_environments(run):
         assert step["environment/samples_per_rollout"] == pytest.approx(1.25)
         assert step["reward/failed_share"] == pytest.approx(0.25)
         assert step["mismatch/logprob_abs_max"] <= 1e-4
+
+
+def test_an_agent_is_trained_on_what_it_did_by_http(tmp_path):
+    run = train(
+        tmp_path,
+        f"environment={{class: '{WORLD}:Client', turn_tokens: null}}",
+        "run.steps=1",
+        "rollout.replicas=1",
+        "batch={prompts_per_step: 3, prompts_per_update: 3}",
+    )
+    [metrics] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert metrics["mismatch/logprob_abs_max"] <= 1e-4 and metrics["policy/grad_norm"] > 0
+    rollouts = defaultdict(list)
+    for row in rows_of(run):
+        rollouts[row["rollout_id"]].append(row)
+    assert len(rollouts) == 12
+    for name, rows in rollouts.items():
+        if MODES[int(name.split(".")[1])] == "raises":
+            assert [row["failure"] for row in rows] == ["environment: run raised RuntimeError: no agent"]
+            continue
+        assert [len(row["mask"]) for row in rows] == [3, 1]
+        assert all(length <= 8 for row in rows for length in row["mask"][::2])
+        assert len({row["reward"] for row in rows}) == 1 and rows[0]["reward"] == rows[0]["parts"]["environment_digits"]
+        assert len({row["advantage"] for row in rows}) == 1
+        assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant", "user", "assistant"]
+        assert rows[1]["messages"][0]["content"] == "a new agent"

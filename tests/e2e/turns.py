@@ -1,6 +1,8 @@
-"""An environment for tests: three turns, of which some rollouts go wrong."""
+"""An environment and an agent for tests: turns of which some rollouts go wrong."""
 
-from megarl.environments import Environment, Step, Task, Turn
+from openai import AsyncOpenAI
+
+from megarl.environments import Agent, Environment, Step, Task, Turn
 
 
 class Echo(Environment):
@@ -23,3 +25,21 @@ class Echo(Environment):
         if self._mode == "restarts" and turn.number == 0:
             return Step([{"role": "user", "content": f"{digits}{self._marks}"}], reward, restart=True)
         return Step(f"{digits}{self._marks}", reward, as_is=self._mode == "as_is")
+
+
+class Client(Agent):
+    """Asks twice in one conversation, and once in another one. A row's `mode` says what goes wrong."""
+
+    async def run(self, task: Task, base_url: str, api_key: str, model: str) -> dict[str, float]:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages = [*task.messages]
+            texts = []
+            for question in ("more", "other", None):
+                answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=8)
+                texts.append(answer.choices[0].message.content)
+                messages += [{"role": "assistant", "content": texts[-1]}, {"role": "user", "content": question}]
+                if question == "other":
+                    messages = [{"role": "user", "content": "a new agent"}]
+                if task.columns["mode"] == "raises":
+                    raise RuntimeError("no agent")
+        return {"digits": sum(character.isdigit() for text in texts for character in text) / 24}

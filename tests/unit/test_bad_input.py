@@ -144,7 +144,10 @@ CASES = [
     ),
     # data
     ("data.source=FOLDER/none.jsonl", ["data.source: FOLDER/none.jsonl is not a file; check the path"]),
-    ("data.source=FOLDER/good.py", ["data.source: FOLDER/good.py is neither arithmetic nor a .jsonl or .parquet file"]),
+    (
+        "data.source=FOLDER/good.py",
+        ["data.source: FOLDER/good.py is neither arithmetic, reasoning_gym:TASK, nor a .jsonl or"],
+    ),
     ("data.source=FOLDER/no.parquet", ["data.source: FOLDER/no.parquet is not a parquet file"]),
     ("data.source=FOLDER/malformed.jsonl", ["FOLDER/malformed.jsonl:2: column 'prompt' holds int 5, expected"]),
     ("data.source=FOLDER/incomplete.jsonl", ["FOLDER/incomplete.jsonl:2: no column 'answer'"]),

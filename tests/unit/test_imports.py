@@ -284,7 +284,7 @@ OTHER_PYTHONS = {"megarl/environments/sessions/verifiers_program.py"}
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *extras["run"], *extras["gpu"]]
+    requirements = [*project["dependencies"], *extras["run"], *extras["gpu"], *extras["rewards"]]
     declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
     trees = [ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES if file not in OTHER_PYTHONS]
     packages = {name.split(".")[0] for tree in trees for _, name in imports(ast.walk(tree), "megarl")}

@@ -118,6 +118,7 @@ def figures() -> str:
         rounding,
         lost_updates,
         memory,
+        rewards,
         driver,
         start,
         plans,
@@ -412,6 +413,19 @@ def lost_updates() -> str:
         rows.append(row)
     header = [title for rate in rates for title in (f"learned at {power(rate)}", "changed")]
     return f"{text(lead + ':')}\n\n{table(['', *header], rows)}"
+
+
+def rewards() -> str:
+    found = result("rewards")
+    lead = f"""What {found["processes"]} processes of a run's pool of reward functions take to judge responses of
+        {found["response_characters"]:,} characters, median of {len(next(iter(found["runs"].values())))} times
+        {found["samples"]:,}, by `python tools/benchmarks/rewards.py`"""
+    rows = [
+        [case, f"{rate:,.0f}", f"{found['cpu_ms_per_answer'][case]:.2f} ms"]
+        for case, rate in found["answers_per_second"].items()
+    ]
+    header = ["", "answers a second (target of math_match: 1,000)", "CPU time of an answer"]
+    return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}"
 
 
 def driver() -> str:

@@ -33,7 +33,7 @@ class EnvironmentActor(ProcessActor):
         begin = time.time()
         pool = await HostPool.start(host_arguments(config), self._process.threads)
         self._worker = RolloutRunner(config, load_tokenizer(model_folder), pool)
-        await self._worker.serve(ray.util.get_node_ip_address())
+        await self._worker.start("127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address())
         return Answer(None, begin, time.time())
 
     async def generate(self, requests: Sequence[RolloutRequest], engine: ActorHandle, listener: ActorHandle) -> Answer:

@@ -26,7 +26,7 @@ from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.batch import judge_batch, judge_single
-from megarl.environments.pool import FunctionPool
+from megarl.environments.pool import function_pool
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import Reader, Reading, Unreadable
@@ -72,8 +72,8 @@ class RewardWorker:
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
         self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens, config.environment.weight)
-        self._functions = [entry.function for entry in rewards.functions]
-        self._pool = FunctionPool(self._functions, rewards.judge, num_processes, rewards.timeout_s, config.sandbox)
+        self._functions = [entry.label for entry in rewards.functions]
+        self._pool = function_pool(config, num_processes)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
         folder = models.reward_model
         if folder is not None:
@@ -119,7 +119,7 @@ class RewardWorker:
         of_rollout: dict[str, dict[str, Result]] = {}
         for sample, task, batch_rewards in zip(judged, tasks, batch_results, strict=True):
             results = {**(await task), **batch_rewards}
-            of_rollout[sample.rollout_id] = {name: results[name] for name in self._functions}
+            of_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
             del self._begun[sample.id]
         scores = [
             self._scorer.score(

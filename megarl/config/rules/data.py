@@ -1,4 +1,4 @@
-"""The rule of section `data`; those that an objective has for its data are in `objective`."""
+"""The rules of section `data`; those that an objective has for its data are in `objective`."""
 
 from __future__ import annotations
 
@@ -16,4 +16,54 @@ def messages_have_a_chat_template(config: Config) -> str | None:
     )
 
 
-RULES: tuple[Callable[[Config], str | None], ...] = (messages_have_a_chat_template,)
+def options_are_of_a_reasoning_task(config: Config) -> str | None:
+    data = config.data
+    given = next((key for key in ("options", "stages") if getattr(data, key)), None)
+    if given is None or data.reasoning_task is not None:
+        return None
+    return (
+        f"data.{given}={getattr(data, given)}: it is of reasoning-gym's tasks, and data.source={data.source}; remove "
+        "it, or set data.source=reasoning_gym:TASK"
+    )
+
+
+def reasoning_tasks_are_prompts(config: Config) -> str | None:
+    data = config.data
+    if data.reasoning_task is None or not config.is_offline:
+        return None
+    return f"data.rows={data.rows}: the rows of data.source={data.source} are prompts; set data.rows=prompts"
+
+
+def stages_come_in_their_order(config: Config) -> str | None:
+    data = config.data
+    if not data.stages:
+        return None
+    if data.size is not None:
+        return f"data.size={data.size}: with data.stages, each of them has its size; set data.size to null"
+    if data.shuffle:
+        return (
+            "data.shuffle=true: the rows of data.stages would not come in their order; set data.shuffle=false (within "
+            "a stage, they are drawn at random as it is)"
+        )
+    wrong = next((stage for stage in data.stages if type(stage.get("size")) is not int or stage["size"] < 1), None)
+    if wrong is not None:
+        return (
+            f"data.stages: {wrong} has no size; give each the number of its rows, such as {{size: 1000, n_people: 3}}"
+        )
+    return None
+
+
+def sources_have_a_column(config: Config) -> str | None:
+    data = config.data
+    if data.source_column is None or data.source != "arithmetic":
+        return None
+    return f"data.source_column={data.source_column}: data.source=arithmetic has no columns; set it to null"
+
+
+RULES: tuple[Callable[[Config], str | None], ...] = (
+    messages_have_a_chat_template,
+    options_are_of_a_reasoning_task,
+    reasoning_tasks_are_prompts,
+    stages_come_in_their_order,
+    sources_have_a_column,
+)

@@ -30,6 +30,23 @@ def turns_are_rewarded_by_functions_of_ones_own(config: Config) -> str | None:
     )
 
 
+def sources_are_read_from_a_column(config: Config) -> str | None:
+    entries = [entry for entry in config.rewards.functions if entry.sources is not None]
+    if not entries or config.is_offline or config.data.source_column is not None:
+        return None
+    return (
+        f"rewards.functions: {entries[0].label} with sources={entries[0].sources}, and data.source_column=null: "
+        "nothing says of which source a row is; name the column that does"
+    )
+
+
+def labels_are_no_names_of_metrics(config: Config) -> str | None:
+    labels = [entry.label for entry in config.rewards.functions if entry.label in RESERVED]
+    if not labels:
+        return None
+    return f"rewards.functions: name={labels[0]}: another part of the metrics is called so; choose another name"
+
+
 def judge_has_samples_to_compare(config: Config) -> str | None:
     samples, judge = config.batch.samples_per_prompt, config.rewards.judge
     if judge is None or config.is_offline or samples > 1:
@@ -50,9 +67,14 @@ def overlong_buffer_fits_a_response(config: Config) -> str | None:
     )
 
 
+RESERVED = ("judge", "reward_model", "mean", "std", "failed_share", "zero_std_groups", "greedy_mean")
+"""The names of other parts of the reward, and of metrics about all of it."""
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     something_gives_rewards,
     turns_are_rewarded_by_functions_of_ones_own,
+    sources_are_read_from_a_column,
+    labels_are_no_names_of_metrics,
     judge_has_samples_to_compare,
     overlong_buffer_fits_a_response,
 )

@@ -7,7 +7,6 @@ import hashlib
 import json
 import random
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,8 +92,6 @@ class Session:
         self._tokens_of, self._sample, self._seed, self._greedy = tokens_of, sample, seed, greedy
         self._call_numbers = count()
         """Numbers of calls, for ids of the nine letters and digits that Mistral's chat templates ask for."""
-        self._num_in_flight = 0
-        self._idle_since = time.monotonic()
         self._answers: dict[bytes, asyncio.Task[Answer]] = {}
 
     async def answer(self, request: ChatRequest, body: Any, is_retry: bool) -> Answer:
@@ -103,19 +100,6 @@ class Session:
         body       that of the request
         is_retry   whether its client sends it again, as the answer did not come: it then gets the same one
         """
-        self._num_in_flight += 1
-        try:
-            return await self._answer(request, body, is_retry)
-        finally:
-            self._num_in_flight -= 1
-            self._idle_since = time.monotonic()
-
-    @property
-    def idle_s(self) -> float:
-        """The time since the last answer; 0 while a request waits for its own."""
-        return 0.0 if self._num_in_flight else time.monotonic() - self._idle_since
-
-    async def _answer(self, request: ChatRequest, body: Any, is_retry: bool) -> Answer:
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
         if is_retry and digest in self._answers:
             self.counts["replayed"] += 1

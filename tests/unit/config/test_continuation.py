@@ -59,8 +59,9 @@ def test_where_other_models_are_may_change_too() -> None:
         ("rollout.temperature=0.5", "rollout.temperature=0.5", "1.0"),
         (
             "rewards.functions=[{function: numeric_match}]",
-            "rewards.functions=[{function: numeric_match, per_turn: false, weight: 1.0}]",
-            "[{function: exact_match, per_turn: false, weight: 1.0}]",
+            "rewards.functions=[{function: numeric_match, name: null, options: {}, per_turn: false, sources: null, "
+            "weight: 1.0}]",
+            "[{function: exact_match, name: null, options: {}, per_turn: false, sources: null, weight: 1.0}]",
         ),
         (
             "actor.megatron_overrides.model.attention_dropout=0.1",

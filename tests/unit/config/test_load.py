@@ -164,8 +164,8 @@ def test_required_keys_are_named() -> None:
     assert errors(path) == [
         f"{path}: model.path is required: a Hugging Face folder, a hub id, or package:NAME; set it there, or "
         "model.path=VALUE on the command line",
-        f"{path}: data.source is required: arithmetic, or a .jsonl or .parquet file; set it there, or "
-        "data.source=VALUE on the command line",
+        f"{path}: data.source is required: arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet file; set it "
+        "there, or data.source=VALUE on the command line",
     ]
 
 

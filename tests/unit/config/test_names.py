@@ -21,7 +21,7 @@ from tests.readme import text_of
             "did you mean actor.layout.tp or critic.layout.tp or reward_model.layout.tp or "
             "implicit_reward.layout.tp or rollout.tp?",
         ),
-        ("rewards.functions.fn", "did you mean rewards.functions.function?"),
+        ("rewards.functions.func", "did you mean rewards.functions.function?"),
         ("rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
         ("actor_rollout_ref.rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
         ("batch.n", "verl's n is batch.samples_per_prompt here"),
@@ -57,7 +57,7 @@ from tests.readme import text_of
         (
             "quux",
             "the top level has the keys resume, run, model, actor, critic, reward_model, implicit_reward, rollout, "
-            "algorithm, batch, data, rewards, sandbox, checkpoint, cluster",
+            "environment, algorithm, batch, data, rewards, sandbox, checkpoint, cluster",
         ),
     ],
 )

@@ -168,5 +168,7 @@ def test_files_that_are_none(tmp_path):
         read(tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match=r"data\.source: .*absent\.jsonl is not a file"):
         read(tmp_path / "absent.jsonl")
-    with pytest.raises(ValueError, match=r"data\.source: arithmetics is neither arithmetic nor a \.jsonl or"):
+    with pytest.raises(
+        ValueError, match=r"data\.source: arithmetics is neither arithmetic, reasoning_gym:TASK, nor a \.jsonl or"
+    ):
         read(Path("arithmetics"))

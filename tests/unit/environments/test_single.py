@@ -15,6 +15,9 @@ class Calls:
         self.begun: list[tuple] = []
         self._futures: list[Future[Result]] = []
 
+    def judges(self, function: str, prompt: Prompt) -> bool:
+        return function != "other"
+
     def call(self, *call, columns: dict) -> Future[Result]:
         self.begun.append((*call, columns))
         self._futures.append(Future())
@@ -28,6 +31,8 @@ def test_all_functions_judge_a_sample_side_by_side():
     calls = Calls()
     prompt = Prompt("p", "7+5?", [1, 2], answer="12", columns={"level": 3})
     sample = Sample("s", prompt, [3], [0.0], [True], (VersionRun(0, 1),), "stop", "12")
-    results = asyncio.run(judge_single(calls, ["first", "second"], sample))
+    results = asyncio.run(judge_single(calls, ["first", "other", "second"], sample))
     assert results == {"first": Result(0.0), "second": Result(1.0)}
-    assert calls.begun == [(name, "7+5?", "12", "12", {"level": 3}) for name in ("first", "second")]
+    assert calls.begun == [
+        (name, "7+5?", "12", "12", {"level": 3, "num_response_tokens": 1}) for name in ("first", "second")
+    ]

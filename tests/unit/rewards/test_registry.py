@@ -1,13 +1,23 @@
+import inspect
+
 import pytest
 
 from megarl.rewards.exact import exact_match
-from megarl.rewards.registry import FUNCTIONS, asked_columns, resolve, takes_batches
+from megarl.rewards.registry import BATCH, FUNCTIONS, SINGLE, asked_columns, resolve, takes_batches
 from tests.paths import ROOT
 
 
 def test_built_in_functions_by_name():
     assert resolve("exact_match") is exact_match
-    assert {name: resolve(name).__name__ for name in FUNCTIONS} == {name: name for name in FUNCTIONS}
+    needed = {
+        "regex_match": {"pattern": "a"},
+        "cosine_length": {"max_tokens": 8},
+        "generative_judge": {"base_url": "http://localhost/v1", "model": "m"},
+    }
+    first = {name: tuple(inspect.signature(resolve(name, needed.get(name, {}))).parameters)[:3] for name in FUNCTIONS}
+    assert set(first.values()) == {SINGLE, BATCH} and [n for n in FUNCTIONS if first[n] == BATCH] == [
+        "generative_judge"
+    ]
 
 
 @pytest.mark.parametrize("page", ["README.md", "configs/README.md", "configs/base.yaml"])

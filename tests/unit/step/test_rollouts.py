@@ -14,6 +14,7 @@ from megarl.core.metrics import Metric, values
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, SampleInfo, Score
 from megarl.step.rollouts import collect_rollouts
+from megarl.step.scoring import select
 from tests.paths import BASE
 
 
@@ -120,3 +121,22 @@ def test_what_is_too_much_is_left_out():
     asked, chosen, _ = run("-+-" + "+++", rounds=2)
     assert asked == [["0", "1", "2"], ["3", "4", "5"]]
     assert chosen == ["1", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("failed", "limit", "stops"), [("0110110", 3, False), ("0111011", 3, True), ("1111110", None, False)]
+)
+def test_samples_that_fail_in_a_row_stop_the_run(failed, limit, stops):
+    keys = ["model.path=m", "data.source=arithmetic", "rewards.failure_limit=1"]
+    config = load(BASE, [*keys, f"rewards.failures_in_a_row={'null' if limit is None else limit}"])
+    scores = [Score(None, {}, "f raised ValueError: no") if flag == "1" else Score(1.0, {}) for flag in failed]
+    group = [RemoteSample(SampleInfo(str(i), "p", 1, 1, 1, "stop", 0, 0), ref=None) for i in range(len(failed))]
+    if not stops:
+        [scored], _ = select(config, [group], scores)
+        assert len(scored) == failed.count("0")
+        return
+    message = (
+        r"^f raised ValueError: no \(3 samples of the step in a row failed, which are rewards.failures_in_a_row=3; "
+    )
+    with pytest.raises(ValueError, match=message):
+        select(config, [group], scores)

@@ -1,0 +1,41 @@
+"""Tasks for a policy that runs code: in a sandbox, which lives as long as the rollout."""
+
+from __future__ import annotations
+
+from megarl.environments.protocol import Environment
+from megarl.environments.tools import tool
+from megarl.sandbox.provider import Provider
+from megarl.sandbox.tools import CodeTools
+
+
+class CodeEnvironment(Environment):
+    """The tools `python` and `shell`. A turn without a call of them is the last one, which reward functions read."""
+
+    def __init__(self, sandbox: Provider, keeps_files: bool = True):
+        """
+        sandbox       as section `sandbox` of the config says; no option
+        keeps_files   whether the calls of a rollout share a sandbox, in which files stay
+        """
+        self._tools = CodeTools(sandbox, keeps_files)
+
+    @tool
+    async def python(self, code: str) -> str:
+        """Runs a Python program and returns what it printed, or its error. Variables are not kept between calls.
+
+        Args:
+            code: The program. Only what it prints is returned.
+        """
+        return await self._tools.python(code)
+
+    @tool
+    async def shell(self, command: str) -> str:
+        """Runs a shell command and returns what it printed, errors included. There is no network.
+
+        Args:
+            command: The command, for bash.
+        """
+        return await self._tools.shell(command)
+
+    async def close(self) -> None:
+        """Ends the sandbox."""
+        await self._tools.close()

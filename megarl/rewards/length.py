@@ -1,0 +1,65 @@
+"""Rewards for the length of a response, in tokens. DAPO's soft punishment is rewards.overlong_buffer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def length_penalty(
+    prompt: str, response: str, answer: Any, num_response_tokens: int, free_tokens: int = 0, per_tokens: float = 1000.0
+) -> float:
+    """Returns −max(0, num_response_tokens − free_tokens) / per_tokens: a line that falls by 1 every per_tokens."""
+    return -max(0, num_response_tokens - free_tokens) / per_tokens
+
+
+class CosineLength:
+    """The cosine reward of "Demystifying Long Chain-of-Thought Reasoning" (https://arxiv.org/abs/2502.03373, §3.1).
+
+    With n tokens, r = end + ½ (start − end) (1 + cos(π n / max_tokens)), which goes from `start` to `end`: right_start
+    to right_end for a right response, wrong_start to wrong_end for a wrong one; too_long from max_tokens on. The
+    defaults are the paper's: right responses should be short, wrong ones may think on.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        verifier: str | Mapping[str, Any] = "exact_match",
+        right_start: float = 2.0,
+        right_end: float = 1.0,
+        wrong_start: float = -10.0,
+        wrong_end: float = 0.0,
+        too_long: float = -10.0,
+    ):
+        """verifier: the function that says whether a response is right (more than 0), as rewards.functions names it,
+        or {function, options}."""
+        from megarl.rewards.registry import BATCH, NUM_TOKENS, SINGLE, resolve, takes_batches
+
+        given = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(f"options.max_tokens={max_tokens!r} is not an integer above 0")
+        if "function" not in given or given.keys() - {"function", "options"}:
+            raise ValueError(f"options.verifier={verifier!r} is neither a function nor {{function, options}}")
+        self._verifier = resolve(given["function"], given.get("options", {}))
+        if takes_batches(self._verifier):
+            raise ValueError(f"options.verifier={verifier!r} takes ({', '.join(BATCH)}); give one of single samples")
+        self._max_tokens, self._too_long = max_tokens, too_long
+        self._right, self._wrong = (right_start, right_end), (wrong_start, wrong_end)
+        # What the verifier asks for is asked for here.
+        columns = list(inspect.signature(self._verifier).parameters.values())[len(SINGLE) :]
+        self._reads_length = any(parameter.name == NUM_TOKENS for parameter in columns)
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        named = (keyword, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        columns = [p.replace(kind=keyword) for p in columns if p.name != NUM_TOKENS and p.kind in named]
+        first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in SINGLE]
+        self.__signature__ = inspect.Signature([*first, inspect.Parameter(NUM_TOKENS, keyword), *columns])
+
+    def __call__(self, prompt: str, response: str, answer: Any, *, num_response_tokens: int, **columns: Any) -> float:
+        further = columns | ({"num_response_tokens": num_response_tokens} if self._reads_length else {})
+        is_right = self._verifier(prompt, response, answer, **further) > 0
+        if num_response_tokens >= self._max_tokens:
+            return self._too_long
+        start, end = self._right if is_right else self._wrong
+        return end + (start - end) * (1 + math.cos(math.pi * num_response_tokens / self._max_tokens)) / 2

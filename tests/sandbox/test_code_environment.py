@@ -1,0 +1,30 @@
+"""The environment whose tools run code, in a host's process as in a run."""
+
+from __future__ import annotations
+
+import psutil
+
+from tests.unit.environments.test_runner import CALL, Says, config, play
+
+
+def test_a_rollouts_calls_share_a_sandbox_that_ends_with_it():
+    texts = [
+        CALL.format("python", "{\"code\": \"open('a.txt', 'w').write('7'); print(6 * 7)\"}"),
+        CALL.format("shell", '{"command": "cat a.txt; sleep 1000 & echo; ls /home; id -u"}'),
+        "42",
+    ]
+    settings = config(
+        "Tools",
+        "environment.class=code",
+        "environment.tool_timeout_s=30",
+        "rollout.context_length=3000",
+        "rollout.max_new_tokens=2000",
+    )
+    before = {process.pid for process in psutil.process_iter()}
+    [[sample]] = play(settings, Says(*texts), "fine")
+    answers = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
+    assert answers[0].strip() == "42"
+    assert answers[1].startswith("7\n")
+    assert sample.episode.info.tool_calls == {"ok": 2} and sample.text == "42"
+    left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
+    assert not any("sleep" in (process.info["cmdline"] or []) for process in left)

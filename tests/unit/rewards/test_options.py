@@ -1,0 +1,161 @@
+"""Options of reward functions, and sources of rows that they judge."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megarl.config.load import load
+from megarl.config.schema import RewardFunction
+from megarl.core.errors import UserError
+from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.data.prompts import load_prompts
+from megarl.environments.pool import FunctionPool
+from megarl.environments.trial import try_rewards
+from megarl.rewards.registry import asked_columns, resolve
+from megarl.rewards.scorer import Scorer
+from tests.paths import QUICKSTART
+from tests.tiny_model import tiny_tokenizer
+
+FUNCTIONS = """
+def near(prompt, response, answer, level, tolerance=0.1):
+    return abs(float(response) - float(answer)) <= tolerance * level
+
+def anything(prompt, response, answer, **named):
+    return named["scale"]
+
+def batch(prompts, responses, answers, *, scale=1.0):
+    return [scale * len(response) for response in responses]
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("functions") / "options.py"
+    file.write_text(FUNCTIONS)
+    return str(file)
+
+
+def test_options_are_arguments_and_no_columns_any_more(file):
+    near = resolve(f"{file}:near", {"tolerance": 2})
+    assert near("", "1", "3", level=1) and not near("", "1", "3", level=0.5)
+    assert asked_columns(near, 3) == {"level": True}
+    assert asked_columns(resolve(f"{file}:near"), 3) == {"level": True, "tolerance": False}
+    assert asked_columns(resolve(f"{file}:near", {"level": 1, "tolerance": 1}), 3) == {}
+    assert resolve(f"{file}:anything", {"scale": 3})("", "", None) == 3
+    assert resolve("think_answer_format", {"right": 1, "wrong": -1})("", "no", None) == -1
+    assert asked_columns(resolve("think_answer_format"), 3) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("exact_match", {"case": 1}, "exact_match has no option 'case'; known: none"),
+        ("think_answer_format", {"rihgt": 1}, "think_answer_format has no option 'rihgt'; known: right, wrong"),
+        ("think_answer_format", {"response": 1}, "think_answer_format has no option 'response'; known: right, wrong"),
+        ("FILE:near", {"scale": 1}, "FILE:near has no option 'scale'; known: level, tolerance"),
+        ("regex_match", {}, "regex_match needs options: {pattern: …}"),
+        ("regex_match", {"pattern": "("}, "regex_match: options.pattern='(' is no regular expression: missing )"),
+        ("regex_match", {"patern": "a"}, "has no option 'patern'; known: pattern, whole, ignore_case, timeout_s"),
+        ("math_match", {"timeout_s": 0.5}, "math_match: options.timeout_s=0.5 is not an integer above 0"),
+        ("cosine_length", {"max_tokens": 0}, "cosine_length: options.max_tokens=0 is not an integer above 0"),
+        ("cosine_length", {"max_tokens": 8, "verifier": "exact"}, "no function 'exact'; did you mean exact_match?"),
+        (
+            "cosine_length",
+            {"max_tokens": 8, "verifier": {"name": "f"}},
+            "is neither a function nor {function, options}",
+        ),
+        ("generative_judge", {"base_url": "localhost", "model": "m"}, "options.base_url=localhost is no address"),
+        (
+            "generative_judge",
+            {"base_url": "http://localhost/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"},
+            "options.api_key_env=NO_SUCH_KEY: the environment has no such variable; export it",
+        ),
+        ("reasoning_gym", {"reads": "box"}, "reasoning_gym: options.reads='box' is none of tags, response"),
+    ],
+)
+def test_what_is_no_option_is_refused_before_any_call(file, name, options, message):
+    name = name.replace("FILE", file)
+    with pytest.raises(UserError, match=f"^rewards.functions: .*{re.escape(message.replace('FILE', file))}"):
+        FunctionPool([RewardFunction(function=name, options=options)], None, 1, 5.0)
+
+
+def entries() -> str:
+    return (
+        "rewards.functions=["
+        "{function: regex_match, name: tags, options: {pattern: '<b>'}, weight: 0.5},"
+        "{function: regex_match, name: number, options: {pattern: '(?<answer>\\d+)'}, sources: [math, add]},"
+        "{function: exact_match, sources: [text]}]"
+    )
+
+
+def test_functions_judge_the_rows_of_their_sources(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    rows = ['{"prompt": "a", "answer": "7", "from": "math"}', '{"prompt": "b", "answer": "word", "from": "text"}']
+    data.write_text("\n".join(rows) + "\n")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    overrides = [entries(), "data.source_column=from", f"data.source={data}", "data.size=null"]
+    config = load(QUICKSTART, overrides)
+    pool = FunctionPool(config.rewards.functions, None, 1, 5.0, source_column="from")
+    try:
+        prompts = load_prompts(config, tmp_path / "model", pool.columns).prompts
+        trials = [try_rewards(config, pool, prompt) for prompt in prompts]
+    finally:
+        pool.close()
+    assert [prompt.columns for prompt in prompts] == [{"from": "math"}, {"from": "text"}]
+    assert trials[0].parts == {"tags": 0.0, "number": 1.0}
+    assert trials[1].parts == {"tags": 0.0, "exact_match": 1.0}
+    only_math = "rewards.functions=[{function: exact_match, sources: [math]}]"
+    with pytest.raises(
+        UserError, match=r"rows.jsonl:2: no function of rewards.functions has 'text', the row's 'from', in"
+    ):
+        load_prompts(load(QUICKSTART, [only_math, *overrides[1:]]), tmp_path / "model")
+    with pytest.raises(UserError, match=r"sources=.*, and data\.source_column=null"):
+        load(QUICKSTART, [only_math])
+    with pytest.raises(
+        UserError, match=r"rows.jsonl:1: no column 'origin' .*; set data.source_column to the right one"
+    ):
+        load_prompts(load(QUICKSTART, [*overrides, "data.source_column=origin"]), tmp_path / "model")
+
+
+def test_a_batch_has_the_samples_of_its_sources_alone(file):
+    import asyncio
+
+    from megarl.environments.batch import judge_batch
+
+    entry = RewardFunction(function=f"{file}:batch", name="long", options={"scale": 2}, sources=["b"])
+    prompts = [Prompt(str(i), "", [1], columns={"s": source}) for i, source in enumerate("abab")]
+    samples = [
+        Sample(prompt.id, prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", "x" * i)
+        for i, prompt in enumerate(prompts)
+    ]
+    pool = FunctionPool([entry], None, 1, 5.0, source_column="s")
+    try:
+        results = asyncio.run(judge_batch(pool, samples))
+    finally:
+        pool.close()
+    assert [{name: result.value for name, result in one.items()} for one in results] == [
+        {},
+        {"long": 2.0},
+        {},
+        {"long": 6.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "remedy"),
+    [
+        ({"function": "exact_match", "weight": 2.0}, "list it once, with the sum of the weights"),
+        ({"function": "exact_match", "sources": ["a"]}, "give each a `name` of its own for its metrics"),
+        ({"function": "numeric_match", "name": "exact_match"}, "give each a `name` of its own for its metrics"),
+    ],
+)
+def test_two_functions_of_one_name_are_refused(second, remedy):
+    with pytest.raises(UserError, match=f"^rewards.functions: exact_match is listed twice; {remedy}$"):
+        Scorer([RewardFunction(function="exact_match"), RewardFunction(**second)])
+
+
+def test_names_of_other_metrics_are_refused():
+    with pytest.raises(ValueError, match=r"rewards\.functions: name=mean: another part of the metrics is called so"):
+        load(QUICKSTART, ["rewards.functions=[{function: exact_match, name: mean}]"])

@@ -1,0 +1,121 @@
+"""Mathematical answers that a run's pool of reward functions judges in a second, and what the pool adds to a function.
+
+.venv/bin/python tools/benchmarks/rewards.py --out tools/benchmarks/results/rewards.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import psutil
+from machine import children_cpu_seconds, machine, machine_cpu_seconds
+
+from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.environments.pool import FunctionPool
+
+PROMPTS, SAMPLES, RUNS = 256, 8, 3
+PROCESSES = 2
+THOUGHTS = "Let us see: the sum of the two parts is $a + b$, which we divide by what is left over. "
+"""What a response says before its answer, several times over: some 1,700 characters."""
+
+Form = Callable[[Fraction, Fraction], tuple[str, str]]
+"""A kind of answer: the reference's text and the response's, for the number that is right and the one that is said."""
+
+FORMS: dict[str, Form] = {
+    "integer": lambda right, said: (f"{right.numerator}", f"{said.numerator}"),
+    "fraction": lambda right, said: (
+        rf"\frac{{{right.numerator}}}{{{right.denominator}}}",
+        rf"\dfrac{{{2 * said.numerator}}}{{{2 * said.denominator}}}",
+    ),
+    "root": lambda right, said: (rf"{right.numerator}\sqrt{{2}}", rf"\sqrt{{{2 * said.numerator**2}}}"),
+    "polynomial": lambda right, said: (
+        f"x^2 + {2 * right.numerator}x + {right.numerator**2}",
+        f"(x+{said.numerator})^2",
+    ),
+    "interval": lambda right, said: (f"[0, {right.numerator})", f"[0,{said.numerator})"),
+}
+
+
+def samples(seed: int, num_prompts: int, are_distinct: bool = False) -> Iterator[Sample]:
+    """Yields groups of samples, whose responses are right in half of the cases; as in a run, several of a group end
+    with the same answer, unless all of them are distinct: then one is right, and the others are wrong in other ways."""
+    generator = random.Random(seed)
+    for i in range(num_prompts):
+        form = FORMS[list(FORMS)[i % len(FORMS)]]
+        right = Fraction(generator.randint(1, 999), generator.randint(2, 99))
+        prompt = Prompt(f"{i}", "How many?", [1], answer=form(right, right)[0])
+        for j in range(SAMPLES):
+            said = right if generator.random() < 0.5 else right + generator.randint(1, 9)
+            said = right + j if are_distinct else said
+            text = f"{THOUGHTS * 20}So it is $\\boxed{{{form(right, said)[1]}}}$."
+            yield Sample(f"{i}.{j}", prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", text)
+
+
+def through_pool(pool: FunctionPool, function: str, batch: list[Sample]) -> tuple[float, float, list[float | None]]:
+    """Returns the seconds until all samples are judged, the CPU seconds of the pool's processes, and the rewards."""
+    begin, cpu = time.perf_counter(), cpu_seconds(pool)
+    calls = [pool.call(function, sample.prompt.text, sample.text, sample.prompt.answer) for sample in batch]
+    values = [call.result().value for call in calls]
+    return time.perf_counter() - begin, cpu_seconds(pool) - cpu, values
+
+
+def cpu_seconds(pool: FunctionPool) -> float:
+    times = [psutil.Process(child.group).cpu_times() for child in pool._children]
+    return sum(time.user + time.system for time in times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    cases = {
+        "math_match, groups as in a run": ("math_match", False),
+        "math_match, distinct answers": ("math_match", True),
+        "exact_match": ("exact_match", False),
+    }
+    pool = FunctionPool(["math_match", "exact_match"], None, PROCESSES, 60.0)
+    rates: dict[str, list[float]] = {}
+    cpu_ms: dict[str, list[float]] = {}
+    failed = 0  # a machine that is busy may make a call wait for longer than math_match's clock allows
+    wall, busy, own = time.perf_counter(), machine_cpu_seconds(), children_cpu_seconds()
+    try:
+        for case, (function, are_distinct) in cases.items():
+            through_pool(pool, function, list(samples(RUNS, arguments.prompts, are_distinct)))  # it warms up
+            rates[case], cpu_ms[case] = [], []
+            for seed in range(RUNS):
+                batch = list(samples(seed, arguments.prompts, are_distinct))
+                seconds, cpu, values = through_pool(pool, function, batch)
+                cpu_ms[case].append(1000 * cpu / len(batch))
+                failed += values.count(None)
+                rates[case].append(round(len(batch) / seconds, 1))
+    finally:
+        pool.close()
+    wall = time.perf_counter() - wall
+    others = machine_cpu_seconds() - busy - (children_cpu_seconds() - own) - time.process_time()
+    found = {
+        "machine": machine(),
+        "processes": PROCESSES,
+        "samples": len(batch),
+        "response_characters": round(statistics.fmean(len(sample.text) for sample in batch)),
+        "answers_per_second": {case: statistics.median(values) for case, values in rates.items()},
+        "cpu_ms_per_answer": {case: round(statistics.median(values), 3) for case, values in cpu_ms.items()},
+        "runs": rates,
+        "failed": failed,
+        "cpu_percent_elsewhere": round(100 * max(others, 0.0) / wall / machine()["cores"], 1),
+    }
+    text = json.dumps(found, indent=2) + "\n"
+    print(text, end="")
+    if arguments.out:
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
