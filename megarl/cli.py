@@ -129,6 +129,33 @@ def train(
 
 
 @app.command()
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="As model.path in a recipe, such as runs/latest/model.")
+    ],
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="For samples and results (RUN_FOLDER/RUN_NAME.evaluation).")
+    ] = None,
+) -> None:
+    """Evaluate a model on the evaluation sets of a recipe, and train nothing."""
+    import json
+
+    from megarl.config.load import load
+
+    config = load(file, [f"model.path={json.dumps(model)}", "model.revision=null", *(overrides or ())])
+    from megarl.cluster.supervision.supervisor import supervised
+
+    with supervised() as scratch:
+        with imports():
+            from megarl.run.evaluate import main
+        folder = out or Path(config.run.folder) / f"{config.run.name}.evaluation"
+        raise typer.Exit(main(config, folder.expanduser().absolute(), scratch))
+
+
+@app.command()
 def join(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="The run's, which all nodes see, such as runs/quickstart.")

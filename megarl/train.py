@@ -21,6 +21,7 @@ from megarl.run.preflight import preflight
 from megarl.step.agreement import warn_of_disagreement
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import dispatch, updates_of
+from megarl.step.evaluation import evaluate
 from megarl.step.metrics import step_metrics, update_rate
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
@@ -36,7 +37,7 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     given, config = model_paths(config), find_model_paths(config)
     found = preflight(config)
-    with Loop.prepare(config, found.models, found.data, given) as loop:
+    with Loop.prepare(config, found.models, found.data, given, found.evaluation) as loop:
         elapsed = ElapsedTime()
         with Session(config, loop.folder.logs, scratch, loop.folder.nodes) as session:
             elapsed.print("Ray: started")
@@ -52,7 +53,7 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
     workers.trained.present_actor()
     workers.refit.run(version=loop.state.step)
     elapsed.print(f"refit: by {workers.refit.transport}, the first")
-    loop.run(workers.trained, lambda: step(config, workers, loop))
+    loop.run(workers.trained, lambda: step(config, workers, loop), lambda: evaluate_due(config, workers, loop))
     loop.export(workers.export)
     workers.close()
 
@@ -72,6 +73,12 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
     recorded.result()
     return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)
+
+
+def evaluate_due(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
+    """Evaluates what is due after a step, or before the first: between the refit, which gave the engines that step's
+    weights, and the next rollouts. Returns its metrics."""
+    return evaluate(config, workers, loop.state.step, loop.evaluation, loop.folder.evaluation)
 
 
 def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> Metrics:

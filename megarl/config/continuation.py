@@ -45,6 +45,7 @@ FREE = (
     "sandbox.provider",
     "sandbox.unsafe",
     "sandbox.image",
+    "evaluation.*",
     "checkpoint.*",
     "cluster.*",
 )

@@ -54,6 +54,13 @@ ADDED: dict[int, dict[str, Any]] = {
         "data.source_column": None,
         "rewards.memory_mib": None,
         "rewards.failures_in_a_row": None,
+        "evaluation": {
+            "every_steps": None,
+            "at_start": True,
+            "at_end": True,
+            "best": {"metric": None, "mode": "max"},
+            "sets": [],
+        },
     },
 }
 """The keys that came with each format of checkpoints (megarl.core.checkpoint.FORMAT), with the values that runs had

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from megarl.core.errors import UserError
+from megarl.report.evaluations import read_evaluations
 from megarl.report.history import read_history
 from megarl.report.page import Run, render
 from megarl.report.viewer import read_rollouts
@@ -33,6 +34,7 @@ def write(folder: Path) -> Path:
         manifest_text=manifest_text,
         history=read_history(run_folder.metrics),
         rollouts=read_rollouts(run_folder.rollout_files()),
+        evaluations=read_evaluations(run_folder.evaluation_files()),
     )
     # Decoded text may hold lone surrogates, which UTF-8 cannot carry.
     run_folder.report.write_text(render(run), encoding="utf-8", errors="replace")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
 
 import numpy as np
 
+from megarl.report.evaluations import PREFIX, SetSamples, render_evaluations
 from megarl.report.history import History
 from megarl.report.plots import (
     CHARTS,
@@ -42,6 +43,7 @@ class Run:
     manifest_text: str
     history: History
     rollouts: Rollouts
+    evaluations: list[SetSamples] = field(default_factory=list)
 
 
 def render(run: Run) -> str:
@@ -56,6 +58,7 @@ def render(run: Run) -> str:
         summary="".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),
         charts=_charts(run.history),
         other_charts=_other_charts(run.history),
+        evaluations=render_evaluations(run.history, run.evaluations, figure),
         rollout_note=escape(rollout_note(run.rollouts)),
         rollouts=_script_json([asdict(step) for step in run.rollouts.steps]),
         config=escape(run.config_text),
@@ -138,7 +141,7 @@ def _charts(history: History) -> str:
 
 
 def _other_charts(history: History) -> str:
-    others = sorted(set(history.columns) - charted_metrics())
+    others = sorted(name for name in set(history.columns) - charted_metrics() if not name.startswith(PREFIX))
     charts = [Chart(metric, "", ((metric, metric),)) for metric in others]
     return "".join(figure(chart.title, chart.explanation, draw(chart, history)) for chart in charts)
 

@@ -12,6 +12,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.evaluation import EvaluationScorer
 from megarl.cluster.groups.group import Answer, Group, ProcessActor
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
@@ -58,6 +59,11 @@ class RewardActor(ProcessActor):
         value = await self._worker.score(*arguments)
         return Answer(value, begin, time.time())
 
+    async def evaluate(self, *arguments: Any) -> Answer:
+        begin = time.time()
+        value = await self._worker.evaluate(*arguments)
+        return Answer(value, begin, time.time())
+
 
 class RewardWorker:
     """Reads and scores samples, whose text the driver never sees."""
@@ -75,6 +81,7 @@ class RewardWorker:
         self._functions = [entry.label for entry in rewards.functions]
         self._pool = function_pool(config, num_processes)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
+        self._evaluation = EvaluationScorer(config, num_processes)
         folder = models.reward_model
         if folder is not None:
             self._reader = model_reader(config, folder, models.actor)
@@ -91,6 +98,7 @@ class RewardWorker:
     def close(self) -> None:
         """Ends the processes of the user's functions. Else they end with this one."""
         self._pool.close()
+        self._evaluation.close()
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
         """Returns the samples in the reward model's own tokens, without those that it cannot read."""
@@ -135,6 +143,11 @@ class RewardWorker:
             if token_rewards is not None
         }
         return [score for score, _ in scores], _put(by_token)
+
+    async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
+        """Scores samples of the evaluation set of this name, see SetScorer.score."""
+        samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
+        return await self._evaluation[name].score(samples, version, file)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
         """Returns the judge's verdicts by sample id; empty if there is no judge. samples: all of their prompts."""
@@ -236,6 +249,15 @@ class RewardGroup(Group[RewardWorker]):
             return self._read("rewards", "rewards", "score", {name: call}).then(lambda answers: answers[0])
 
         return score({}) if self._model is None else self._model_scores(self._model, samples).then(score)
+
+    def evaluate(self, samples: Sequence[RemoteSample], name: str, version: int, file: Path) -> Pending[list[Score]]:
+        """Scores samples of the evaluation set of this name, and writes them into the file. version: that of the
+        weights that made them."""
+        [(process, actor)] = self._actors.items()
+        call = actor.evaluate.options(name=f"{self._title}.evaluate").remote(
+            [sample.ref for sample in samples], name, version, file.resolve()
+        )
+        return self._read("evaluation", "rewards", "evaluate", {process: call}).then(lambda answers: answers[0])
 
     def write_advantages(self, rollouts: Path, advantages: Mapping[str, float]) -> Pending[None]:
         """Writes the advantages, by sample id, into the step's file of rollouts."""

@@ -18,6 +18,7 @@ from megarl.config.rules import (
     critic,
     data,
     environment,
+    evaluation,
     kl,
     layout,
     objective,
@@ -35,9 +36,7 @@ from megarl.config.violations import raise_all
 
 SECTIONS = (
     *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, critic, reward_model, rewards),
-    environment,
-    sandbox,
-    cluster,
+    *(environment, sandbox, evaluation, cluster),
 )
 
 

@@ -44,6 +44,17 @@ BELONGS = (
     Belongs(("environment",), "environment.class", lambda config: config.has_environment),
     Belongs(("reward_model",), "reward_model.path", lambda config: config.has_reward_model),
     Belongs(
+        ("evaluation",),
+        "evaluation.sets",
+        lambda config: bool(config.evaluation.sets),
+        but=("best.metric", "best.mode"),  # the first has a rule of its own
+    ),
+    Belongs(
+        ("evaluation.best.mode",),
+        "evaluation.best.metric",
+        lambda config: config.evaluation.best.metric is not None,
+    ),
+    Belongs(
         ("algorithm.correction.weight_limit",),
         "algorithm.correction.weight",
         lambda config: config.algorithm.correction.weight is not None,

@@ -175,7 +175,7 @@ def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
     remedy = "start the file with `base: base.yaml`, which has a default for every other key"
     assert errors(path) == [
         f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, rollout, environment, "
-        f"algorithm, batch, data, rewards, sandbox, checkpoint, cluster; {remedy}",
+        f"algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster; {remedy}",
         f"{path}:1: missing key run.steps; {remedy}",
     ]
 
