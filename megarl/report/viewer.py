@@ -111,7 +111,8 @@ def _detail(record: Mapping[str, Any]) -> dict[str, Any]:
     tokens = record["tokens"][:MAX_TOKENS]
     detail: dict[str, Any] = {"tokens": tokens}
     if record.get("mask") is not None:
-        detail["mask"] = [int(is_trained) for is_trained in record["mask"][: len(tokens)]]
+        is_turn = [1 - number % 2 for number, length in enumerate(record["mask"]) for _ in range(length)]
+        detail["mask"] = is_turn[: len(tokens)]
     for name, field in ARRAYS.items():
         if record.get(field):
             detail[name] = [_rounded(value) for value in record[field][: len(tokens)]]

@@ -22,7 +22,7 @@ SCREENSHOTS = os.environ.get("SCREENSHOTS")
 """A folder for pictures of the pages, for people to look at."""
 
 TEXTS = ["I", " ask", ".", "<tool_call>", "calc(7*6)", "</tool_call>", "\n42\n", "It", " is", " 42", "<b>!</b>"]
-MASK = [1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1]
+RUNS = [6, 1, 4]
 MESSAGES = [
     {"role": "assistant", "content": "I ask.<tool_call>calc(7*6)</tool_call>"},
     {"role": "tool", "content": "42"},
@@ -46,7 +46,7 @@ def sample(step: int, group: int, number: int, **fields) -> dict:
         "finish_reason": "length" if number == 2 else "stop",
         "stop_reason": "max_turns" if number == 2 else "done",
         "turns": MESSAGES,
-        "mask": MASK,
+        "mask": RUNS,
         "num_response_tokens": len(TEXTS),
         "rollout_logprobs": [-0.5 * i for i in range(len(TEXTS))],
         "tokens": TEXTS,

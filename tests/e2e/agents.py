@@ -1,7 +1,7 @@
-"""Tiny models that have seen how turns are written, and not which of them are right: the start of runs in environments.
+"""Tiny models that know how turns are written, and seldom write the right ones: the start of runs in environments.
 
-Each is a random model that imitates rollouts in which every choice was made at random. Its tokenizer has the tags and
-the names as single tokens, so that its turns are of a few tokens, and all other text by characters.
+Each is a random model that imitates rollouts whose choices were made at random, with little weight on the right ones.
+Its tokenizer has tags and names as single tokens, so that its turns are of a few tokens, and other text by characters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer, write_tiny_llama
 Text = Sequence[tuple[str, bool]]
 """The parts of a rollout, each with whether the policy says it."""
 
-LETTERS = "abcdefgh"
+LETTERS, DIGITS = "abcdefgh", "01234567"
 SEARCH_WORDS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>", "Doc 1(Title: ")
 CALL, NAMES = ("<tool_call>", "</tool_call>"), ("add", "multiply")
 ARGUMENTS = ('{"name": "', '", "arguments": {"a": ', ', "b": ', "}}")
@@ -58,6 +58,7 @@ def imitate(
     rollouts: int = 32,
 ) -> None:
     """Trains the model on what the policy says in so many rollouts an update."""
+    torch.set_num_threads(1)  # matrices are small, and cores are for others, too
     random = Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, updates)
@@ -83,30 +84,34 @@ def batch(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]) -> tuple[to
     return torch.tensor(padded), torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
 
 
-def random_search(random: Random) -> Text:
-    """Returns a rollout that searches for a letter at random, whatever is asked, and answers what it finds."""
-    asked, sought, found = random.choice(LETTERS), random.choice(LETTERS), random.choice("0123456789")
+def seldom_searched(random: Random) -> Text:
+    """Returns a rollout that now and then searches for what is asked, else for any letter; and now and then answers
+    what it finds, else any number."""
+    asked, found = random.choice(LETTERS), random.choice(DIGITS)
+    sought = asked if random.random() < 0.2 else random.choice(LETTERS)
+    said = found if random.random() < 0.2 else random.choice(DIGITS)
     return [
         (f"<|user|>{asked}<eos><|assistant|>", False),
         (f"<search>{sought}</search>", True),
         (f"\n\n<information>Doc 1(Title: {sought}) {found}</information>\n\n", False),
-        (f"<answer>{found}</answer>", True),
+        (f"<answer>{said}</answer>", True),
     ]
 
 
-def random_calculation(random: Random) -> Text:
-    """Returns a rollout that calls one or two tools at random, on the right numbers, and answers the last result."""
+def seldom_calculated(random: Random) -> Text:
+    """Returns a rollout that calls one tool or two with the right numbers, a little more often the right one than the
+    other, and answers the last result."""
     a, b, c = (random.randint(2, 5) for _ in range(3))
-    question = random.choice((f"{a} * {b} + {c}", f"({a} + {b}) * {c}"))
+    question, right = random.choice(((f"{a} * {b} + {c}", NAMES[::-1]), (f"({a} + {b}) * {c}", NAMES)))
     parts = [(f"<|system|>2<eos><|user|>What is {question}?<eos><|assistant|>", False)]
     value = a
-    for other in (b, c)[: random.randint(1, 2)]:
-        name = random.choice(NAMES)
+    for name, other in list(zip(right, (b, c), strict=True))[: random.randint(1, 2)]:
+        name = name if random.random() < 0.2 else random.choice(NAMES)
         call = f'<tool_call>{{"name": "{name}", "arguments": {{"a": {value}, "b": {other}}}}}</tool_call><eos>'
         value = value + other if name == "add" else value * other
         parts += [(call, True), (f"<|tool|>{value}<eos><|assistant|>", False)]
     return [*parts, (f"{value}<eos>", True)]
 
 
-SEARCHER = Agent(SEARCH_WORDS, random_search, updates=100)
-CALCULATOR = Agent((*CALL, *NAMES, *ARGUMENTS), random_calculation, updates=250, template=TOOL_TEMPLATE)
+SEARCHER = Agent(SEARCH_WORDS, seldom_searched, updates=200)
+CALCULATOR = Agent((*CALL, *NAMES, *ARGUMENTS), seldom_calculated, updates=500, template=TOOL_TEMPLATE)

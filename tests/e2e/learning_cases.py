@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.e2e.environment_tasks import Calculation, Search
 from tests.e2e.learning_tasks import (
     Answers,
     Bandit,
@@ -25,6 +26,12 @@ ALL_ROWS = ("batch.prompts_per_step=40", "batch.prompts_per_update=40")  # of gi
 TO_ITS_END = "actor.optimizer.schedule.name=linear"  # what is left of the noise at the end is little
 CRITIC = ("critic.optimizer.lr=0.003", "critic.tokens_per_microbatch=1024", "critic.threads=1")
 
+
+AGENT = (
+    *ON_POLICY,
+    "algorithm.advantage.estimator=grpo",
+    "batch.samples_per_prompt=16",
+)  # of models that know something
 
 EVEN_DIGITS = EvenDigits()
 
@@ -124,4 +131,6 @@ CASES: dict[str, Case] = {
     "reward model": given("name: reward_model", Preferences(logit, classifies=True), has_control=True),
     "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True, has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
+    "environment: search": Case((*AGENT, "actor.optimizer.lr=0.003"), 40, Search(), has_control=True),
+    "environment: calculator": Case((*AGENT, "actor.optimizer.lr=0.001"), 40, Calculation(), has_control=True),
 }

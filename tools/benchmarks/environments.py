@@ -1,5 +1,6 @@
 """Rollouts of many turns in environments whose tool takes its time, on a tiny model: what the engine waits for, what a
-turn costs of CPU beside the model, and how much of the later turns' prompts the engine has cached.
+turn costs of CPU beside the model, and how much of the later turns' prompts the engine has cached. The processes are
+those of a run: an engine, one beside it that makes the rollouts, and the environments' own.
 
 .venv/bin/python tools/benchmarks/environments.py --out tools/benchmarks/results/environments.json
 """
@@ -7,26 +8,42 @@ turn costs of CPU beside the model, and how much of the later turns' prompts the
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads when it is imported
+
+# isort: split
+import sys
+
 import numpy as np
 import psutil
+import ray
 from machine import machine, machine_cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # the model is the one that the tests make
 
+from megarl.cluster.groups.engines import EngineGroup, RemoteSample  # noqa: E402
+from megarl.cluster.groups.environments import EnvironmentGroup  # noqa: E402
+from megarl.cluster.placement import place  # noqa: E402
+from megarl.cluster.session import Session  # noqa: E402
+from megarl.cluster.supervision.supervisor import supervised  # noqa: E402
+from megarl.config.load import load  # noqa: E402
+from megarl.core.types import Prompt, RolloutInfo  # noqa: E402
+from megarl.data.tokenizer import load_tokenizer  # noqa: E402
+from megarl.data.turns import ChatTokens  # noqa: E402
+from megarl.environments.tools import describe  # noqa: E402
+from megarl.rollout.engine import SamplingRequest  # noqa: E402
+from tests.paths import BASE  # noqa: E402
+from tests.tiny_model import write_tiny_llama  # noqa: E402
+
 if TYPE_CHECKING:
-    from megarl.core.types import RolloutInfo
     from megarl.rollout.vllm.engine import VllmEngine
 
 ROLLOUTS, GROUP, TURNS, TURN_TOKENS, PROMPT_TOKENS, PROCESSES = 512, 8, 8, 16, 1000, 2
@@ -66,19 +83,6 @@ class Steps:
     has_work: list[bool] = field(default_factory=list)
     cpu_s: float = 0.0
 
-    def watch(self, engine: VllmEngine) -> None:
-        step = engine._step
-
-        def timed() -> None:
-            self.begins.append(time.perf_counter())
-            before = time.thread_time()
-            step()
-            self.cpu_s += time.thread_time() - before
-            self.ends.append(time.perf_counter())
-            self.has_work.append(any(not item.completion.done() for item in engine._under_way.values()))
-
-        engine._step = timed
-
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the seconds between steps: those after which requests were left, and those after which none was, as
         all rollouts waited for their environments."""
@@ -86,55 +90,92 @@ class Steps:
         return gaps[has_work], gaps[~has_work]
 
 
-async def measure(scratch: Path) -> dict[str, Any]:
-    from megarl.config.load import load
-    from megarl.core.types import Prompt
-    from megarl.environments.hosts import HostPool, host_arguments
-    from megarl.environments.runner import RolloutRequest, RolloutRunner
-    from megarl.rollout.engine import TurnRequest
-    from megarl.rollout.vllm.engine import VllmEngine, rollout_arguments
-    from tests.paths import BASE
-    from tests.tiny_model import tiny_tokenizer, write_tiny_llama
+def watch(engine: VllmEngine) -> None:
+    """Makes the engine note its steps from now on."""
+    step, steps = engine._step, Steps()
 
+    def timed() -> None:
+        steps.begins.append(time.perf_counter())
+        before = time.thread_time()
+        step()
+        steps.cpu_s += time.thread_time() - before
+        steps.ends.append(time.perf_counter())
+        steps.has_work.append(any(not item.completion.done() for item in engine._under_way.values()))
+
+    engine._step, engine.steps = timed, steps
+
+
+@ray.remote(num_cpus=0)
+class Listener:
+    """Stands for the process of the rewards."""
+
+    def begin(self, samples: Sequence[Any]) -> None:
+        pass
+
+
+def measure(scratch: Path) -> tuple[dict[str, Any], float]:
+    """Returns the figures, and the CPU time of all processes of the benchmark."""
     (scratch / "slow.py").write_text(ENVIRONMENT)
     folder = write_tiny_llama(scratch / "model", max_positions=2048)
-    keys = [f"model.path={folder}", "data.source=arithmetic", f"environment.class={scratch / 'slow.py'}:Slow"]
-    keys += [f"environment.max_turns={TURNS}", f"environment.turn_tokens={TURN_TOKENS}"]
+    keys = [f"model.path={folder}", "model.dtype=float32", "data.source=arithmetic", "cluster.object_store_mib=200"]
+    keys += [f"environment.class={scratch / 'slow.py'}:Slow", f"environment.processes={PROCESSES}"]
+    keys += [f"environment.max_turns={TURNS}", f"environment.turn_tokens={TURN_TOKENS}", "rollout.threads=1"]
     keys += ["rollout.context_length=2048", "rollout.max_new_tokens=1024", "rollout.kv_cache_gib=1.5"]
+    keys += [f"rollout.vllm_overrides={{max_num_seqs: {ROLLOUTS}, block_size: 32}}"]
     config = load(BASE, keys)
-    rollout = config.rollout.model_copy(update={"vllm_overrides": {"max_num_seqs": ROLLOUTS, "block_size": 32}})
-    engine = VllmEngine(rollout, rollout_arguments(rollout, folder, "float32", seed=0))
-    engine.hold(1)
-    pool = await HostPool.start(host_arguments(config), PROCESSES)
-    runner = RolloutRunner(config, tiny_tokenizer(), pool)
-    hosts = [
-        child for child in psutil.Process().children(recursive=True) if "megarl.environments.host" in child.cmdline()
-    ]
+    (scratch / "logs").mkdir()
+    with Session(config, scratch / "logs", scratch) as session:
+        placement = place(config)
+        engines = EngineGroup(session, config, folder, placement.engines)
+        environments = EnvironmentGroup(session, config, folder, placement.environments, engines)
+        for starting in (engines.start(), environments.start()):
+            starting.result()
+        found = drive(engines, environments, groups(folder))
+        return found, _cpu_seconds([psutil.Process(), *psutil.Process().children(recursive=True)])
+
+
+def groups(folder: Path) -> list[list[SamplingRequest]]:
+    """Returns the requests of all rollouts, and before them one that warms up."""
+    tokens = ChatTokens(load_tokenizer(folder), [describe("wait", _wait)])
+    made = []
+    for group in range(ROLLOUTS // GROUP + 1):
+        messages = [{"role": "user", "content": f"{group:04}".ljust(PROMPT_TOKENS, "a")}]
+        prompt = Prompt(f"{group}", messages[0]["content"], tokens.begin(messages), None, messages, {})
+        made.append([SamplingRequest(f"{group}-{i}", prompt, 1000 * group + i, group_seed=group) for i in range(GROUP)])
+    return [made[0][:1], *made[1:]]
+
+
+def _wait(self: Any) -> str:
+    """Takes a while."""
+    raise NotImplementedError("described only")
+
+
+def drive(
+    engines: EngineGroup, environments: EnvironmentGroup, groups: Sequence[Sequence[SamplingRequest]]
+) -> dict[str, Any]:
+    listener = Listener.remote()
+    [engine], [maker] = engines.actors.values(), environments._actors.values()
+    ray.get(engine.call.remote(lambda worker: worker.hold(1)))
+    environments.generate(groups[:1], listener).result()
+    ray.get(engine.call.remote(watch))
+    pid = ray.get(maker.call.remote(lambda _: os.getpid())).value
+    beside = psutil.Process(pid)
+    hosts = [child for child in beside.children(recursive=True) if "megarl.environments.host" in child.cmdline()]
     assert len(hosts) == PROCESSES
-
-    async def sample(token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool) -> Any:
-        return await engine.complete(TurnRequest(np.array(token_ids, np.int32), max_new_tokens, seed, greedy))
-
-    def request(number: int) -> RolloutRequest:
-        group = number // GROUP
-        content = f"{group:04}".ljust(PROMPT_TOKENS, "a")
-        prompt = Prompt(f"{group}", content, [], None, [{"role": "user", "content": content}], {})
-        prompt = Prompt(prompt.id, content, runner.tokens.begin(prompt.messages), None, prompt.messages, {})
-        return RolloutRequest(f"{number}", prompt, number, group)
-
-    await runner.run(request(0), sample)  # it warms up
-    requests = [request(number) for number in range(GROUP, GROUP + ROLLOUTS)]
-    steps = Steps()
-    steps.watch(engine)
-    hosts_before, driver_before = _cpu_seconds(hosts), time.thread_time()
+    before = [_cpu_seconds([beside]), _cpu_seconds(hosts), ray.get(engine.call.remote(_process_time)).value]
     begin = time.perf_counter()
-    rollouts = await asyncio.gather(*(runner.run(request, sample) for request in requests))
+    rollouts: list[list[RemoteSample]] = environments.generate(groups[1:], listener).result()
     seconds = time.perf_counter() - begin
-    driver_s = time.thread_time() - driver_before - steps.cpu_s
-    hosts_s = _cpu_seconds(hosts) - hosts_before
-    await pool.close()
-    infos = [samples[0].episode.info for samples in rollouts]
-    return summary(infos, steps, seconds, driver_s, hosts_s)
+    after = [_cpu_seconds([beside]), _cpu_seconds(hosts), ray.get(engine.call.remote(_process_time)).value]
+    steps = ray.get(engine.call.remote(lambda worker: worker.steps)).value
+    samples = [sample for group in rollouts for sample in group]
+    infos = [sample.info.rollout for sample in samples]
+    cpu_s = [end - start for start, end in zip(before, after, strict=True)]
+    return summary(infos, steps, seconds, cpu_s[0], cpu_s[1], cpu_s[2] - steps.cpu_s)
+
+
+def _process_time(_: object) -> float:
+    return time.process_time()
 
 
 def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
@@ -142,46 +183,44 @@ def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 def summary(
-    infos: Sequence[RolloutInfo], steps: Steps, seconds: float, driver_s: float, hosts_s: float
+    infos: Sequence[RolloutInfo], steps: Steps, seconds: float, rollouts_s: float, hosts_s: float, engine_s: float
 ) -> dict[str, Any]:
+    """rollouts_s, hosts_s, engine_s: CPU time of the process that makes the rollouts, of the environments' processes,
+    and of the engine's beside its steps."""
     num_turns = sum(info.num_turns for info in infos)
     between, idle = steps.gaps()
+    later = sum(info.num_context_tokens for info in infos)
     return {
         "seconds": round(seconds, 2),
-        "turns": num_turns,
-        "turns_per_rollout": round(num_turns / len(infos), 2),
+        "rollouts": len(infos),
         "failed": sum(info.stop_reason == "failed" for info in infos),
+        "turns": num_turns,
         "engine_steps": len(steps.begins),
         "engine_idle_share": round(float(idle.sum()) / seconds, 4),
-        "engine_kept_waiting_share": round(float(between.sum()) / seconds, 4),
-        "longest_gap_with_work_ms": round(1000 * float(between.max()), 1),
-        "median_gap_with_work_ms": round(1000 * float(np.median(between)), 2),
-        "driver_cpu_ms_per_turn": round(1000 * driver_s / num_turns, 3),
-        "environment_cpu_ms_per_turn": round(1000 * hosts_s / num_turns, 3),
-        "cached_share_of_later_prompts": round(
-            sum(info.num_cached_tokens for info in infos) / sum(info.num_context_tokens for info in infos), 4
-        ),
-        "mean_later_prompt_tokens": round(sum(info.num_context_tokens for info in infos) / (num_turns - len(infos))),
+        "engine_between_steps_share": round(float(between.sum()) / seconds, 4),
+        "median_ms_between_steps": round(1000 * float(np.median(between)), 2),
+        "cpu_ms_per_turn": {
+            "rollouts": round(1000 * rollouts_s / num_turns, 3),
+            "environments": round(1000 * hosts_s / num_turns, 3),
+            "engine, beside its steps": round(1000 * engine_s / num_turns, 3),
+        },
+        "cached_share_of_later_prompts": round(sum(info.num_cached_tokens for info in infos) / later, 4),
+        "mean_later_prompt_tokens": round(later / (num_turns - len(infos))),
     }
 
 
-def main() -> None:
+def main(scratch: Path) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     arguments = parser.parse_args()
-    from megarl.rollout.vllm.environment import environment
-
-    os.environ.update(environment(1, threads=1, index=0))
-    begin, before = time.perf_counter(), machine_cpu_seconds() - sum(os.times()[:4])
-    with tempfile.TemporaryDirectory() as scratch:
-        run = asyncio.run(measure(Path(scratch)))
-    seconds = time.perf_counter() - begin
-    elsewhere = machine_cpu_seconds() - before - sum(os.times()[:4])
+    begin, before = time.perf_counter(), machine_cpu_seconds()
+    run, own_s = measure(scratch)
+    elsewhere = machine_cpu_seconds() - before - own_s
+    share = max(0.0, elsewhere) / ((time.perf_counter() - begin) * os.cpu_count())
     found = {
         "machine": machine(),
-        "cpu_percent_elsewhere": round(100 * max(0.0, elsewhere) / (seconds * os.cpu_count()), 1),
-        "rollouts": ROLLOUTS,
-        "turns": TURNS,
+        "cpu_percent_elsewhere": round(100 * share, 1),
+        "turns_per_rollout": TURNS,
         "tool_median_s": MEDIAN_S,
         "tool_sigma": SIGMA,
         "processes": PROCESSES,
@@ -195,4 +234,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with supervised() as scratch:
+        main(scratch)

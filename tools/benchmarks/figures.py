@@ -115,6 +115,7 @@ def figures() -> str:
         converting,
         linear_head,
         sampling,
+        environments,
         rounding,
         lost_updates,
         memory,
@@ -374,6 +375,24 @@ def sampling() -> str:
     notes = f"""megarl decodes each response once, at its end: {max(ends):.0f} ms for all of them together."""
     header = ["Log-probs of", "megarl", "vLLM, decoding each token"]
     return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}\n\n{text(notes)}"
+
+
+def environments() -> str:
+    found = result("environments")
+    run, spent = found["run"], found["run"]["cpu_ms_per_turn"]
+    lead = f"""{run["rollouts"]} rollouts of {found["turns_per_rollout"]} turns at once, each with a call of a tool that
+        takes {found["tool_median_s"]} s (median, log-normal), by `python tools/benchmarks/environments.py`"""
+    rows = [
+        ["Time in which the engine had nothing to do", f"{100 * run['engine_idle_share']:.1f} %"],
+        ["CPU time a turn: the process that makes the rollouts", f"{spent['rollouts']:.2f} ms"],
+        ["…, the environments' processes", f"{spent['environments']:.2f} ms"],
+        ["…, the engine's, beside its steps", f"{spent['engine, beside its steps']:.2f} ms"],
+        [
+            f"Later turns' prompts ({run['mean_later_prompt_tokens']:,} tokens) that the engine had cached",
+            f"{100 * run['cached_share_of_later_prompts']:.1f} %",
+        ],
+    ]
+    return f"{text(lead + meanwhile(found))}\n\n{table(['', ''], rows)}"
 
 
 def rounding() -> str:

@@ -1,0 +1,96 @@
+"""Learning runs in environments: from a model that knows how turns are written, and chooses at random, to one that
+chooses right. For the control rewards are drawn at random."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tests.e2e.agents import CALCULATOR, LETTERS, SEARCHER, Agent
+from tests.e2e.learning_tasks import Task, write_rows
+
+AIMLESS = Path(__file__).with_name("aimless.py")
+
+
+class InEnvironment(Task):
+    """The share of the rollouts that end with the right answer."""
+
+    agent: Agent
+    environment: str
+    aimless: str
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        model = folder.parent / f"{self.environment} model"  # the control's, too
+        if not model.exists():
+            self.agent.write(model)
+        name = f"{AIMLESS}:{self.aimless}" if shuffled else self.environment
+        return [
+            f"model.path={model}",
+            f"environment.class={name}",
+            "rewards.functions=[]",
+            "rollout.context_length=160",
+            "rollout.max_new_tokens=128",
+            "run.export=false",
+            *self.own(folder),
+        ]
+
+    @abstractmethod
+    def own(self, folder: Path) -> list[str]:
+        """Writes what the environment needs into the folder. Returns the keys that name it."""
+
+    @abstractmethod
+    def is_right(self, row: dict[str, Any]) -> bool:
+        """Returns whether a rollout, as the file has it, is right, whatever its reward."""
+
+    def shares(self, start: Path, run: Path) -> list[float]:
+        files = sorted((run / "rollouts").glob("step_*.jsonl"))
+        steps = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        return [fmean(self.is_right(row) for row in step) for step in steps]
+
+
+class Search(InEnvironment):
+    """A letter is asked for, whose number is in a corpus: to be searched for, and read off what is found. Below 0.2
+    at the start, which mostly searches for any letter, and answers any number."""
+
+    agent, environment, aimless = SEARCHER, "search", "AimlessSearch"
+
+    def own(self, folder: Path) -> list[str]:
+        numbers = {letter: str(number) for number, letter in enumerate(LETTERS)}
+        rows = [{"prompt": letter, "answer": number} for letter, number in numbers.items()]
+        passages = [{"title": letter, "text": number} for letter, number in numbers.items()]
+        corpus = write_rows(folder / "corpus.jsonl", passages)
+        return [
+            f"data.source={write_rows(folder / 'questions.jsonl', rows)}",
+            f"environment.options={{corpus: {corpus}, topk: 1, instructions: false}}",
+            "environment.max_turns=2",
+            "environment.turn_tokens=6",
+            "rollout.stop=['</search>', '</answer>']",
+        ]
+
+    def is_right(self, row: dict[str, Any]) -> bool:
+        return row["response"] == f"<answer>{row['answer']}</answer>"
+
+
+class Calculation(InEnvironment):
+    """Sums and products of small numbers, by two tools in the order that the question has. Below 0.2 at the start,
+    which mostly calls one tool, and either of them."""
+
+    agent, environment, aimless = CALCULATOR, "calculator", "AimlessCalculator"
+
+    def own(self, folder: Path) -> list[str]:
+        return [
+            "data.source=environment",
+            "environment.options={low: 2, high: 5}",
+            "environment.max_turns=3",
+            "environment.turn_tokens=16",
+            "environment.tool_format=hermes",
+        ]
+
+    def is_right(self, row: dict[str, Any]) -> bool:
+        question = next(message["content"] for message in row["messages"] if message["role"] == "user")
+        expected = eval(re.fullmatch(r"What is (.*)\?", question)[1])
+        return row["response"].strip() == str(expected)
