@@ -11,6 +11,8 @@ VERIFIERS := tools/environment/verifiers.lock
 VERIFIERS_DONE := $(VENV)/verifiers/.installed
 CONTAINER := launch/container/gpu-py312.lock
 ENGINE_DONE := $(VENV)/transformer-engine/.installed
+TRACKERS := tools/environment/trackers.lock
+TRACKERS_DONE := $(VENV)/trackers/.installed
 RUN := $(VENV)/bin/python
 GPU_PYTHON ?= python
 SLOWEST := --durations=10
@@ -18,7 +20,7 @@ SLOWEST := --durations=10
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs exhaustive-ranks \
-	test-newest test-sandbox test-cluster test-gpu soak resolve-gpu lint clean
+	test-newest test-sandbox test-cluster test-browser test-gpu soak resolve-gpu lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
@@ -32,6 +34,7 @@ help:
 	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
 	@echo "make test-sandbox  programs that try to leave their sandboxes of bubblewrap, which it installs (1)"
 	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (15)"
+	@echo "make test-browser  pages in Chromium, which it installs (1)"
 	@echo "make soak        test-cluster, and then a job that twenty seeded faults hit (30)"
 	@echo "make resolve-gpu  the packages of the container for H100s go together, by pip's resolver (1)"
 	@echo "make test-gpu    what needs one, two and eight GPUs, as far as the machine has them; fails without one"
@@ -54,11 +57,11 @@ test-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 # The unit tests come last and on two cores: the whole runs beside them end first.
-test-ranks: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE)
+test-ranks: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
-test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE)
+test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
 
 test-learn: $(DONE)
@@ -71,7 +74,7 @@ exhaustive-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 exhaustive-ranks: $(DONE)
-	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 # Its wheels are for newer Pythons, but what is used of it runs on this one, too.
 $(NEWEST_DONE): $(DONE) $(NEWEST)
@@ -95,6 +98,13 @@ $(VERIFIERS_DONE): $(DONE) $(VERIFIERS)
 		--requirement $(VERIFIERS)
 	@touch $(VERIFIERS_DONE)
 
+# Trackers of experiments, 150 MB: beside the environment, which a run needs without them.
+$(TRACKERS_DONE): $(DONE) $(TRACKERS)
+	rm -rf $(VENV)/trackers
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/trackers --no-deps --only-binary=:all: \
+		--requirement $(TRACKERS)
+	@touch $(TRACKERS_DONE)
+
 test-newest: $(NEWEST_DONE) $(ENGINE_DONE)
 	@PYTHONPATH=$(VENV)/newest $(RUN) -W ignore -c 'import megatron.core as m; print("megatron-core", m.__version__); \
 		assert "megatron-core==" + m.__version__.split("+")[0] in open("$(NEWEST)").read()'
@@ -112,6 +122,11 @@ test-cluster: $(DONE)
 	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge slurmctld:slurmctld \
 		slurmd:slurmd sbatch:slurm-client
 	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=4 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+
+# Pages as a browser shows them. It wants root where there is no Chromium yet. SCREENSHOTS=FOLDER keeps pictures of them.
+test-browser: $(DONE)
+	tools/environment/system.sh chromium:chromium
+	@$(BEHIND) $(RUN) -m pytest tests/browser $(SLOWEST) | sed --unbuffered 's/^/browser | /'
 
 # A job through twenty seeded faults: for a change of what goes on after them, as it takes a quarter of an hour.
 soak: test-cluster

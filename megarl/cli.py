@@ -129,6 +129,33 @@ def train(
 
 
 @app.command()
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="As model.path in a recipe, such as runs/latest/model.")
+    ],
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="For samples and results (RUN_FOLDER/RUN_NAME.evaluation).")
+    ] = None,
+) -> None:
+    """Evaluate a model on the evaluation sets of a recipe, and train nothing."""
+    import json
+
+    from megarl.config.load import load
+
+    config = load(file, [f"model.path={json.dumps(model)}", "model.revision=null", *(overrides or ())])
+    from megarl.cluster.supervision.supervisor import supervised
+
+    with supervised() as scratch:
+        with imports():
+            from megarl.run.evaluate import main
+        folder = out or Path(config.run.folder) / f"{config.run.name}.evaluation"
+        raise typer.Exit(main(config, folder.expanduser().absolute(), scratch))
+
+
+@app.command()
 def join(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="The run's, which all nodes see, such as runs/quickstart.")
@@ -336,11 +363,43 @@ def doctor(
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, such as runs/latest.")]) -> None:
-    """Write the report of a run and print its path."""
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="A run, such as runs/latest, or several.")],
+) -> None:
+    """Write the report of a run, or the comparison of several into the folder of the first, and print its path."""
     import megarl.report
+    from megarl.report import comparison
 
-    typer.echo(megarl.report.write(folder))
+    typer.echo(megarl.report.write(folders[0]) if len(folders) == 1 else comparison.write(folders))
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, under way or ended.")],
+    port: Annotated[int, typer.Option(metavar="PORT", help="0 for a free one.")] = 0,
+) -> None:
+    """Show the report of a run in a browser on this machine, renewed as it goes on. Ctrl-C ends it, not the run."""
+    from contextlib import suppress
+
+    from megarl.report.live import serve
+
+    with serve(folder, port) as (address, answer), suppress(KeyboardInterrupt):
+        typer.echo(address)
+        sys.stdout.flush()
+        answer()
+
+
+@app.command()
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, such as runs/latest.")],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="FOLDER/trace.json where it is left out.")
+    ] = None,
+) -> None:
+    """Write what each process of a run did when, for https://ui.perfetto.dev or chrome://tracing."""
+    from megarl.report import chrome_trace
+
+    typer.echo(chrome_trace.write(folder, out))
 
 
 def main() -> None:

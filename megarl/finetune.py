@@ -14,7 +14,7 @@ from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
 from megarl.config.trained_model import trained_hf_config
 from megarl.core.metrics import values
-from megarl.core.timing import ElapsedTime, Stopwatch
+from megarl.core.timing import ElapsedTime
 from megarl.core.types import Sample
 from megarl.data.model_folder import model_paths
 from megarl.resharding.families import huggingface_holder
@@ -24,6 +24,7 @@ from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.passes import make_policy_passes
+from megarl.step.profile import profiled
 from megarl.step.scoring import Metrics, ScoredSample
 from megarl.train import follow_policy
 
@@ -52,7 +53,8 @@ def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) ->
     if loop.resume_point.checkpoint is not None:
         actor.load_checkpoint(loop.resume_point.checkpoint).result()
     print(f"kernels: {actor.kernels}", flush=True)
-    loop.run(TrainedModels({"actor": actor}, {"actor": ()}), lambda: step(config, actor, loop))
+    trained = TrainedModels({"actor": actor}, {"actor": ()})
+    loop.run(trained, lambda: step(config, trained, loop))
     loop.export(lambda out: export(config, actor, models, out))
     actor.close().result()
 
@@ -63,13 +65,14 @@ def export(config: Config, actor: TrainerGroup, models: ModelFolders, out: Path)
     actor.export(plan, out)
 
 
-def step(config: Config, actor: TrainerGroup, loop: Loop) -> dict[str, float]:
+def step(config: Config, trained: TrainedModels, loop: Loop) -> dict[str, float]:
     """Does one step: one update for every prompts_per_update rows. Returns its metrics."""
-    watch = Stopwatch()
+    watch = loop.stopwatch()
     rows: list[Sequence[Sample]] = loop.take(config.batch.prompts_per_step)
     groups = [[ScoredSample(RemoteSample.put(sample), outcome=0.0) for sample in row] for row in rows]
-    with watch.phase("train"):
-        metrics = train(config, actor, groups, loop.state.step)
+    number = loop.state.step
+    with watch.phase("train"), profiled(config, trained, number, loop.folder.profile(number)):
+        metrics = train(config, trained.groups["actor"], groups, number)
     times, infos = watch.metrics(), [item.sample.info for group in groups for item in group]
     num_tokens = sum(info.num_tokens for info in infos)
     return {

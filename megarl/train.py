@@ -13,7 +13,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, values
-from megarl.core.timing import ElapsedTime, Stopwatch
+from megarl.core.timing import ElapsedTime
 from megarl.data.model_folder import model_paths
 from megarl.run.loop import Loop, exit_status
 from megarl.run.model_paths import find_model_paths
@@ -21,9 +21,11 @@ from megarl.run.preflight import preflight
 from megarl.step.agreement import warn_of_disagreement
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import dispatch, updates_of
+from megarl.step.evaluation import evaluate
 from megarl.step.metrics import step_metrics, update_rate
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
+from megarl.step.profile import profiled
 from megarl.step.rollouts import Rollouts, collect_rollouts, record_advantages
 from megarl.step.scoring import Metrics, ScoredSample
 from megarl.step.token_rewards import reward_tokens
@@ -36,7 +38,7 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     given, config = model_paths(config), find_model_paths(config)
     found = preflight(config)
-    with Loop.prepare(config, found.models, found.data, given) as loop:
+    with Loop.prepare(config, found.models, found.data, given, found.evaluation) as loop:
         elapsed = ElapsedTime()
         with Session(config, loop.folder.logs, scratch, loop.folder.nodes) as session:
             elapsed.print("Ray: started")
@@ -52,7 +54,7 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
     workers.trained.present_actor()
     workers.refit.run(version=loop.state.step)
     elapsed.print(f"refit: by {workers.refit.transport}, the first")
-    loop.run(workers.trained, lambda: step(config, workers, loop))
+    loop.run(workers.trained, lambda: step(config, workers, loop), lambda: evaluate_due(config, workers, loop))
     loop.export(workers.export)
     workers.close()
 
@@ -60,10 +62,10 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
 def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
     """Does one step: collects rollouts, trains, syncs weights. Returns its metrics; the engines' weight version is then
     its number."""
-    watch, number = Stopwatch(), loop.state.step
+    watch, number = loop.stopwatch(), loop.state.step
     file = loop.folder.rollouts(number)
     rollouts = collect_rollouts(config, workers, number, loop.take, file, watch, loop.saver.commit)
-    with watch.phase("train"):
+    with watch.phase("train"), profiled(config, workers.trained, number, loop.folder.profile(number)):
         metrics = train(config, workers, rollouts, number, loop.state.average)
     warn_of_disagreement(config, metrics, loop.folder.logs)
     recorded = record_advantages(workers, file)
@@ -72,6 +74,12 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
     recorded.result()
     return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)
+
+
+def evaluate_due(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
+    """Evaluates what is due after a step, or before the first: between the refit, which gave the engines that step's
+    weights, and the next rollouts. Returns its metrics."""
+    return evaluate(config, workers, loop.state.step, loop.evaluation, loop.folder.evaluation)
 
 
 def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> Metrics:

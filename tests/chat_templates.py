@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 MERGES = ("Ċ Ċ", "Ġ Ġ", "e r", "< |", "Ċ <", "T O")
@@ -53,7 +53,8 @@ class Family:
 def bytes_tokenizer(
     template: str, special: tuple[str, ...], added: tuple[str, ...] = (), eos: str = "", bos: str | None = None
 ) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of all bytes, of MERGES, and of these tokens."""
+    """Returns a tokenizer of all bytes, of MERGES, and of these tokens. It begins a text with `bos` unless it is told
+    not to, as the published ones do: a template has written it already."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
     pairs = [tuple(merge.split()) for merge in MERGES]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=pairs))
@@ -61,6 +62,9 @@ def bytes_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
+    if bos:
+        begun = [(bos, tokenizer.token_to_id(bos))]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=begun)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=eos or None, bos_token=bos, chat_template=template
     )

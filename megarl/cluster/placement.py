@@ -216,7 +216,7 @@ def _first_torn(span: range, tp: int, each: int) -> int | None:
 
 def _rewards(config: Config, node: Node) -> Process:
     given = config.rewards
-    calls = given.functions or given.judge is not None
+    calls = given.functions or given.judge is not None or config.evaluation.sets
     return Process("rewards", 0, (given.processes or min(node.cores, MOST_REWARDS)) if calls else 1, node)
 
 

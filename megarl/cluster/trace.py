@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from megarl.cluster.pending import Answers
 
 FILE = "trace.jsonl"
+
+DRIVER = "driver"
+"""The name of the run's own process, whose tasks are steps and their phases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +34,20 @@ class Trace:
     def __init__(self, logs: Path):
         self._path = logs / FILE
 
+    def record(self, task: str, begin: float, end: float) -> None:
+        """Writes a span of the driver."""
+        self._write([Span(DRIVER, task, begin, end)])
+
     def add(self, task: str, answers: Answers) -> dict[str, Any]:
         """Writes the times of the answers. Returns their values, by process."""
         timed: dict[str, Answer] = answers.values
         spans = [Span(process, task, answer.begin, answer.end) for process, answer in timed.items()]
+        self._write(spans)
+        return {process: answer.value for process, answer in timed.items()}
+
+    def _write(self, spans: Sequence[Span]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
-        return {process: answer.value for process, answer in timed.items()}
 
 
 def read_trace(logs: Path) -> list[Span]:

@@ -80,6 +80,10 @@ class Workers:
         if not self.rewards_need_room:
             self.engines.sleep(keeps_weights=False).result()
 
+    def leave_until_rollouts(self) -> None:
+        """Makes the engines sleep between an evaluation and the next step's rollouts, before which no refit comes."""
+        self.engines.sleep(keeps_weights=True).result()
+
     def close(self) -> None:
         """Ends the process groups of all ranks. Engines are in none, and end with their processes."""
         self.trained.close()

@@ -18,6 +18,10 @@ FREE = (
     "run.steps",
     "run.export",
     "run.replace",
+    "run.token_samples",
+    "run.trackers",
+    "run.profile.*",
+    "trackers.*",
     "model.revision",  # the weights are compared themselves
     "*.layout.*",
     "*.tokens_per_microbatch",
@@ -45,6 +49,7 @@ FREE = (
     "sandbox.provider",
     "sandbox.unsafe",
     "sandbox.image",
+    "evaluation.*",
     "checkpoint.*",
     "cluster.*",
 )

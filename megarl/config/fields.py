@@ -1,8 +1,8 @@
-"""The base of all sections of the configuration, and the ranges of numbers in them."""
+"""The base of all sections of the configuration, the ranges of numbers in them, and what several of them list."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,3 +18,21 @@ class Section(BaseModel):
     """A group of keys: unknown ones are refused, types are not coerced, values do not change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RewardFunction(Section):
+    function: Annotated[str, Field(min_length=1)]
+    weight: FiniteFloat = 1.0
+    per_turn: bool = False
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    sources: list[Annotated[str, Field(min_length=1)]] | None = None
+
+    @property
+    def label(self) -> str:
+        """The name of the function's part in scores and metrics."""
+        return self.function if self.name is None else self.name
+
+    def applies_to(self, source: Any) -> bool:
+        """Returns whether it judges the rows of a source."""
+        return self.sources is None or source in self.sources

@@ -54,6 +54,23 @@ ADDED: dict[int, dict[str, Any]] = {
         "data.source_column": None,
         "rewards.memory_mib": None,
         "rewards.failures_in_a_row": None,
+        "evaluation": {
+            "every_steps": None,
+            "at_start": True,
+            "at_end": True,
+            "best": {"metric": None, "mode": "max"},
+            "sets": [],
+        },
+        "run.token_samples": 0,
+        "run.trackers": [],
+        "run.profile": {"steps": [], "ranks": [0]},
+        "trackers": {
+            "timeout_s": 30.0,
+            "project": "megarl",
+            "wandb": {"entity": None, "mode": "online"},
+            "mlflow": {"tracking_uri": None},
+            "trackio": {"space": None},
+        },
     },
 }
 """The keys that came with each format of checkpoints (megarl.core.checkpoint.FORMAT), with the values that runs had

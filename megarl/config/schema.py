@@ -11,14 +11,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from megarl.config.algorithm_schema import Algorithm
+from megarl.config.evaluation_schema import Evaluation
 from megarl.config.fields import (
     FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    RewardFunction,
     Section,
 )
+from megarl.config.run_schema import Run, Trackers
+from megarl.config.sources import is_procedural, reasoning_task
 
 Role = Literal["actor", "critic", "implicit_reward"]
 """The roles of the models that a run trains."""
@@ -36,15 +40,6 @@ def _long_dtype(value: Any) -> Any:
 
 
 Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_long_dtype)]
-
-
-class Run(Section):
-    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    folder: Annotated[str, Field(min_length=1)]
-    seed: NonNegativeInt
-    steps: PositiveInt
-    export: bool
-    replace: bool
 
 
 class Model(Section):
@@ -248,31 +243,12 @@ class Data(Section):
     @property
     def reasoning_task(self) -> str | None:
         """The name of a task of reasoning-gym, None for other sources."""
-        package, separator, task = self.source.partition(":")
-        return task if package == "reasoning_gym" and separator else None
+        return reasoning_task(self.source)
 
     @property
     def is_procedural(self) -> bool:
         """Whether rows are made, not read from a file."""
-        return self.source in ("arithmetic", "environment") or self.reasoning_task is not None
-
-
-class RewardFunction(Section):
-    function: Annotated[str, Field(min_length=1)]
-    weight: FiniteFloat = 1.0
-    per_turn: bool = False
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
-    sources: list[Annotated[str, Field(min_length=1)]] | None = None
-
-    @property
-    def label(self) -> str:
-        """The name of the function's part in scores and metrics."""
-        return self.function if self.name is None else self.name
-
-    def applies_to(self, source: Any) -> bool:
-        """Returns whether it judges the rows of a source."""
-        return self.sources is None or source in self.sources
+        return is_procedural(self.source)
 
 
 class Rewards(Section):
@@ -386,8 +362,10 @@ class Config(Section):
     data: Data
     rewards: Rewards
     sandbox: Sandbox
+    evaluation: Evaluation
     checkpoint: Checkpoint
     cluster: Cluster
+    trackers: Trackers
 
     @model_validator(mode="after")
     def _weight_of_correction(self) -> Self:
@@ -409,6 +387,11 @@ class Config(Section):
     def has_environment(self) -> bool:
         """Whether rollouts have several turns, in an environment."""
         return self.environment.name is not None
+
+    @property
+    def most_checkpoints(self) -> int:
+        """The number of checkpoints that are kept: the newest ones, and that of the best evaluation."""
+        return self.checkpoint.keep + (self.evaluation.best.metric is not None)
 
     @property
     def trained_per_prompt(self) -> int:
@@ -434,6 +417,11 @@ class Config(Section):
     @property
     def actor_has_values(self) -> bool:
         return self.algorithm.advantage.spec.comparison == "values" and self.critic.trunk == "actor"
+
+    @property
+    def num_detailed_groups(self) -> int:
+        """The groups of a step whose tokens are kept one by one for people to look at."""
+        return -(-self.run.token_samples // self.batch.samples_per_prompt)
 
     @property
     def kl_in_reward(self) -> bool:

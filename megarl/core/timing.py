@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Stopwatch:
     """A clock of a step's phases, which may recur and whose times add up. The step runs from construction on."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: Callable[[str, float, float], object] | None = None) -> None:
+        """record: called at the end of a phase with its name, begin and end, in seconds since the epoch."""
+        self._record = record
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        begin, start = time.time(), time.perf_counter()
         yield
+        if self._record is not None:
+            self._record(name, begin, time.time())
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:

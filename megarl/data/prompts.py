@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.rules.environment import OWN_TASKS
 from megarl.config.schema import Config, Data
+from megarl.config.sources import OWN_TASKS
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data import reasoning

@@ -74,6 +74,8 @@ class ChatTokens:
     def begin(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of the conversation with what leads to the assistant's turn. Raises UserError where the chat
         template refuses it."""
+        if not messages:
+            raise UserError(f"{self._key}: a conversation has no message; begin it with one of the user")
         written = self._with_instructions(self._carried(messages))
         text, refusal = self._render(written)
         if text is None:

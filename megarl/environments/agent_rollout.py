@@ -43,6 +43,8 @@ class AgentRollout:
             self._recorded = await self._server.close(session)
         if session.error is not None:
             raise session.error
+        if not self._recorded:
+            raise HostFailure("the agent sent no request to the endpoint")
 
     def samples(self) -> list[Sample]:
         """Returns a sample for each sequence that the session has recorded. Reward functions read the one with the last

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
+import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -129,6 +130,7 @@ async def serve(host: Host, requests: BinaryIO, answers: BinaryIO) -> None:
         task = asyncio.create_task(answer(json.loads(line)))
         under_way.add(task)
         task.add_done_callback(under_way.discard)
+    os._exit(0)  # nobody is left to answer, and threads of tools that hang would hold the process
 
 
 def write(answers: BinaryIO, line: Mapping[str, Any]) -> None:

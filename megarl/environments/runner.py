@@ -96,14 +96,19 @@ class RolloutRunner:
             rollout.outcome.fail(str(failure), failure.stack)
         except UserError as error:  # messages that the chat template refuses
             rollout.outcome.fail(str(error))
-        try:
-            tool_calls = await host.call("close", request.id, self.config.environment.timeout_s)
-            rollout.outcome.tool_calls.update(tool_calls)
-        except HostFailure as failure:
-            rollout.outcome.fail(str(failure), failure.stack)
-        await self.pool.give_back(host)
+        finally:  # also of a rollout whose engine was lost
+            await self._close(host, request.id, rollout.outcome)
         self._count(rollout.outcome)
         return rollout.samples()
+
+    async def _close(self, host: HostProcess, rollout: str, outcome: Outcome) -> None:
+        """Ends a rollout's environment, and gives its process back."""
+        try:
+            outcome.tool_calls.update(await host.call("close", rollout, self.config.environment.timeout_s))
+        except HostFailure as failure:
+            outcome.fail(str(failure), failure.stack)
+        finally:
+            await self.pool.give_back(host)
 
     def _count(self, outcome: Outcome) -> None:
         settings = self.config.environment

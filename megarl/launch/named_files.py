@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.schema import Config
+from megarl.config.sources import is_procedural
 from megarl.data.model_folder import model_paths
 
 
@@ -31,8 +32,13 @@ def named_files(config: Config) -> list[Named]:
     """Returns those of a recipe: folders of models, of which hub ids and packages have none here, data, and the files
     of its own functions."""
     models = [Named(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
-    data = [] if config.data.is_procedural else [Named("data.source", config.data.source)]
+    sources = [("data.source", config.data.source)]
     functions = [("rewards.functions", entry.function) for entry in config.rewards.functions]
+    for given in config.evaluation.sets:
+        key = f"evaluation.sets: {given.name}"
+        sources += [] if given.source is None else [(f"{key}: source", given.source)]
+        functions += [(f"{key}: functions", entry.function) for entry in given.functions or ()]
+    data = [Named(key, source) for key, source in sources if not is_procedural(source)]
     if config.rewards.judge is not None:
         functions.append(("rewards.judge", config.rewards.judge))
     if config.environment.name is not None:

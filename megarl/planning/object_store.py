@@ -30,7 +30,8 @@ def object_store_mib(config: Config) -> int:
     writes to the disk what finds no room."""
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
-    return FLOOR_MIB + math.ceil(num_samples(config) * sample_bytes(config) / 2**20)
+    at_once = max(num_samples(config), most_evaluated(config))
+    return FLOOR_MIB + math.ceil(at_once * sample_bytes(config) / 2**20)
 
 
 def num_samples(config: Config) -> int:
@@ -40,6 +41,11 @@ def num_samples(config: Config) -> int:
         return batch.prompts_per_step * config.trained_per_prompt
     per_prompt = batch.samples_per_prompt + config.samples_greedily
     return batch.sampling_rounds * batch.prompts_per_step * per_prompt
+
+
+def most_evaluated(config: Config) -> int:
+    """Returns the samples of the largest evaluation set; one without a size is not counted."""
+    return max(((given.size or 0) * given.samples_per_prompt for given in config.evaluation.sets), default=0)
 
 
 def sample_bytes(config: Config) -> float:

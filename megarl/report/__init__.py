@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import yaml
-
-from megarl.core.errors import UserError
-from megarl.report.history import read_history
-from megarl.report.page import Run, render
-from megarl.report.viewer import read_rollouts
+from megarl.report.contents import read_contents
+from megarl.report.page import render
 from megarl.run.folder import RunFolder
 
 
@@ -19,25 +14,7 @@ def write(folder: Path) -> Path:
 
     Raises UserError if `folder` is not a run folder.
     """
-    run_folder = RunFolder(Path(folder))
-    if not (run_folder.metrics.exists() or run_folder.manifest.exists()):
-        raise UserError(f"{folder}: no metrics.jsonl or manifest.json here; give the folder of a run")
-    config_text, manifest_text = _text(run_folder.config), _text(run_folder.manifest)
-    config = yaml.safe_load(config_text) or {}
-    manifest = json.loads(manifest_text or "{}")
-    run = Run(
-        name=manifest.get("name", run_folder.path.resolve().name),
-        subtitle=" · ".join(str(manifest[key]) for key in ("model", "started") if manifest.get(key)),
-        target_steps=config.get("run", {}).get("steps"),
-        config_text=config_text,
-        manifest_text=manifest_text,
-        history=read_history(run_folder.metrics),
-        rollouts=read_rollouts(run_folder.rollout_files()),
-    )
+    page, out = render(read_contents(folder)), RunFolder(Path(folder)).report
     # Decoded text may hold lone surrogates, which UTF-8 cannot carry.
-    run_folder.report.write_text(render(run), encoding="utf-8", errors="replace")
-    return run_folder.report
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    out.write_text(page, encoding="utf-8", errors="replace")
+    return out

@@ -1,23 +1,11 @@
-"use strict";
 // Text from rollouts enters the page through textContent only, so that markup in it stays text.
 const steps = JSON.parse(document.getElementById("rollouts").textContent);
-const [stepSelect, order, text, least, most, previous, next] = ["step", "order", "text", "least", "most", "previous", "next"]
-  .map((id) => document.getElementById(id));
+const CONTROLS = ["step", "order", "view", "colour", "outcome", "stop", "text", "least", "most"];
+const [stepSelect, order, view, colour, outcome, stop, text, least, most] = CONTROLS.map((id) => document.getElementById(id));
+const [previous, next] = ["previous", "next"].map((id) => document.getElementById(id));
 
-function element(tag, className, content) {
-  const node = document.createElement(tag);
-  node.className = className;
-  if (typeof content === "string") node.textContent = content;
-  else node.append(...content);
-  return node;
-}
-
-function asText(value) {
-  return typeof value === "string" ? value : JSON.stringify(value);
-}
-
-function number(value) {
-  return typeof value === "number" ? String(Number(value.toPrecision(4))) : asText(value);
+function stopReason(sample) {
+  return sample.stop_reason || sample.finish_reason || "";
 }
 
 function facts(sample) {
@@ -31,6 +19,7 @@ function facts(sample) {
   if (sample.mean_logprob !== null) add("log-prob " + number(sample.mean_logprob) + " a token");
   if (sample.num_response_tokens !== null) add(sample.num_response_tokens + " tokens");
   if (sample.finish_reason === "length") add("truncated", "cut");
+  if (sample.stop_reason && sample.stop_reason !== "length") add(asText(sample.stop_reason));
   const runs = sample.version || [];
   if (runs.length === 1) add("weights " + runs[0].version);
   if (runs.length > 1) add("weights " + runs.map((run) => run.version + " × " + run.count).join(", "));
@@ -38,10 +27,28 @@ function facts(sample) {
   return element("div", "facts", nodes);
 }
 
-function card(sample) {
-  const column = (title, content) => element("div", "", [element("h3", "", title), element("pre", "", content)]);
-  const texts = element("div", "texts", [column("Prompt", sample.prompt), column("Response", sample.response)]);
-  return element("article", "sample", [facts(sample), texts]);
+function response(sample, scales) {
+  return element("div", "response", responseBlocks(sample, colour.value, scales, view.value === "turns"));
+}
+
+function card(sample, scales) {
+  const prompt = element("div", "", [element("h3", "", "Prompt"), element("pre", "", sample.prompt)]);
+  const answer = element("div", "", [element("h3", "", "Response"), response(sample, scales)]);
+  return element("article", "sample", [facts(sample), element("div", "texts", [prompt, answer])]);
+}
+
+// Returns a row of cards for each prompt, beside each other.
+function groupCards(samples, scales) {
+  const groups = new Map();
+  for (const sample of samples) {
+    const key = sample.prompt_id === null ? sample.prompt : asText(sample.prompt_id);
+    groups.set(key, [...(groups.get(key) || []), sample]);
+  }
+  return [...groups.values()].map((group) => {
+    const cards = group.map((sample) => element("article", "sample", [facts(sample), response(sample, scales)]));
+    const head = element("div", "prompt", [element("h3", "", "Prompt of " + group.length), element("pre", "", group[0].prompt)]);
+    return element("section", "group", [head, element("div", "beside", cards)]);
+  });
 }
 
 function wanted(sample) {
@@ -49,7 +56,11 @@ function wanted(sample) {
   if (bounded && sample.reward === null) return false;
   if (least.value !== "" && sample.reward < Number(least.value)) return false;
   if (most.value !== "" && sample.reward > Number(most.value)) return false;
-  const searched = [sample.prompt, sample.response, asText(sample.answer)].join("\n").toLowerCase();
+  if (outcome.value === "failed" && sample.reward !== null) return false;
+  if (outcome.value === "scored" && sample.reward === null) return false;
+  if (stop.value !== "" && stopReason(sample) !== stop.value) return false;
+  const turns = (sample.turns || []).map((turn) => asText(turn.content === undefined ? "" : turn.content));
+  const searched = [sample.prompt, sample.response, asText(sample.answer), ...turns].join("\n").toLowerCase();
   return searched.includes(text.value.toLowerCase());
 }
 
@@ -63,7 +74,10 @@ function show() {
   const samples = (order.value === "worst" ? worstFirst(step.samples) : step.samples).filter(wanted);
   const all = step.num_samples === step.samples.length ? "" : ", " + step.num_samples + " in the step";
   document.getElementById("count").textContent = samples.length + " of " + step.samples.length + " samples" + all;
-  document.getElementById("samples").replaceChildren(...samples.map(card));
+  const scales = scalesOf(step.samples);
+  const cards = view.value === "groups" ? groupCards(samples, scales) : samples.map((sample) => card(sample, scales));
+  document.getElementById("legend").textContent = legend(colour.value, scales);
+  document.getElementById("samples").replaceChildren(...cards);
   previous.disabled = stepSelect.selectedIndex === 0;
   next.disabled = stepSelect.selectedIndex === steps.length - 1;
 }
@@ -76,7 +90,12 @@ function move(distance) {
 if (steps.length > 0) {
   for (const step of steps) stepSelect.append(element("option", "", "step " + step.step));
   stepSelect.selectedIndex = steps.length - 1;
-  for (const control of [stepSelect, order, text, least, most]) control.addEventListener("input", show);
+  const samples = steps.flatMap((step) => step.samples);
+  for (const reason of [...new Set(samples.map(stopReason))].filter((found) => found).sort()) {
+    stop.append(element("option", "", reason));
+  }
+  colour.disabled = !samples.some((sample) => sample.detail);
+  for (const control of [stepSelect, order, view, colour, outcome, stop, text, least, most]) control.addEventListener("input", show);
   previous.addEventListener("click", () => move(-1));
   next.addEventListener("click", () => move(1));
   document.getElementById("controls").hidden = false;

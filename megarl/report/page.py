@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
 
 import numpy as np
 
+from megarl.report.evaluations import PREFIX, SetSamples, render_evaluations
 from megarl.report.history import History
 from megarl.report.plots import (
     CHARTS,
@@ -32,7 +33,7 @@ LISTED_STEPS = 5  # a note names no more steps or lines than this
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Contents:
     """The contents of a report. `target_steps` is None where the run has no resolved config."""
 
     name: str
@@ -42,20 +43,31 @@ class Run:
     manifest_text: str
     history: History
     rollouts: Rollouts
+    evaluations: list[SetSamples] = field(default_factory=list)
 
 
-def render(run: Run) -> str:
-    """Returns the page. It loads nothing, and no script but its own can run in it."""
-    script = resource("page.js")
+SCRIPTS = ("tokens.js", "page.js")
+
+
+def render(run: Contents, state: str | None = None) -> str:
+    """Returns the page. It loads nothing, and no script but its own can run in it.
+
+    state: of the run, where the page is served live: it then asks its server whether this is still so."""
+    is_live = state is not None
+    script = "".join(map(resource, (*SCRIPTS, "live.js") if is_live else SCRIPTS))
     digest = hashlib.sha256(script.encode()).digest()
     return Template(resource("page.html")).substitute(
         name=escape(run.name),
         subtitle=escape(run.subtitle),
         style=resource("page.css"),
+        state=f' data-state="{escape(state)}"' if is_live else "",
+        connect="connect-src 'self'; " if is_live else "",
+        live='<p class="note" id="live">live</p>\n' if is_live else "",
         notes="".join(f"<li>{escape(note)}</li>" for note in notes(run)),
         summary="".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),
         charts=_charts(run.history),
         other_charts=_other_charts(run.history),
+        evaluations=render_evaluations(run.history, run.evaluations, figure),
         rollout_note=escape(rollout_note(run.rollouts)),
         rollouts=_script_json([asdict(step) for step in run.rollouts.steps]),
         config=escape(run.config_text),
@@ -65,7 +77,7 @@ def render(run: Run) -> str:
     )
 
 
-def summary(run: Run) -> list[tuple[str, str]]:
+def summary(run: Contents) -> list[tuple[str, str]]:
     """Returns (label, value) of the table at the top; "–" for what the run does not have."""
     history = run.history
     reward = history.finite("reward/mean")
@@ -84,7 +96,7 @@ def summary(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def notes(run: Run) -> list[str]:
+def notes(run: Contents) -> list[str]:
     """Returns what a reader must know before reading the charts."""
     history = run.history
     found = []
@@ -138,7 +150,7 @@ def _charts(history: History) -> str:
 
 
 def _other_charts(history: History) -> str:
-    others = sorted(set(history.columns) - charted_metrics())
+    others = sorted(name for name in set(history.columns) - charted_metrics() if not name.startswith(PREFIX))
     charts = [Chart(metric, "", ((metric, metric),)) for metric in others]
     return "".join(figure(chart.title, chart.explanation, draw(chart, history)) for chart in charts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -153,6 +153,34 @@ def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> 
         if chart.log and all((history.finite(metric) > 0).all() for metric, _ in chart.lines):
             axes.set_yscale("log")
         return as_svg(figure, chart.title)
+
+
+def draw_over_each_other(
+    title: str,
+    metric: str,
+    histories: Mapping[str, History],
+    chart: Chart | None = None,
+    size: tuple[float, float] = NARROW,
+) -> str | None:
+    """Draws a metric of several runs, by their names, as an <svg> element; None if none has it. chart: the one that a
+    run's own report shows it in."""
+    present = {name: history for name, history in histories.items() if len(history.finite(metric))}
+    if not present:
+        return None
+    with matplotlib.rc_context(STYLE):
+        every = np.concatenate([history.steps for history in present.values()])
+        figure, axes = _axes(size, (every.min(), every.max()))
+        for name, colour in zip(histories, SERIES, strict=False):
+            if name in present:
+                history = present[name]
+                _draw_line(axes, history.steps, history[metric], (history[metric], history[metric]), name, colour)
+        _legend(axes)
+        if chart is not None and chart.share:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+            axes.set_ylim(-0.02, 1.02)
+        if chart is not None and chart.log and all((h.finite(metric) > 0).all() for h in present.values()):
+            axes.set_yscale("log")
+        return as_svg(figure, title)
 
 
 def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | None:

@@ -26,7 +26,15 @@ FIELDS = (
     "answer",
     "num_response_tokens",
     "advantage",
+    "prompt_id",
+    "rollout_id",
+    "stop_reason",
 )
+MAX_DETAILED = 24  # samples of a step whose tokens are shown one by one
+MAX_TOKENS = 800  # of such a sample, from its first on
+DIGITS = 3
+ARRAYS = {"logprobs": "rollout_logprobs", "differences": "logprob_differences", "advantages": "token_advantages"}
+"""The values of tokens that the page shows, by its names for them, and the rows' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +73,14 @@ def spread(items: Sequence[Any], limit: int) -> list[Any]:
 
 def _read_step(step: int, path: Path) -> StepRollouts:
     records, unreadable = read_objects(path, keep=_shown)
+    detailed = [record for record in records if "detail" in record]
+    for record in detailed[MAX_DETAILED:]:
+        del record["detail"]
     records.sort(key=_reward, reverse=True)
-    return StepRollouts(step, spread(records, MAX_SAMPLES), len(records), len(unreadable))
+    others = [record for record in records if "detail" not in record]
+    chosen = [*detailed[:MAX_DETAILED], *spread(others, MAX_SAMPLES - min(len(detailed), MAX_DETAILED))]
+    chosen.sort(key=_reward, reverse=True)
+    return StepRollouts(step, chosen, len(records), len(unreadable))
 
 
 def _reward(record: Mapping[str, Any]) -> float:
@@ -77,7 +91,36 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the page shows of a sample: of its log-probs, their mean."""
     sample = {field: record.get(field) for field in FIELDS}
     texts = {field: _shorten(str(sample[field])) for field in ("prompt", "response")}
-    return sample | texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
+    sample |= texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
+    turns = record.get("turns") or record.get("messages")
+    if turns:
+        sample["turns"] = [_turn(turn) for turn in turns]
+    if record.get("tokens"):
+        sample["detail"] = _detail(record)
+    return sample
+
+
+def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    shown = {"role": str(message.get("role")), "content": _shorten(content) if isinstance(content, str) else content}
+    return shown | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
+
+
+def _detail(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the first tokens of a sample with what is known of each."""
+    tokens = record["tokens"][:MAX_TOKENS]
+    detail: dict[str, Any] = {"tokens": tokens}
+    if record.get("mask") is not None:
+        is_turn = [1 - number % 2 for number, length in enumerate(record["mask"]) for _ in range(length)]
+        detail["mask"] = is_turn[: len(tokens)]
+    for name, field in ARRAYS.items():
+        if record.get(field):
+            detail[name] = [_rounded(value) for value in record[field][: len(tokens)]]
+    return detail
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:

@@ -22,19 +22,31 @@ if TYPE_CHECKING:
 class SamplingRequest:
     """One completion to sample: the same seed, weights and prompt give the same tokens, in any batch.
 
-    greedy           whether the most likely token is taken each time, whatever rollout's temperature
-    max_new_tokens   None: rollout's
-    group_seed       the same for all completions of a prompt in a step, for what its environment draws
-    stop             texts that end it where they come up, beside rollout.stop; they stay part of it
+    greedy      whether the most likely token is taken each time, whatever rollout's temperature
+    purpose     what it is sampled for: requests for one purpose share keys and values of what they begin with, and for
+                another none, so that what is sampled for training does not depend on what else is
+    stop        texts that end it where they come up, beside rollout.stop; they stay part of it
+    group_seed  the same for all completions of a prompt in a step, for what its environment draws
+
+    The others are rollout's where they are None. top_k: 0 for all tokens; with one of its own, the sample does not say
+    which tokens the engine kept.
     """
 
     sample_id: str
     prompt: Prompt
     seed: int
     greedy: bool = False
+    purpose: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     group_seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.greedy or self.temperature == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,15 @@ class TurnRequest:
     max_new_tokens: int
     seed: int
     greedy: bool = False
+    purpose: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
     stop: tuple[str, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.greedy or self.temperature == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
     checkpoints/step_000020/manifest.json   the driver's state, and size and SHA-256 of every other file
     checkpoints/step_000020/actor/…         what the trainer ranks wrote
     checkpoints/latest                      the name of the newest one
+    checkpoints/best                        the name of that with the best evaluation (evaluation.best)
     checkpoints/.step_000030/               one that is being written, or was when the run was killed
 
 Files are written in the hidden folder and fsynced, then it gets its name, then `latest` is pointed to it, then older
@@ -20,7 +21,7 @@ from megarl.core.checkpoint import NAME, PREFIX, Checkpoint, FileRecord, remove_
 from megarl.core.errors import UserError
 from megarl.core.files import numbered, sync
 
-POINTER = "latest"
+POINTER, BEST = "latest", "best"
 
 
 class Checkpoints:
@@ -38,7 +39,14 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Returns the checkpoint that `latest` names; None before the first one."""
-        pointer = self.path / POINTER
+        return self._pointed_to(POINTER)
+
+    def best(self) -> Path | None:
+        """Returns the checkpoint that `best` names; None before there is one."""
+        return self._pointed_to(BEST)
+
+    def _pointed_to(self, name: str) -> Path | None:
+        pointer = self.path / name
         return self.path / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
@@ -80,17 +88,26 @@ class Checkpoints:
         self.point_to(final)
         return Checkpoint.open(final)
 
-    def point_to(self, checkpoint: Path) -> None:
-        new = self.path / f".{POINTER}"
+    def point_to(self, checkpoint: Path, pointer: str = POINTER) -> None:
+        new = self.path / f".{pointer}"
         write_synced(new, f"{checkpoint.name}\n")
-        new.replace(self.path / POINTER)
+        new.replace(self.path / pointer)
         sync(self.path)
 
+    def point_to_best(self, step: int | None) -> None:
+        """Points `best` to the checkpoint of this step; None: to none."""
+        if step is None:
+            (self.path / BEST).unlink(missing_ok=True)
+        elif self._named(step) != self.best():
+            self.point_to(self._named(step), BEST)
+
     def keep(self, number: int) -> None:
-        """Removes all but the newest `number` checkpoints; never the one that is pointed to, nor a later one."""
+        """Removes all but the newest `number` checkpoints; never one that is pointed to, nor one later than `latest`.
+        That which `best` names is kept beside the newest."""
         steps = [step for step in self.steps() if self._named(step) != self.latest()]
         for step in steps[: max(0, len(steps) + 1 - number)]:
-            self._remove(self._named(step))
+            if self._named(step) != self.best():
+                self._remove(self._named(step))
 
     def go_back_to(self, step: int) -> None:
         """Points to the checkpoint of `step`, and removes those after it."""

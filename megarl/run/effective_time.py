@@ -57,7 +57,8 @@ def _lasted_s(run: Path) -> float:
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
     whole = [line for line in lines if line.endswith("\n")]  # the last one is torn where the driver was killed
-    return sum(json.loads(line)["time/step"] for line in whole)
+    # The line of an evaluation before the first step has no such time.
+    return sum(json.loads(line).get("time/step", 0.0) for line in whole)
 
 
 def allocated_s(run: Path, now: float) -> float:

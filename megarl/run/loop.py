@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ from megarl.cluster.nodes.meeting import Meeting
 from megarl.cluster.placement import Placement
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
+from megarl.cluster.trace import Trace
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
+from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.planning.checkpoint_size import checkpoint_bytes
@@ -32,14 +35,19 @@ from megarl.run.model_paths import note_given_paths
 from megarl.run.resume import ResumePoint, RunState, start
 from megarl.run.saver import Saver
 from megarl.run.summary import print_run_summary
+from megarl.run.trackers.tracker import Tracker, open_trackers
 
 LOCK_S = 180.0
 """The time that an attempt of a job waits for the lock of the one before, whose node may be lost."""
 
 NONE_GIVEN: Mapping[str, str] = {}
+NO_SETS: Mapping[str, PromptSet] = {}
 
 Step = Callable[[], dict[str, float]]
 """A function that does one step, whose number is state.step, and returns its metrics."""
+
+Evaluate = Callable[[], dict[str, float]]
+"""A function that evaluates what is due after state.step, and returns the metrics."""
 
 
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
@@ -55,33 +63,47 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The loop of a run. resume_point: the point where the run begins, whose state moves on with the steps."""
+    """The loop of a run.
+
+    resume_point   the point where the run begins, whose state moves on with the steps
+    evaluation     the prompts of each evaluation set, by its name
+    """
 
     config: Config
     data: PromptSet | OfflineData
     resume_point: ResumePoint
     saver: Saver
     placement: Placement
+    evaluation: Mapping[str, PromptSet]
 
     @classmethod
     @contextmanager
     def prepare(
-        cls, config: Config, models: ModelFolders, data: PromptSet | OfflineData, given: Mapping[str, str] = NONE_GIVEN
+        cls,
+        config: Config,
+        models: ModelFolders,
+        data: PromptSet | OfflineData,
+        given: Mapping[str, str] = NONE_GIVEN,
+        evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[Loop]:
         """Locks and opens the run's folder and prints the run's summary, before any process is started; at an early end
         prints how to go on. Raises UserError for a folder in use, for a `resume` that is no checkpoint, and for a disk
         without room for the next checkpoint.
 
-        given: the paths of models as the user gave them, by key, where they may not be the config's."""
+        given        the paths of models as the user gave them, by key, where they may not be the config's
+        evaluation   the prompts of the evaluation sets, by name
+        """
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):
             identities = note_given_paths(models.identify(), config, given)
             resume_point = start(config, data, num_bytes, identities)
-            saver = Saver(resume_point.folder.checkpoints, config, num_bytes, data.data_hash, identities)
+            folder, best = resume_point.folder, config.evaluation.best.metric
+            evaluated = {} if best is None else folder.values_of(best)
+            saver = Saver(folder.checkpoints, config, num_bytes, data.data_hash, identities, evaluated)
             print_run_summary(config, resume_point, models.actor, data, placement.describe())
             with early_end(resume_point.folder):
-                yield cls(config, data, resume_point, saver, placement)
+                yield cls(config, data, resume_point, saver, placement, evaluation)
 
     @property
     def state(self) -> RunState:
@@ -91,20 +113,32 @@ class Loop:
     def folder(self) -> RunFolder:
         return self.resume_point.folder
 
+    def stopwatch(self) -> Stopwatch:
+        """Returns the clock of a step that begins, whose phases are in the run's trace."""
+        return Stopwatch(Trace(self.folder.logs).record)
+
     def take(self, n: int) -> list[Any]:
         """Returns the next n rows of the data."""
         return [self.data[i] for i in self.state.cursor.take(n)]
 
-    def run(self, trained: TrainedModels, step: Step) -> None:
-        """Does all steps up to run.steps. trained: the models that checkpoints hold, with their weights loaded.
+    def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict) -> None:
+        """Does all steps up to run.steps, and evaluates before the first and after each what is due then.
+
+        trained: the models that checkpoints hold, with their weights loaded.
 
         Told to end by a signal, it finishes the checkpoint whose state is in host memory; with checkpoint.on_signal it
         saves one at the end of the step under way. Both are tried for checkpoint.grace_s seconds."""
         saver, settings, done = self.saver, self.config.checkpoint, self.state.step
         saver.keep()  # a run that was killed may not have removed the oldest
-        with MemorySampler() as memory, interrupts.grace(settings.grace_s, settings.on_signal):
+        if self.state.step == 0 and (metrics := evaluate()):
+            JsonlSink(self.folder.metrics).write(0, metrics)
+        with (
+            MemorySampler() as memory,
+            open_trackers(self.config, self.folder, done) as trackers,
+            interrupts.grace(settings.grace_s, settings.on_signal),
+        ):
             try:
-                for number in self._steps(trained, step, memory):
+                for number in self._steps(trained, step, evaluate, memory, trackers):
                     done = number
                     self._end_if_told(trained)
                     saver.commit()  # after the step's metrics: a run that goes on from here has them
@@ -120,20 +154,29 @@ class Loop:
                 saver.finish_after_interrupt(done, left_s=lambda: interrupts.left_s)
                 raise
 
-    def _steps(self, trained: TrainedModels, step: Step, memory: MemorySampler) -> Iterator[int]:
-        """Yields the number of each step when its metrics are written."""
+    def _steps(
+        self, trained: TrainedModels, step: Step, evaluate: Evaluate, memory: MemorySampler, trackers: Sequence[Tracker]
+    ) -> Iterator[int]:
+        """Yields the number of each step when its metrics are written, those of its evaluation among them."""
         state, effective_share = self.state, EffectiveShare(self.folder.path)
-        sinks = (JsonlSink(self.folder.metrics), ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline))
+        trace = Trace(self.folder.logs)
+        console = ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline)
+        sinks = (JsonlSink(self.folder.metrics), console, *trackers)
         while state.step < self.config.run.steps:
             state.step += 1
-            metrics = step() | {"data/dropped_rows": self.data.num_dropped}
+            begin = time.time()
+            metrics = step() | {"data/dropped_rows": self.data.num_dropped} | evaluate()
             others = Meeting(self.folder.nodes).reports() if self.config.cluster.nodes > 1 else []
             peaks = [memory.peak_gb(), *(node.peak_gb for node in others)]
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = map(max, zip(*peaks, strict=True))
             metrics |= effective_share.metrics(metrics)
+            self.saver.note(state.step, metrics)
+            stepped = time.time()
             metrics |= self.saver.save(trained, state.step, state.dump())
+            trace.record("save", stepped, time.time())
             for sink in sinks:
                 sink.write(state.step, metrics)
+            trace.record(f"step {state.step}", begin, time.time())
             yield state.step
 
     def _end_if_told(self, trained: TrainedModels) -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from megarl.cluster.machine import (
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.cluster.network import own_address
+from megarl.config.evaluation import config_of_set
+from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.explain import explain
 from megarl.config.schema import Config
 from megarl.core import device
@@ -43,17 +45,23 @@ from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
 from megarl.run.model_paths import find_model_paths
 from megarl.run.resume import find_checkpoint
+from megarl.run.trackers.tracker import check_trackers
 
 SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The things that a run starts from. trial: of its reward functions; None if it has none."""
+    """The things that a run starts from.
+
+    trial        of its reward functions; None if it has none
+    evaluation   the prompts of each evaluation set, by its name
+    """
 
     models: ModelFolders
     data: PromptSet | OfflineData
     trial: Trial | None
+    evaluation: Mapping[str, PromptSet] = field(default_factory=dict)
 
 
 def preflight(config: Config) -> Preflight:
@@ -65,6 +73,7 @@ def preflight(config: Config) -> Preflight:
         attempt(place_here, config)
         if config.cluster.nodes > 1:
             attempt(own_address, config.cluster.interface)
+        attempt(check_trackers, config)
         folder = attempt(_find_folder, config)
         models = attempt(_find_models, config)
         pool = attempt(_function_pool, config)
@@ -75,9 +84,37 @@ def preflight(config: Config) -> Preflight:
             if data is not None and folder is not None:
                 attempt(_check_resume_and_disk, config, models, data)
             trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
+        evaluation = None if models is None else attempt(load_evaluation_sets, config, models.actor)
     if trial is not None and trial.failure is not None:
         print(f"megarl: warning: {trial.failure}, whose response is the row's answer", file=sys.stderr, flush=True)
-    return Preflight(models, data, trial)
+    return Preflight(models, data, trial, evaluation)
+
+
+def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, PromptSet]:
+    """Returns the prompts of each evaluation set, by its name. Raises UserError with a line for each thing that is
+    wrong."""
+    with _all_errors() as attempt:
+        return {
+            given.name: attempt(_load_evaluation_set, config, given, model_folder) for given in config.evaluation.sets
+        }
+
+
+def _load_evaluation_set(config: Config, given: EvaluationSet, model_folder: Path) -> PromptSet:
+    """Returns the prompts of an evaluation set, with the columns that its functions ask for, which are tried on the
+    first of them. Raises UserError that names the set."""
+    of_set = config_of_set(config, given)
+    try:
+        with closing(function_pool(of_set, 1)) as pool:
+            prompts = load_prompts(of_set, model_folder, pool.columns)
+            trial = try_rewards(of_set, pool, prompts[0])
+    except UserError as error:
+        raise UserError(
+            "\n".join(f"evaluation.sets: {given.name}: {line}" for line in str(error).splitlines())
+        ) from None
+    if trial.failure is not None:
+        reason = f"evaluation.sets: {given.name}: {trial.failure}, whose response is the row's answer"
+        print(f"megarl: warning: {reason}", file=sys.stderr, flush=True)
+    return prompts
 
 
 @contextmanager
@@ -158,7 +195,7 @@ def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet
     if config.checkpoint.may_be_saved:
         checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep
         size = checkpoint_bytes(config, models.trained(config))
-        checkpoints.require_space(size, keep, max(0, keep + 1 - _num_there(config, checkpoints)))
+        checkpoints.require_space(size, keep, max(0, config.most_checkpoints + 1 - _num_there(config, checkpoints)))
 
 
 def _num_there(config: Config, checkpoints: Checkpoints) -> int:
@@ -176,12 +213,15 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if found.trial is not None:
         said = ", ".join(f"{name} gives {value:g}" for name, value in found.trial.parts.items())
         rows["rewards"] = f"{said or 'nothing'} for the first row's answer"
+    if found.evaluation:
+        sizes = (f"{name} of {len(prompts):,} prompts" for name, prompts in found.evaluation.items())
+        rows["evaluation"] = ", ".join(sizes)
     if not device.on_cuda():
         needed = sum(host_parts(config, found.models).values())
         rows["memory"] = f"at least {needed / 1e9:.2f} GB, for weights, gradients and optimizers"
     if config.checkpoint.may_be_saved:
         size = checkpoint_bytes(config, found.models.trained(config))
-        rows["disk"] = f"{config.checkpoint.keep} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
+        rows["disk"] = f"{config.most_checkpoints} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
     if config.cluster.roles.given:
         places = "are on the devices of cluster.roles"
     else:

@@ -74,9 +74,9 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
             checkpoint.verify(checkpoint.files)  # later ones, which may be the only good ones, are removed
         checkpoints.sweep()
     if config.checkpoint.may_be_saved:
-        keep = config.checkpoint.keep
+        keep, most = config.checkpoint.keep, config.most_checkpoints
         # Checkpoints that exist already are counted in, even more than `keep`: the oldest are removed for the next.
-        checkpoints.require_space(num_bytes, keep, number=max(0, keep + 1 - (len(checkpoints) if goes_on else 0)))
+        checkpoints.require_space(num_bytes, keep, number=max(0, most + 1 - (len(checkpoints) if goes_on else 0)))
     if goes_on:
         # The order matters: a run that is killed in between is one that was killed before it went on, and later
         # checkpoints are removed when the folder is ready for others.

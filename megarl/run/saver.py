@@ -26,8 +26,19 @@ class Saver:
     """Saves every checkpoint.every_steps steps and after the last one, and where it is asked to. At most one save is
     under way."""
 
-    def __init__(self, folder: Path, config: Config, num_bytes: int, data_hash: str, models: Models):
-        """num_bytes: the size of one checkpoint."""
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        num_bytes: int,
+        data_hash: str,
+        models: Models,
+        evaluated: Mapping[int, float] | None = None,
+    ):
+        """num_bytes   the size of one checkpoint
+        evaluated   the values of evaluation.best.metric so far, by the step of their evaluation
+        """
+        self._evaluated = dict(evaluated or {})
         self._config, self._num_bytes = config, num_bytes
         self._checkpoints = Checkpoints(folder)
         self._fixed = {"config": config.model_dump(), "data_hash": data_hash, "models": models}
@@ -55,6 +66,12 @@ class Saver:
             print(f"checkpoint: copied after step {step}, and written to {folder.parent}", flush=True)
         metrics, self._metrics = self._metrics, {}
         return metrics
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes note of the value of an evaluation by which its checkpoint may be the best."""
+        name = self._config.evaluation.best.metric
+        if name is not None and name in metrics:
+            self._evaluated[step] = metrics[name]
 
     def commit(self) -> None:
         """Completes the checkpoint if its files are written; without checkpoint.background it waits for that."""
@@ -98,7 +115,11 @@ class Saver:
         print(f"checkpoint: {checkpoint.path} is complete, {size} in {seconds:.1f} s", flush=True)
 
     def keep(self) -> None:
-        """Removes the oldest checkpoints beyond checkpoint.keep."""
+        """Removes the oldest checkpoints beyond checkpoint.keep, but for that of the best evaluation; of equally good
+        ones, of the first."""
+        sign = 1 if self._config.evaluation.best.mode == "max" else -1
+        judged = [step for step in self._checkpoints.steps() if step in self._evaluated]
+        self._checkpoints.point_to_best(max(judged, key=lambda step: sign * self._evaluated[step], default=None))
         self._checkpoints.keep(self._config.checkpoint.keep)
 
     def _has(self, step: int) -> bool:

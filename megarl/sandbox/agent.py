@@ -54,9 +54,12 @@ class Kept:
 class Agent:
     """The state of the agent: where programs run, and with which environment."""
 
-    def __init__(self, folder, path, counts_own):
-        """counts_own: whether the kernel counts the processes of this sandbox apart from the user's others."""
-        self.folder, self.counts_own = folder, counts_own
+    def __init__(self, folder, path, counts_own=False, removes_folder=False):
+        """
+        counts_own       whether the kernel counts the processes of this sandbox apart from the user's others
+        removes_folder   whether the folder has to be removed in the end
+        """
+        self.folder, self.counts_own, self.removes_folder = folder, counts_own, removes_folder
         self.is_first = os.getpid() == 1
         self.environment = {
             **dict(PATH=path, HOME=folder, TMPDIR=folder, LANG="C.UTF-8", USER="sandbox", LOGNAME="sandbox"),
@@ -311,10 +314,10 @@ def leave(agent):
     """Ends the sandbox. The kernel ends what is left in it, with its first process."""
     if not agent.is_first:
         agent.end_all()
-        if agent.own_folder:
+        if agent.removes_folder:
             import shutil
 
-            shutil.rmtree(agent.own_folder, ignore_errors=True)
+            shutil.rmtree(agent.folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -337,24 +340,18 @@ def answer(fields):
 LIMITS = ("wall_ms", "cpu_s", "memory_mib", "processes", "file_mib", "output_bytes")
 
 
-def main(folder, path, counts_own):
+def main(folder, path, *options):
     """Serves until stdin ends.
 
-    folder       where programs run and their files are; empty: a new one, which is removed in the end
-    path         where programs are looked for
-    counts_own   1 or 0, see Agent
+    folder    where programs run and their files are
+    path      where programs are looked for
+    options   counts_own, removes_folder: see Agent
     """
-    own_folder = None
-    if not folder:
-        import tempfile
-
-        folder = own_folder = tempfile.mkdtemp(prefix="megarl-sandbox-")
     libc = ctypes.CDLL(None)
     for option, value in ((PR_SET_DUMPABLE, 0), (PR_SET_CHILD_SUBREAPER, 1), (PR_SET_NO_NEW_PRIVS, 1)):
         libc.prctl(option, value, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    agent = Agent(folder, path, counts_own == "1")
-    agent.own_folder = own_folder
+    agent = Agent(folder, path, **dict.fromkeys(options, True))
     answer([b"ready"])
     while True:
         kind, *fields = read_message(agent)

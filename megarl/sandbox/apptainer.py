@@ -35,6 +35,6 @@ class Apptainer(Provider):
             *("--containall", "--cleanenv", "--no-eval", "--no-init", "--no-privs"),
             *("--net", "--network", "none", "--no-mount", "home,hostfs,bind-paths,cwd", "--pwd", FOLDER),
         ]
-        agent = ["python3", "-I", "-S", "-c", AGENT, FOLDER, SYSTEM_PATH, "0"]
+        agent = ["python3", "-I", "-S", "-c", AGENT, FOLDER, SYSTEM_PATH]
         environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         return Command([apptainer, "exec", *isolation, image, *agent], environment)

@@ -52,7 +52,7 @@ class Bubblewrap(Provider):
         path = f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}"
         prefix = _other_user(bubblewrap) if self.drops_root else []
         arguments = [*prefix, bubblewrap, *_isolation(self.limits), *seccomp, "--", *OWN_AGENT]
-        arguments += [FOLDER, path, _counts_own()]
+        arguments += [FOLDER, path, *(["counts_own"] if _counts_own() else [])]
         return Command(arguments, files=files)
 
 
@@ -127,7 +127,7 @@ def _between(way: Path, folder: Path) -> Iterator[Path]:
     yield from (inner for inner in reversed(folder.parents) if way in inner.parents)
 
 
-def _counts_own() -> str:
-    """Returns 1 if the kernel counts the processes of a user namespace by themselves, otherwise 0."""
+def _counts_own() -> bool:
+    """Returns whether the kernel counts the processes of a user namespace by themselves."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
-    return "1" if version is not None and (int(version[1]), int(version[2])) >= (5, 14) else "0"
+    return version is not None and (int(version[1]), int(version[2])) >= (5, 14)

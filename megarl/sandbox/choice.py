@@ -31,7 +31,8 @@ async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None)
             return provider
         except SandboxError as error:
             reasons.append(f"{provider.name}: {error}")
-    asked = f"sandbox.provider={limits.provider}: programs cannot be isolated here ({'; '.join(reasons)})"
+    why = "; ".join(dict.fromkeys(reasons))
+    asked = f"sandbox.provider={limits.provider}: programs cannot be isolated here ({why})"
     if limits.unsafe == "refuse":
         raise UserError(f"{asked}; {INSTALL}")
     provider = Unsafe(limits, deadline_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,11 +41,13 @@ class Command:
     arguments     its agent's standard input and output are this command's
     environment   of the command, not of programs
     files         open files that it reads; they are closed when it has them
+    folder        a folder that is removed in the end; the agent does so, too, if this process no longer can
     """
 
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[int] = ()
+    folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,9 @@ class Sandbox:
     async def start(self) -> Self:
         """Returns when the sandbox is up. Raises SandboxError with what its command says, if it does not come up."""
         ours, theirs = socket.socketpair()
-        self._errors, errors = os.pipe()
-        os.set_blocking(self._errors, False)
+        said, errors = os.pipe()
+        os.set_blocking(said, False)
+        self._errors = open(said, "rb", buffering=0)  # noqa: SIM115 - closed at the end, or with this object
         try:
             self._process = subprocess.Popen(
                 self._command.arguments,
@@ -100,7 +104,7 @@ class Sandbox:
             )
         except OSError as error:
             ours.close()
-            os.close(self._errors)
+            self._errors.close()
             raise SandboxError(f"{self._command.arguments[0]} cannot be started: {error}") from None
         finally:
             theirs.close()
@@ -196,9 +200,9 @@ class Sandbox:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._writer.transport.abort()
-            if self._errors is not None:
-                os.close(self._errors)
-                self._errors = None
+            if self._command.folder is not None:
+                shutil.rmtree(self._command.folder, ignore_errors=True)
+            self._errors.close()
 
     async def _ask(self, request: list[bytes] | None, timeout_s: float) -> list[bytes]:
         """Sends a request, if there is one, and returns the answer."""
@@ -227,12 +231,9 @@ class Sandbox:
 
     def _said(self) -> str:
         """Returns what the sandbox's command has written of its failure."""
-        if self._errors is None:
-            return ""
-        with suppress(BlockingIOError):
-            lines = os.read(self._errors, ERROR_BYTES).decode(errors="replace").split("\n")
-            return f": {'; '.join(line.strip() for line in lines[-4:] if line.strip())}"
-        return ""
+        lines = (self._errors.read(ERROR_BYTES) or b"").decode(errors="replace").split("\n")
+        text = "; ".join(line.strip() for line in lines[-4:] if line.strip())
+        return f": {text}" if text else ""
 
 
 def _joined(fields: Sequence[Any]) -> tuple[bytes, bool]:

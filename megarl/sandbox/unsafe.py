@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 
 from megarl.sandbox.provider import OWN_AGENT, SYSTEM_PATH, Provider
 from megarl.sandbox.sandbox import Command
@@ -17,4 +18,6 @@ class Unsafe(Provider):
     name = "unsafe"
 
     def command(self) -> Command:
-        return Command([*OWN_AGENT, "", f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}", "0"])
+        folder = tempfile.mkdtemp(prefix="megarl-sandbox-")
+        path = f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}"
+        return Command([*OWN_AGENT, folder, path, "removes_folder"], folder=folder)

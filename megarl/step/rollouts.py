@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 
 from megarl.cluster.groups.engines import RemoteSample
-from megarl.cluster.pending import Pending
+from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import Scores
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
@@ -85,9 +85,9 @@ def sample_groups(workers: Workers, asked: Sequence[Sequence[SamplingRequest]]) 
 
 def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
     """Submits writing the advantages of the samples that the step has trained on into its file of rollouts. They are
-    scalars, one a sample: the ranks return means over a sample's tokens."""
-    taken = workers.actor.take_advantages()
-    return taken.then(lambda found: workers.rewards.write_advantages(rollouts, found) if found else None)
+    scalars, one a sample: the ranks return means over a sample's tokens, and of a few samples each token's."""
+    taken = join([workers.actor.take_advantages(), workers.actor.take_token_details()])
+    return taken.then(lambda found: workers.rewards.write_advantages(rollouts, *found) if found[0] else None)
 
 
 def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:

@@ -199,7 +199,8 @@ class Run:
     def metrics(self) -> list[dict]:
         """The metrics of the steps that are done."""
         file = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [line for line in lines if line["step"] > 0]  # without an evaluation before the first
 
     def wait_for_step(self, number: int) -> None:
         self.wait_until(lambda: len(self.metrics) >= number)

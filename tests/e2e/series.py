@@ -26,6 +26,7 @@ from megarl.config.schema import Config
 from megarl.data.offline import load_offline_data
 from megarl.data.prompts import load_prompts
 from megarl.run.loop import Loop
+from megarl.run.preflight import load_evaluation_sets
 from tests.paths import ROOT
 
 DONE = "done\n"
@@ -86,7 +87,8 @@ class Stage:
     def run(self, config: Config) -> None:
         models = find_models(config)
         load_data = load_offline_data if config.is_offline else load_prompts
-        with Loop.prepare(config, models, load_data(config, models.actor)) as loop:
+        sets = load_evaluation_sets(config, models.actor)
+        with Loop.prepare(config, models, load_data(config, models.actor), evaluation=sets) as loop:
             self._session.logs = loop.folder.logs.resolve()
             self._session.trace = Trace(self._session.logs)
             if config.is_offline:

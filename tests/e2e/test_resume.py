@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 STEPS = 8
 """The number of steps, of 4 prompts each from 8: an epoch ends with every second step."""
 
+DIGITS = Path(__file__).with_name("digits.py")
 REWARD = """
 from pathlib import Path
 import time
@@ -41,6 +42,12 @@ def digit_share(prompt, response, answer):
     calls += response != answer
     return sum(c.isdigit() for c in response) / max(1, len(response))
 """
+EVALUATION = (
+    f"evaluation.sets=[{{name: a, size: 3, functions: [{{function: {DIGITS}:digit_share}}]}}]",
+    "evaluation.every_steps=2",
+    "evaluation.best.metric=evaluation/a/avg@1",
+)
+"""The keys of the runs that are interrupted: the other one does not evaluate, and trains as they do."""
 MEASURED = ("time/", "memory/", "throughput/", "checkpoint/")
 """Metrics that no two runs share."""
 
@@ -127,34 +134,47 @@ def uninterrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> P
 def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resumed")
     at_once = "checkpoint.background=false"
-    with recipe.run(folder, 0, "checkpoint.on_signal=true", "checkpoint.grace_s=100") as run:
+    with recipe.run(folder, 0, *EVALUATION, "checkpoint.on_signal=true", "checkpoint.grace_s=100") as run:
         run.wait_until_held(recipe.folder)
         check_end(run, lambda: recipe.tell_in_a_step(run), 130, INTERRUPTED)  # within an epoch
     check_saved(run, step=1)
-    with recipe.run(folder, 6) as run:  # at a random moment of steps that do little but save
+    with recipe.run(folder, 6, *EVALUATION) as run:  # at a random moment of steps that do little but save
         run.wait_until(lambda: latest(folder) > 4)
         time.sleep(random.uniform(0, 1))
         kill(run)
     assert_loadable(folder)
     reached = latest(folder)
     assert 5 <= reached <= 7
-    with recipe.run(folder, STEPS - reached, at_once) as run:
+    with recipe.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
         run.wait_until(lambda: latest(folder) == STEPS)
         assert f"goes on after step {reached}, " in run.output
         kill(run)  # after the last step, which this run took for one of many
-    run = recipe.finish(folder)
+    run = recipe.finish(folder, *EVALUATION)
     assert f"goes on after step {STEPS}, " in run.output
     return folder / "tiny"
 
 
-def metrics(run: Path) -> list[dict[str, float]]:
+def metrics(run: Path, left_out: tuple[str, ...] = (*MEASURED, "evaluation/")) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+    return [{name: value for name, value in line.items() if not name.startswith(left_out)} for line in lines]
 
 
 def test_metrics_are_the_same(uninterrupted: Path, resumed: Path) -> None:
-    assert [line["step"] for line in metrics(resumed)] == list(range(1, STEPS + 1))
-    assert metrics(resumed) == metrics(uninterrupted)
+    assert [line["step"] for line in metrics(resumed)] == list(range(STEPS + 1))
+    assert metrics(resumed)[0] == {"step": 0}, "an evaluation"
+    assert metrics(resumed)[1:] == metrics(uninterrupted)
+
+
+def test_every_evaluation_is_there_once(resumed: Path) -> None:
+    values = {
+        line["step"]: line["evaluation/a/avg@1"]
+        for line in metrics(resumed, MEASURED)
+        if len(line) > 1 and "evaluation/a/avg@1" in line
+    }
+    assert list(values) == [0, 2, 4, 6, 8]
+    for step, value in values.items():
+        rows = (resumed / f"evaluations/a/step_{step:06d}.jsonl").read_text().splitlines()
+        assert sum(json.loads(row)["reward"] for row in rows) / 3 == pytest.approx(value)
 
 
 def test_samples_are_the_same(uninterrupted: Path, resumed: Path) -> None:
@@ -176,8 +196,11 @@ def test_weights_and_optimizer_are_the_same(uninterrupted: Path, resumed: Path) 
 def test_the_folder_shows_what_happened(uninterrupted: Path, resumed: Path) -> None:
     assert [path.name for path in resumed.parent.glob("tiny*")] == ["tiny"]
     assert sorted(path.name for path in (resumed / "logs").iterdir()) == [f"attempt_{n}" for n in range(1, 5)]
-    kept = sorted(path.name for path in (resumed / "checkpoints").iterdir())
-    assert kept == ["latest", f"step_{STEPS - 1:06d}", f"step_{STEPS:06d}"]
+    names = {path.name for path in (resumed / "checkpoints").iterdir()}
+    values = {line["step"]: line.get("evaluation/a/avg@1", -1.0) for line in metrics(resumed, MEASURED)[1:]}
+    best = f"step_{max(values, key=values.get):06d}"
+    assert (resumed / "checkpoints" / "best").read_text() == f"{best}\n"
+    assert names == {"latest", "best", best, f"step_{STEPS - 1:06d}", f"step_{STEPS:06d}"}
 
 
 def test_a_finished_run_says_so_and_starts_nothing(recipe: Recipe, resumed: Path) -> None:

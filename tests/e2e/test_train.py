@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.cluster.trace import read_trace
+from megarl.cluster.trace import DRIVER, read_trace
 from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
 from tests.e2e.series import Series
 from tests.e2e.test_conversion import assert_log_probs_are_of, sampled
@@ -28,6 +28,10 @@ TURNS = (OFFLOAD, "rollout.sleep=true")
 REWARD = Path(__file__).with_name("digits.py")
 ROUNDS = ("batch.sampling_rounds=2", f"rewards.functions=[{{function: '{REWARD}:digit_share_of_even_sums'}}]")
 """Half of the prompts tell nothing: others are sampled in their place."""
+EVALUATION = (
+    "evaluation.sets=[{name: greedy, size: 6}, {name: sampled, size: 5, samples_per_prompt: 4, temperature: 0.8, "
+    "top_k: 20, max_new_tokens: 5, success_above: 0.7, every_steps: 5}]"
+)
 METRICS = {
     *("step", "reward/mean", "reward/std", "response/length_mean", "policy/entropy", "policy/grad_norm"),
     *("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "time/rollout", "time/train", "time/refit"),
@@ -84,15 +88,40 @@ def turns_of(run: Path) -> list[str]:
     return turns[turns.index("refit") :]
 
 
-def metrics_of(run: Path) -> list[dict]:
+def lines_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def metrics_of(run: Path) -> list[dict]:
+    """Returns the metrics of the steps, without those of an evaluation before the first."""
+    return [line for line in lines_of(run) if line["step"] > 0]
 
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("learned")
     model = write_tiny_llama(folder / "model", num_kv_heads=2)
-    return train(folder, model, "run.steps=20", "actor.layout.pp=2")
+    profile = "run.profile={steps: [2], ranks: [1]}"
+    return train(folder, model, "run.steps=20", "actor.layout.pp=2", profile, "run.token_samples=1", EVALUATION)
+
+
+def test_a_run_can_be_watched(learned):
+    """Driver's phases in the trace, a profile of the rank asked for, and a group whose tokens are listed."""
+    phases = [span for span in read_trace(learned / "logs/attempt_1") if span.process == DRIVER]
+    for number in (1, 20):
+        [step] = [span for span in phases if span.task == f"step {number}"]
+        inside = {span.task for span in phases if step.begin <= span.begin and span.end <= step.end} - {step.task}
+        assert inside == {"rollout", "reward", "train", "refit", "save"}
+    assert [file.name for file in (learned / "profiles").rglob("*.gz")] == ["actor-1.json.gz"]
+    rows = [json.loads(line) for line in (learned / "rollouts/step_000002.jsonl").read_text().splitlines()]
+    detailed = [row for row in rows if "tokens" in row]
+    assert len({row["prompt_id"] for row in detailed}) == 1 and len(detailed) < len(rows)
+    for row in detailed:
+        length = row["num_response_tokens"]
+        assert {len(row[name]) for name in ("tokens", "token_advantages", "logprob_differences")} == {length}
+        assert max(map(abs, row["logprob_differences"])) < 1e-3
+        special = [text for text in row["tokens"] if len(text) > 2 and text[0] == "<" and "filler" not in text]
+        assert row["response"] == "".join(text for text in row["tokens"] if text not in special)
 
 
 def test_reward_rises(learned):
@@ -141,6 +170,59 @@ def test_exported_model_answers_as_the_engine_did(learned):
     assert sum(character.isdigit() for character in text) >= 0.5 * len(text) > 0
 
 
+def test_sets_are_evaluated_at_both_ends_and_at_their_intervals(learned):
+    names = {"greedy": ["avg@1"], "sampled": ["avg@4", "pass@4", "pass^4", "pass@4_low", "pass@4_high"]}
+    for name, estimates in names.items():
+        evaluated = [line for line in lines_of(learned) if f"evaluation/{name}/length_mean" in line]
+        expected = [0, 20] if name == "greedy" else [0, 5, 10, 15, 20]
+        assert [line["step"] for line in evaluated] == [line["evaluation/version"] for line in evaluated] == expected
+        for line in evaluated:
+            assert line[f"evaluation/{name}/failed_share"] == 0 and line["time/evaluation"] > 0
+            assert all(0 <= line[f"evaluation/{name}/{estimate}"] <= 1 for estimate in estimates)
+            rows = evaluation_rows(learned, name, line["step"])
+            assert {run["version"] for row in rows for run in row["version"]} == {line["step"]}
+            assert max(row["num_response_tokens"] for row in rows) == (8 if name == "greedy" else 5)
+            assert fmean(row["reward"] for row in rows) == pytest.approx(line[f"evaluation/{name}/{estimates[0]}"])
+        assert evaluated[-1][f"evaluation/{name}/{estimates[0]}"] > evaluated[0][f"evaluation/{name}/{estimates[0]}"]
+    report = (learned / "report.html").read_text()
+    assert "Evaluation: sampled" in report
+
+
+def evaluation_rows(run: Path, name: str, step: int) -> list[dict]:
+    return [json.loads(line) for line in (run / f"evaluations/{name}/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def test_a_greedy_evaluation_says_what_transformers_does(learned):
+    tokenizer = AutoTokenizer.from_pretrained(learned / "model")
+    model = AutoModelForCausalLM.from_pretrained(learned / "model", dtype=torch.float32)
+    rows = evaluation_rows(learned, "greedy", 20)
+    assert len(rows) == 6
+    for row in rows:
+        ids = tokenizer(row["prompt"], add_special_tokens=False, return_tensors="pt")["input_ids"]
+        out = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        assert tokenizer.decode(out, skip_special_tokens=True) == row["response"]
+
+
+def test_evaluating_the_exported_model_gives_what_the_run_ended_with(learned, tmp_path):
+    recipe, out = learned.parents[1] / "recipe.yaml", tmp_path / "out"
+    command = [sys.executable, "-m", "megarl.cli", "evaluate", str(learned / "model"), str(recipe), EVALUATION]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    last, sets = lines_of(learned)[-1], json.loads((out / "results.json").read_text())["sets"]
+    for name, found in sets.items():
+        for estimate, value in found["estimates"].items():
+            assert value["value"] == pytest.approx(last[f"evaluation/{name}/{estimate}"])
+            assert f"{estimate}  " in done.stdout
+        samples = [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+        expected = [row["response"] for row in evaluation_rows(learned, name, 20)]
+        assert [row["response"] for row in samples] == expected
+    again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=60)
+    assert again.returncode == 2
+    assert (
+        again.stderr == f"megarl: error: --out {out}: already there, and nothing is overwritten; name another folder\n"
+    )
+
+
 def test_the_last_checkpoint_converts_to_the_exported_model(learned, tmp_path):
     megatron_to_huggingface(learned / "checkpoints/step_000020", tmp_path / "model")
     exported, converted = (load_file(folder / "model/model.safetensors") for folder in (learned, tmp_path))
@@ -175,7 +257,17 @@ def test_run_folder_is_complete(learned):
     ("overrides", "ranks"),
     [
         pytest.param(["actor.layout.tp=3", "actor.layout.sequence_parallel=true"], 3, marks=pytest.mark.exhaustive),
-        (["actor.layout.dp=2", "batch.prompts_per_update=4", "algorithm.kl.coefficient=0.01", *TURNS, *ROUNDS], 2),
+        (
+            [
+                "actor.layout.dp=2",
+                "batch.prompts_per_update=4",
+                "algorithm.kl.coefficient=0.01",
+                *TURNS,
+                *ROUNDS,
+                EVALUATION,
+            ],
+            2,
+        ),
         pytest.param(["actor.layout.cp=2", "actor.layout.pp=2", "actor.layout.vpp=2"], 4, marks=pytest.mark.exhaustive),
     ],
     ids=["tp3-sp", "dp2-two-updates-kl-offload-sleep", "cp2-pp2-vpp2"],
@@ -197,7 +289,8 @@ def test_other_layouts_run(series, tmp_path, overrides, ranks):
         assert [step["rollout/rounds"] for step in steps] == [2, 2]
         rollout = ["offload", "generate", "generate", "sleep"]
         step = [*rollout, "onload", "update", "update", "offload", "refit"]
-        assert turns_of(run) == ["refit", *step, *step, "save_checkpoint", "offload"]  # the last for the export
+        evaluation = ["offload", "generate", "generate", "sleep"]  # of two sets, before the first step and at the end
+        assert turns_of(run) == ["refit", *evaluation, *step, *step, *evaluation, "save_checkpoint", "offload"]
     if "algorithm.kl.coefficient=0.01" in overrides:
         # The second update of a step sees a policy that has moved away from the one that sampled, and from the start.
         assert all(step["kl/loss_token_k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)

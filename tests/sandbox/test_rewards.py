@@ -17,7 +17,7 @@ ADDS = "```python\nimport sys\nprint(sum(map(int, sys.stdin.read().split())))\n`
 @pytest.fixture(scope="module")
 def pool(provider) -> Iterator[FunctionPool]:
     """provider: without bubblewrap there would be another message."""
-    pool = FunctionPool(["code_tests", "code_stdin_stdout"], None, 2, TIMEOUT_S, limits(wall_s=2.0, cpu_s=2))
+    pool = FunctionPool(["code_tests", "code_stdin_stdout"], None, 2, TIMEOUT_S, sandbox=limits(wall_s=2.0, cpu_s=2))
     yield pool
     pool.close()
 
@@ -42,7 +42,7 @@ def test_a_program_that_is_slow_on_many_inputs_is_wrong_and_no_failure(provider)
     """It would take a minute, and a call has four seconds."""
     slow = "```python\nimport time\ntime.sleep(0.6)\nprint(input())\n```"
     pairs = [{"input": "1", "output": "1"}] * 100
-    pool = FunctionPool(["code_stdin_stdout"], None, 1, 4.0, limits(wall_s=2.0))
+    pool = FunctionPool(["code_stdin_stdout"], None, 1, 4.0, sandbox=limits(wall_s=2.0))
     try:
         assert pool.call("code_stdin_stdout", "", slow, pairs).result() == Result(0.0, "0.0")
         assert pool.call("code_stdin_stdout", "", slow, pairs[:1]).result() == Result(1.0, "1.0")
@@ -55,7 +55,7 @@ def test_a_sandbox_that_does_not_run_is_a_failure_and_no_zero(provider, tmp_path
     link = tmp_path / "bwrap"
     link.symlink_to("/usr/bin/bwrap")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    pool = FunctionPool(["code_stdin_stdout"], None, 1, TIMEOUT_S, limits())
+    pool = FunctionPool(["code_stdin_stdout"], None, 1, TIMEOUT_S, sandbox=limits())
     try:
         pair = [{"input": "1", "output": "1"}]
         assert pool.call("code_stdin_stdout", "", ADDS, pair).result().value == 1.0
@@ -74,7 +74,7 @@ def test_a_users_function_gets_sandboxes_too(provider, tmp_path):
         "    return finished.stdout.decode() == answer\n"
     )
     name = f"{tmp_path / 'rewards.py'}:prints"
-    pool = FunctionPool([name], None, 1, TIMEOUT_S, limits())
+    pool = FunctionPool([name], None, 1, TIMEOUT_S, sandbox=limits())
     try:
         assert pool.columns == {}
         assert pool.call(name, "", "print(6 * 7)", "42\n").result() == Result(1.0, "1.0")

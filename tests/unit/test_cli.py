@@ -222,6 +222,30 @@ def test_reshard_of_a_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().err == "megarl: error: --model: it is missing; give --model, --from, --to, or a recipe\n"
 
 
+SETS = "evaluation.sets=[{name: a}]"
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ([], "evaluation.sets=[]: there is nothing to evaluate; list some in the recipe"),
+        (
+            [SETS, "cluster.nodes=2"],
+            "cluster.nodes=2: megarl evaluate has this machine alone; set cluster.nodes=1, and",
+        ),
+        ([SETS, "--out", "FOLDER"], "--out FOLDER: already there, and nothing is overwritten; name another folder"),
+        ([SETS], "model.path: /no/model does not exist; give a Hugging Face folder"),
+    ],
+)
+def test_evaluate_says_what_is_wrong_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: list[str], line: str
+) -> None:
+    keys = [key.replace("FOLDER", str(tmp_path)) for key in keys]
+    assert run(monkeypatch, "evaluate", "/no/model", QUICKSTART, f"run.folder={tmp_path}", *keys) == 2
+    assert capsys.readouterr().err.startswith(f"megarl: error: {line.replace('FOLDER', str(tmp_path))}")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     replace(monkeypatch, "report", write=lambda folder: folder / "report.html")
     assert run(monkeypatch, "report", "runs/latest") == 0
@@ -258,6 +282,7 @@ RESHARD = ["reshard", "--model", "MODEL", "--from", "tp=2", "--to", "vllm:tp=2"]
     "arguments",
     [
         ["--help"],
+        ["evaluate", "--help"],
         ["algorithms"],
         ["algorithms", "rloo"],
         ["config", "show", QUICKSTART],

@@ -273,7 +273,13 @@ def test_the_process_of_rewards_starts_without_torch() -> None:
     assert "ray" in loaded.split() and {"torch", "vllm", "transformers"}.isdisjoint(loaded.split())
 
 
-DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "triton": "torch", "yaml": "pyyaml"}
+DISTRIBUTIONS = {
+    "megatron": "megatron-core",
+    "mlflow": "mlflow-skinny",
+    "pydantic_core": "pydantic",
+    "triton": "torch",
+    "yaml": "pyyaml",
+}
 """The distributions that bring packages of another name, by package."""
 
 
@@ -284,7 +290,8 @@ OTHER_PYTHONS = {"megarl/environments/sessions/verifiers_program.py"}
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *extras["run"], *extras["gpu"], *extras["rewards"]]
+    wanted = ("run", "gpu", "rewards", "trackers")
+    requirements = [*project["dependencies"], *(name for extra in wanted for name in extras[extra])]
     declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
     trees = [ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES if file not in OTHER_PYTHONS]
     packages = {name.split(".")[0] for tree in trees for _, name in imports(ast.walk(tree), "megarl")}

@@ -122,6 +122,7 @@ def figures() -> str:
         rewards,
         driver,
         start,
+        sandbox,
         plans,
     )
     return "\n\n".join(section() for section in sections)
@@ -475,6 +476,19 @@ def start() -> str:
         engines {found["engines"]}, on stub answers, by `python tools/benchmarks/start.py`, while the stubs had the
         other core: {sum(parts.values()):.0f} s of CPU (target 60): {shares}."""
     )
+
+
+def sandbox() -> str:
+    found = result("sandbox")
+    user = "root, which is another user in them" if found["as_root"] else "an ordinary user"
+    lead = f"""Programs in sandboxes of bubblewrap on {found["machine"]["cores"]} cores, {found["at_once"]} at a time,
+        each in a sandbox of its own but for the last row, started by {user}, by
+        `python tools/benchmarks/sandbox.py`"""
+    rows = []
+    for name, run in found["runs"].items():
+        milliseconds = [f"{1000 * run[kind]:.0f} ms" for kind in ("median_seconds", "cpu_seconds")]
+        rows.append([name, f"{run['per_second']:.1f} (target 20)", *milliseconds])
+    return f"{text(lead + meanwhile(found))}\n\n{table(['', 'programs a second', 'each takes', 'of CPU'], rows)}"
 
 
 def plans() -> str:

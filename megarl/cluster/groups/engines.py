@@ -158,6 +158,14 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         started = super().start().then(lambda _: self._parameters_of_first())
         return started.then(self._check_parameters).then(lambda _: self.sleep(keeps_weights=False))
 
+    def start_loaded(self, version: int) -> Pending[None]:
+        """Starts engines that have loaded the model's own weights, as this version of them (load_format=auto): no refit
+        follows."""
+        started = super().start()
+        return started.then(
+            lambda _: self._submit("weights of the engines", "start", "hold", lambda engine, v: engine.hold(v), version)
+        ).then(lambda _: None)
+
     def _parameters_of_first(self) -> Pending[tuple[Sequence[Parameters], Sequence[str]]]:
         return self._submit_to_first(
             "parameters of the engine",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.evaluation import EvaluationScorer
 from megarl.cluster.groups.group import Answer, Group, ProcessActor
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
@@ -24,14 +26,14 @@ from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
 from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import load_decoder, load_tokenizer
 from megarl.environments.batch import judge_batch, judge_single
 from megarl.environments.pool import function_pool
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
-from megarl.rewards.rollout_file import append_rollouts, write_advantages
+from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages
 from megarl.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ class RewardActor(ProcessActor):
         value = await self._worker.score(*arguments)
         return Answer(value, begin, time.time())
 
+    async def evaluate(self, *arguments: Any) -> Answer:
+        begin = time.time()
+        value = await self._worker.evaluate(*arguments)
+        return Answer(value, begin, time.time())
+
 
 class RewardWorker:
     """Reads and scores samples, whose text the driver never sees."""
@@ -69,12 +76,14 @@ class RewardWorker:
         """The readings of this step's samples, where the reward model does not read the sampled ids."""
         self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
         """Samples that are being judged, or are."""
+        self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
         self._scorer = Scorer(rewards.functions, config.reward_model.weight, rewards_tokens, config.environment.weight)
         self._functions = [entry.label for entry in rewards.functions]
         self._pool = function_pool(config, num_processes)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
+        self._evaluation = EvaluationScorer(config, num_processes)
         folder = models.reward_model
         if folder is not None:
             self._reader = model_reader(config, folder, models.actor)
@@ -91,6 +100,7 @@ class RewardWorker:
     def close(self) -> None:
         """Ends the processes of the user's functions. Else they end with this one."""
         self._pool.close()
+        self._evaluation.close()
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
         """Returns the samples in the reward model's own tokens, without those that it cannot read."""
@@ -128,13 +138,28 @@ class RewardWorker:
             for sample in samples
         ]
         scored = [(sample, score) for sample, (score, _) in zip(samples, scores, strict=True)]
-        await asyncio.to_thread(append_rollouts, rollouts, step, scored)
+        await asyncio.to_thread(append_rollouts, rollouts, step, scored, self._token_texts)
         by_token = {
             sample.id: token_rewards
             for sample, (_, token_rewards) in zip(samples, scores, strict=True)
             if token_rewards is not None
         }
         return [score for score, _ in scores], _put(by_token)
+
+    async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
+        """Scores samples of the evaluation set of this name, see SetScorer.score."""
+        samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
+        return await self._evaluation[name].score(samples, version, file)
+
+    def _token_texts(self, sample: Sample) -> list[str] | None:
+        """Returns the texts of the tokens of a sample whose line lists them."""
+        if not has_token_details(sample.id, self._num_detailed_groups):
+            return None
+        return token_texts(self._decoder, sample.response_ids[:MAX_TOKENS].tolist())
+
+    @cached_property
+    def _decoder(self) -> Callable[[tuple[int, ...]], str]:
+        return load_decoder(self._models.actor)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
         """Returns the judge's verdicts by sample id; empty if there is no judge. samples: all of their prompts."""
@@ -237,15 +262,30 @@ class RewardGroup(Group[RewardWorker]):
 
         return score({}) if self._model is None else self._model_scores(self._model, samples).then(score)
 
-    def write_advantages(self, rollouts: Path, advantages: Mapping[str, float]) -> Pending[None]:
-        """Writes the advantages, by sample id, into the step's file of rollouts."""
+    def evaluate(self, samples: Sequence[RemoteSample], name: str, version: int, file: Path) -> Pending[list[Score]]:
+        """Scores samples of the evaluation set of this name, and writes them into the file. version: that of the
+        weights that made them."""
+        [(process, actor)] = self._actors.items()
+        call = actor.evaluate.options(name=f"{self._title}.evaluate").remote(
+            [sample.ref for sample in samples], name, version, file.resolve()
+        )
+        return self._read("evaluation", "rewards", "evaluate", {process: call}).then(lambda answers: answers[0])
+
+    def write_advantages(
+        self,
+        rollouts: Path,
+        advantages: Mapping[str, float],
+        details: Mapping[str, Mapping[str, Sequence[float]]],
+    ) -> Pending[None]:
+        """Writes the advantages, by sample id, into the step's file of rollouts, and the values of single tokens."""
         return self._submit_to_first(
             "advantages for the rollouts' file",
             "update",
             "write_advantages",
-            lambda _, path, by_sample: write_advantages(path, by_sample),
+            lambda _, path, *by_sample: write_advantages(path, *by_sample),
             rollouts.resolve(),
             advantages,
+            details,
         )
 
     def _model_scores(

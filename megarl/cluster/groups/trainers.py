@@ -178,11 +178,31 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         )
         return taken.then(lambda parts: {name: advantage for part in parts for name, advantage in part.items()})
 
+    def take_token_details(self) -> Pending[dict[str, dict[str, list[float]]]]:
+        """Takes from the ranks what single tokens of a few samples have, by sample and name."""
+        taken = self._submit(
+            "details of tokens", "update", "take_token_details", lambda worker: worker.take_token_details()
+        )
+        return taken.then(lambda parts: {name: rows for part in parts for name, rows in part.items()})
+
     def end_step(self) -> Pending[list[None]]:
         """Forgets the scores that passes have kept of the step's samples, and completes the parameters for those who
         read them."""
         calls = {name: actor.end_step.remote() for name, actor in self._actors.items()}
         return self._read("end of step", "update", "end_step", calls)
+
+    def start_profile(self, ranks: Sequence[int]) -> Pending[list[None]]:
+        """Starts torch's profiler on these ranks, as far as there are such."""
+        return self._submit(
+            f"{self._role}: profile", "update", "start_profile", lambda worker: worker.start_profile(ranks)
+        )
+
+    def stop_profile(self, ranks: Sequence[int], folder: Path) -> Pending[list[None]]:
+        """Writes the profile of each of these ranks into a file of the folder."""
+        role = self._role
+        return self._submit(
+            f"{role}: profile", "update", "stop_profile", lambda worker: worker.stop_profile(ranks, folder, role)
+        )
 
     def adapt_kl(self, divergence: float, num_samples: int) -> Pending[list[None]]:
         """Moves the actor's KL coefficient."""

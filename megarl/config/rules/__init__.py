@@ -18,6 +18,7 @@ from megarl.config.rules import (
     critic,
     data,
     environment,
+    evaluation,
     kl,
     layout,
     objective,
@@ -25,6 +26,7 @@ from megarl.config.rules import (
     reward_model,
     rewards,
     rollout,
+    run,
     sandbox,
     trained,
     vllm_overrides,
@@ -35,9 +37,7 @@ from megarl.config.violations import raise_all
 
 SECTIONS = (
     *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, critic, reward_model, rewards),
-    environment,
-    sandbox,
-    cluster,
+    *(environment, sandbox, evaluation, cluster, run),
 )
 
 

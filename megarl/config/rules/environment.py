@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.config.schema import Config
-
-OWN_TASKS = "environment"
-"""The data source of environments that make their own tasks."""
+from megarl.config.sources import OWN_TASKS
 
 
 def own_tasks_have_an_environment(config: Config) -> str | None:

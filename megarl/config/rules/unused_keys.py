@@ -10,6 +10,7 @@ from functools import reduce
 from typing import Any
 
 from megarl.config.document import show
+from megarl.config.run_schema import TrackerName
 from megarl.config.schema import Config
 
 
@@ -33,6 +34,10 @@ def _learns_values(config: Config) -> bool:
     return config.has_critic or config.actor_has_values
 
 
+def _of_tracker(name: TrackerName) -> Belongs:
+    return Belongs((f"trackers.{name}",), f"run.trackers=[{name}]", lambda config: name in config.run.trackers)
+
+
 BELONGS = (
     Belongs(("algorithm.value", "critic"), "algorithm.advantage.estimator=gae", _learns_values),
     Belongs(
@@ -43,6 +48,17 @@ BELONGS = (
     ),
     Belongs(("environment",), "environment.class", lambda config: config.has_environment),
     Belongs(("reward_model",), "reward_model.path", lambda config: config.has_reward_model),
+    Belongs(
+        ("evaluation",),
+        "evaluation.sets",
+        lambda config: bool(config.evaluation.sets),
+        but=("best.metric", "best.mode"),  # the first has a rule of its own
+    ),
+    Belongs(
+        ("evaluation.best.mode",),
+        "evaluation.best.metric",
+        lambda config: config.evaluation.best.metric is not None,
+    ),
     Belongs(
         ("algorithm.correction.weight_limit",),
         "algorithm.correction.weight",
@@ -58,6 +74,11 @@ BELONGS = (
         "algorithm.kl.adaptive_target",
         lambda config: config.algorithm.kl.adaptive_target is not None,
     ),
+    Belongs(
+        ("trackers.timeout_s", "trackers.project"), "run.trackers=[wandb]", lambda config: bool(config.run.trackers)
+    ),
+    *(_of_tracker(name) for name in ("wandb", "mlflow", "trackio")),
+    Belongs(("run.profile.ranks",), "run.profile.steps", lambda config: bool(config.run.profile.steps)),
 )
 
 

@@ -13,11 +13,13 @@ from megarl.environments.sessions.answer import completion, events
 from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.recording import RecordedSample
 from megarl.environments.sessions.request import read_request, tools_key
-from megarl.environments.sessions.session import CLOSED, Sampler, Session, SessionLimits, TokensOf, TurnTokens
+from megarl.environments.sessions.session import CLOSED, Session, SessionLimits, TokensOf, TurnTokens
 
 if TYPE_CHECKING:
     from aiohttp import web
     from transformers import PreTrainedTokenizerBase
+
+    from megarl.environments.runner import Sampler
 
 MODEL = "policy"
 """The name of the model. A request may give any other: there is one policy."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
@@ -23,14 +23,8 @@ from megarl.environments.sessions.messages import Message
 from megarl.environments.sessions.recording import Place, RecordedSample, Recording, Tokens, Turn
 from megarl.environments.sessions.request import ChatRequest, tools_key
 
-
-class Sampler(Protocol):
-    """An engine, as sessions use it."""
-
-    async def __call__(
-        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool, stop: Sequence[str] = ()
-    ) -> Completion:
-        """Returns what the policy says after these tokens."""
+if TYPE_CHECKING:
+    from megarl.environments.runner import Sampler
 
 
 class TurnTokens(Tokens, Protocol):
@@ -97,7 +91,7 @@ class Session:
         again and got its first answer, `replayed`, and why requests were refused, `refused.CODE`."""
         self._tokens_of, self._sample, self._seed, self._greedy = tokens_of, sample, seed, greedy
         self._call_numbers = count()
-        """Of the calls' ids, which have the nine letters and digits that Mistral's chat templates ask for."""
+        """Numbers of calls, for ids of the nine letters and digits that Mistral's chat templates ask for."""
         self._answers: dict[bytes, asyncio.Task[Answer]] = {}
 
     async def answer(self, request: ChatRequest, body: Any, is_retry: bool) -> Answer:

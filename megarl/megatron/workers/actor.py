@@ -24,6 +24,7 @@ from megarl.megatron import parallel
 from megarl.megatron.advantages import mean_advantages
 from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
 from megarl.megatron.main_weights import ChangedShare
+from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.workers.trainer import TrainerWorker
 
@@ -46,6 +47,7 @@ class ActorWorker(TrainerWorker):
         """The KL coefficient, which changes between steps if algorithm.kl.adaptive_target is given."""
         if config.has_reference:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
+        self._token_details = TokenDetails(config.num_detailed_groups)
         self._advantages: dict[str, float] = {}
         """The mean advantages of samples that updates have learned from, until they are taken."""
 
@@ -53,7 +55,9 @@ class ActorWorker(TrainerWorker):
     def objective(self) -> Loss:
         algorithm, spec = self._config.algorithm, self._config.algorithm.objective.spec
         if spec.is_policy_objective:
-            return partial(policy_loss, algorithm, self.kl_coefficient, has_moved=self._has_moved)
+            loss = partial(policy_loss, algorithm, self.kl_coefficient, has_moved=self._has_moved)
+            makes_no_pass = parallel.returns_results() and not self._has_moved and self._settings.layout.cp == 1
+            return self._token_details.watch(loss) if makes_no_pass else loss
         if spec.is_pairwise:
             return partial(preference_loss, algorithm.objective, not self._config.is_offline, has_moved=self._has_moved)
         return partial(imitation_loss, algorithm.objective)
@@ -98,6 +102,7 @@ class ActorWorker(TrainerWorker):
             for token_batch, members in zip(batches, batch.members, strict=True):
                 names = [item.sample.id for item in members]
                 self._advantages |= mean_advantages(token_batch, names)
+            self._token_details.begin_update(batches, batch)
         if not algorithm.objective.spec.selects_tokens or not parallel.is_last_stage(None):
             return batches
         return with_selection(algorithm, batches, batch.members)
@@ -107,6 +112,10 @@ class ActorWorker(TrainerWorker):
         each data-parallel replica returns them."""
         taken, self._advantages = self._advantages, {}
         return taken
+
+    def take_token_details(self) -> dict[str, dict[str, list[float]]]:
+        """Returns sample id -> name -> value of each response token, of a few samples of these updates."""
+        return self._token_details.take()
 
     def adapt_kl(self, divergence: float, num_samples: int) -> None:
         """Adapts the KL coefficient after a step with this mean divergence from the reference."""

@@ -32,6 +32,7 @@ from megarl.megatron.model.build import named_parameters, named_weights
 from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
 from megarl.megatron.offload import Offload, Part
 from megarl.megatron.optimizer import build_optimizer, set_rates
+from megarl.megatron.profile import Profiler
 from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
 from megarl.planning.device_spans import is_alone
@@ -84,6 +85,7 @@ class TrainerWorker(ModelWorker, ABC):
         self.num_updates = 0
         """The number of optimizer steps done, from which the learning rate follows."""
         self._skipped = SkippedUpdates()
+        self._profiler = Profiler()
         self._has_moved = False
         """Whether an update has been done in this step."""
 
@@ -210,6 +212,14 @@ class TrainerWorker(ModelWorker, ABC):
         self._kept.clear()
         if not is_alone(self._config, self.role):
             device.release_cache()  # others of its device are next
+
+    def start_profile(self, ranks: Sequence[int]) -> None:
+        if self._rank in ranks:
+            self._profiler.start()
+
+    def stop_profile(self, ranks: Sequence[int], folder: Path, role: Role) -> None:
+        if self._rank in ranks:
+            self._profiler.stop(folder / f"{role}-{self._rank}.json.gz")
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
         """Writes the model, read from all ranks by the transport, as a Hugging Face folder."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from vllm import LLM, SamplingParams
@@ -32,6 +32,8 @@ from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import Refitted, SamplingRequest, TurnRequest
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
+
+T = TypeVar("T")
 
 PAUSE_S = 0.05
 """The interval at which samples under way look whether a failed refit has been made good."""
@@ -79,7 +81,7 @@ class _UnderWay:
     """A request that vLLM works on, the id that vLLM gave it, and its completion once there is one."""
 
     token_ids: list[int]
-    sampling: SamplingParams
+    request: SamplingRequest | TurnRequest
     vllm_id: str
     completion: asyncio.Future[Completion]
 
@@ -114,7 +116,7 @@ class VllmEngine:
             new.clear()
 
         async def sample(request: SamplingRequest) -> Sample:
-            completion = await self._complete(request.prompt.token_ids.tolist(), self._sampling(request))
+            completion = await self._complete(request.prompt.token_ids.tolist(), request)
             if not new:  # once for all that a step of vLLM has completed
                 asyncio.get_running_loop().call_soon(tell)
             new.append(self._sample(request, completion))
@@ -126,17 +128,17 @@ class VllmEngine:
     async def complete(self, request: TurnRequest) -> Completion:
         if not self._under_way:
             self._require_weights()
-        return await self._complete(request.token_ids.tolist(), self._sampling(request))
+        return await self._complete(request.token_ids.tolist(), request)
 
     def _require_weights(self) -> None:
         if self.version is None:
             raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
 
-    async def _complete(self, token_ids: list[int], sampling: SamplingParams) -> Completion:
+    async def _complete(self, token_ids: list[int], request: SamplingRequest | TurnRequest) -> Completion:
         """Returns what vLLM samples after these tokens."""
         self._wake("weights", "kv_cache")
         name, completion = str(next(self._numbers)), asyncio.get_running_loop().create_future()
-        self._under_way[name] = _UnderWay(token_ids, sampling, self._submit(name, token_ids, sampling), completion)
+        self._under_way[name] = _UnderWay(token_ids, request, self._submit(name, token_ids, request), completion)
         if self._stepping is None:
             self._stepping = asyncio.create_task(self._step_while_under_way())
         try:
@@ -214,14 +216,14 @@ class VllmEngine:
                 raise answer.error
         return answers
 
-    def _submit(self, name: str, token_ids: list[int], sampling: SamplingParams) -> str:
+    def _submit(self, name: str, token_ids: list[int], request: SamplingRequest | TurnRequest) -> str:
         """Gives vLLM a request. Returns vLLM's own id of it.
 
         The salt keeps requests apart in the prefix cache: those of one refit's weights reuse no keys and values of
         another's, which samples that it interrupted still need and go on adding to.
         """
-        prompt = tokens_input(token_ids, cache_salt=str(self._num_refits))
-        return self._llm.llm_engine.add_request(name, prompt, sampling)
+        prompt = tokens_input(token_ids, cache_salt=f"{self._num_refits}{request.purpose}")
+        return self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
 
     def _withdraw(self, names: Sequence[str]) -> None:
         self._llm.llm_engine.abort_request([self._under_way[name].vllm_id for name in names], internal=True)
@@ -264,15 +266,15 @@ class VllmEngine:
         self._withdraw(tokenless)
         for name in tokenless:
             item = unfinished[name]
-            item.vllm_id = self._submit(name, item.token_ids, item.sampling)
+            item.vllm_id = self._submit(name, item.token_ids, item.request)
 
     def _sampling(self, request: SamplingRequest | TurnRequest) -> SamplingParams:
         stop = [*self._config.stop, *request.stop]
         return SamplingParams(
-            temperature=0.0 if request.greedy else self._config.temperature,
-            top_p=self._config.top_p,
-            top_k=self._config.top_k or 0,
-            max_tokens=request.max_new_tokens or self._config.max_new_tokens,
+            temperature=0.0 if request.is_greedy else _given(request.temperature, self._config.temperature),
+            top_p=_given(request.top_p, self._config.top_p),
+            top_k=_given(request.top_k, self._config.top_k or 0),
+            max_tokens=_given(request.max_new_tokens, self._config.max_new_tokens),
             stop=stop,
             include_stop_str_in_output=True,
             logprobs=self._num_kept(request),
@@ -287,7 +289,11 @@ class VllmEngine:
     def _num_kept(self, request: SamplingRequest | TurnRequest) -> int:
         """Returns how many of the most likely tokens the engine reports beside the sampled one: under top_k, those that
         it keeps."""
-        return 0 if request.greedy else self._config.top_k or 0
+        return 0 if request.is_greedy or request.top_k is not None else self._config.top_k or 0
+
+
+def _given(own: T | None, of_all: T) -> T:
+    return of_all if own is None else own
 
 
 def _completion(output: RequestOutput) -> Completion:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import yaml
 
+from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.names import keys
 from megarl.config.schema import RewardFunction
 from tests.paths import BASE
@@ -21,7 +24,15 @@ def nodes(node: yaml.MappingNode, prefix: str = "") -> dict[str, yaml.ScalarNode
 
 
 def test_base_has_exactly_the_keys_of_the_schema() -> None:
-    assert list(nodes(yaml.compose(BASE.read_text()))) == list(keys())
+    """Its list of evaluation sets is empty."""
+    written = [key for key in keys() if not key.startswith("evaluation.sets.")]
+    assert list(nodes(yaml.compose(BASE.read_text()))) == written
+
+
+def test_keys_of_a_set_are_explained_where_the_list_is() -> None:
+    text = BASE.read_text()
+    comment = text[text.index("\n  sets: []") : text.index("\ncheckpoint:")]
+    assert set(re.findall(r"\w+", comment)) >= set(EvaluationSet.model_fields)
 
 
 def test_every_default_is_explained_on_its_line() -> None:

@@ -171,11 +171,14 @@ def test_required_keys_are_named() -> None:
 
 def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text("run: {name: a, folder: b, seed: 0, export: true, replace: false}\n")
+    path.write_text(
+        "run: {name: a, folder: b, seed: 0, export: true, replace: false, token_samples: 0, trackers: [], "
+        "profile: {steps: [], ranks: [0]}}\n"
+    )
     remedy = "start the file with `base: base.yaml`, which has a default for every other key"
     assert errors(path) == [
         f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, rollout, environment, "
-        f"algorithm, batch, data, rewards, sandbox, checkpoint, cluster; {remedy}",
+        f"algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, trackers; {remedy}",
         f"{path}:1: missing key run.steps; {remedy}",
     ]
 

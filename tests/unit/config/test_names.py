@@ -52,12 +52,15 @@ from tests.readme import text_of
         ),
         ("actor.megatron_extra", "megatron_extra is now megatron_overrides"),
         ("rollout.vllm_extra", "vllm_extra is now vllm_overrides"),
-        ("run.quux.zyx", "run has the keys name, folder, seed, steps, export, replace"),
+        (
+            "run.quux.zyx",
+            "run has the keys name, folder, seed, steps, export, replace, token_samples, trackers, profile",
+        ),
         ("critic.tp", "did you mean critic.layout.tp?"),
         (
             "quux",
             "the top level has the keys resume, run, model, actor, critic, reward_model, implicit_reward, rollout, "
-            "environment, algorithm, batch, data, rewards, sandbox, checkpoint, cluster",
+            "environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, trackers",
         ),
     ],
 )

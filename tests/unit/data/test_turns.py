@@ -211,6 +211,13 @@ def test_a_system_message_keeps_its_text_beside_the_tools(name):
     assert said.index("Be brief.") < said.index("Adds two numbers.") < said.index("Hi")
 
 
+def test_a_conversation_that_cannot_be_rendered_is_refused():
+    with pytest.raises(UserError, match="environment: a conversation has no message"):
+        PLAIN["qwen3"].begin([])
+    with pytest.raises(UserError, match=r"environment: .*refuses the messages: roles have to alternate"):
+        PLAIN["mixtral"].begin([USER, USER])
+
+
 def test_an_unknown_format_of_calls_is_refused():
     with pytest.raises(UserError, match=r"environment\.tool_format=pascal: .*hermes, llama3"):
         ChatTokens(tiny_tokenizer(), tool_format="pascal")

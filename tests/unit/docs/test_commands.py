@@ -85,7 +85,7 @@ def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
         "make test",
         "make test-sandbox",
         "make test-learn",
-        "make --jobs=2 exhaustive-runs exhaustive-ranks test-newest",
+        "make --jobs=2 exhaustive-runs exhaustive-ranks test-newest test-browser",
         "make test-cluster",
         "make resolve-gpu",
     ]

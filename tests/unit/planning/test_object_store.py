@@ -63,6 +63,13 @@ def test_it_follows_from_the_batch():
     assert large - FLOOR_MIB == pytest.approx(2 * (small - FLOOR_MIB), abs=1)
 
 
+def test_an_evaluation_may_have_more_samples_than_a_step():
+    sets = "evaluation.sets=[{name: a, size: 100, samples_per_prompt: 4, temperature: 1.0}, {name: b}]"
+    large = config("batch={prompts_per_step: 8, samples_per_prompt: 2, prompts_per_update: 8}", sets)  # 16 in a step
+    of_samples = object_store_mib(large) - FLOOR_MIB
+    assert of_samples == pytest.approx(400 * sample_bytes(large) / 2**20, abs=1)
+
+
 def test_rows_of_offline_data_are_samples(tmp_path: Path):
     pairs = ["algorithm.objective.name=dpo", "data={source: rows.jsonl, rows: preferences}"]
     assert num_samples(config(*pairs, "batch.prompts_per_step=8", "batch.prompts_per_update=8")) == 16

@@ -122,7 +122,8 @@ def test_rollouts_are_embedded(tmp_path):
     (step,) = embedded_rollouts(text)
     assert [entry["reward"] for entry in step["samples"]] == [1.0, 0.0]
     del kept["rollout_logprobs"]
-    assert step["samples"][0] == {**kept, "failure": None, "finish_reason": None, "mean_logprob": -0.5}
+    absent = dict.fromkeys(("failure", "finish_reason", "prompt_id", "rollout_id", "stop_reason"))
+    assert step["samples"][0] == {**kept, **absent, "mean_logprob": -0.5}
     assert "All 2 samples of the run" in text
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from megarl.core.types import Prompt, Sample, Score, VersionRun
-from megarl.rewards.rollout_file import append_rollouts, write_advantages
+from megarl.rewards.rollout_file import append_rollouts, has_token_details, token_texts, write_advantages
 
 
 def sample(name: str, text: str, logprobs: tuple[float, ...]) -> Sample:
@@ -39,3 +42,36 @@ def test_advantages_are_written_into_the_lines_of_their_samples(tmp_path: Path) 
     assert rows(file) == [row | {"advantage": a} for row, a in zip(before, advantages, strict=True)]
     assert [row["response"] for row in rows(file)] == list(texts.values())
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_values_of_single_tokens_follow_their_samples_advantage(tmp_path: Path) -> None:
+    file = tmp_path / "step_000001.jsonl"
+    samples = [sample(name, "", (-1.0, -2.0)) for name in ("1.0.0", "1.0.1", "1.1.0")]
+    listed = {"1.0.0": ["a", '"}\n'], "1.0.1": ["", "é"]}
+    append_rollouts(file, 1, [(item, Score(1.0, {})) for item in samples], lambda item: listed.get(item.id))
+    before = rows(file)
+    details = {"1.0.0": {"token_advantages": [0.5, float("nan")], "logprob_differences": [1e-9, -0.25]}}
+    write_advantages(file, {"1.0.0": 0.5, "1.1.0": 1.0}, details)
+    first = before[0] | {"advantage": 0.5, "token_advantages": [0.5, None], "logprob_differences": [1e-9, -0.25]}
+    assert rows(file) == [first, before[1], before[2] | {"advantage": 1.0}]
+    assert [row.get("tokens") for row in before] == [*listed.values(), None]
+
+
+def test_a_step_has_details_of_whole_groups() -> None:
+    names = [f"7.{group}.{number}" for group in range(3) for number in ("0", "1", "greedy")]
+    assert [name for name in names if has_token_details(name, 2)] == names[:6]
+    assert not any(has_token_details(name, 0) for name in names)
+
+
+@given(st.text(max_size=40))
+def test_the_texts_of_tokens_are_the_text(text: str) -> None:
+    """Tokens are bytes here, so that most characters take several."""
+    ids = list(text.encode())
+    texts = token_texts(lambda some: bytes(some).decode(errors="replace"), ids)
+    assert len(texts) == len(ids) and "".join(texts) == text
+    assert all(piece == "" or len(piece) == 1 for piece in texts)
+
+
+def test_bytes_that_are_no_character_do_not_hold_the_others_up() -> None:
+    texts = token_texts(lambda some: bytes(some).decode(errors="replace"), [0xFF] * 20 + list(b"ab"))
+    assert len(texts) == 22 and texts[-1] == "b"

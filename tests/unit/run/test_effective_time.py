@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> Path:
     attempts = [(0, 0.0, 10.0, 55.0), (0, 0.0, 60.0, 100.0), (1, 1100.0, 1110.0, 1120.0)]
     for restart, allocated, began, seen in attempts:
         os.utime(of_run.begin(Attempt("7", restart, allocated, began, saved=0)), (seen, seen))
-    lines = [{"step": 1, "time/step": 40.0}, {"step": 2, "time/step": 10.0}]
+    lines = [{"step": 0, "time/evaluation": 5.0}, {"step": 1, "time/step": 40.0}, {"step": 2, "time/step": 10.0}]
     torn = '{"step": 3, "time/st'
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
     return tmp_path

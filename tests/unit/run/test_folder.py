@@ -233,3 +233,28 @@ def test_rollout_files_are_ordered_by_step(tmp_path):
         (10, tmp_path / "rollouts" / "step_000010.jsonl"),
         (1_000_000, tmp_path / "rollouts" / "step_1000000.jsonl"),
     ]
+
+
+def test_an_evaluation_before_the_first_step_is_no_step_and_is_made_again(config):
+    first = RunFolder.create(config)
+    first.metrics.write_text('{"step": 0, "evaluation/a/avg@1": 0.5}\n')
+    first.evaluation("a", 0).parent.mkdir(parents=True)
+    first.evaluation("a", 0).touch()
+    assert first.num_steps == 0 and not first.is_taken
+    again = RunFolder.create(config)
+    assert (again.path, again.attempt) == (first.path, 2)
+    assert again.metrics.read_text() == "" and again.evaluation_files() == {"a": {}}
+
+
+def test_evaluations_up_to_the_step_that_a_run_goes_on_after_stay(config):
+    first = RunFolder.create(config)
+    lines = [f'{{"step": {step}, "evaluation/a/avg@1": {step / 10}}}\n' for step in range(4)]
+    first.metrics.write_text("".join(lines))
+    for step in range(4):
+        first.evaluation("a", step).parent.mkdir(parents=True, exist_ok=True)
+        first.evaluation("a", step).touch()
+    again = RunFolder.reopen(config, 2)
+    assert again.metrics.read_text() == "".join(lines[:3]) and again.num_steps == 2
+    assert list(again.evaluation_files()["a"]) == [0, 1, 2]
+    assert again.values_of("evaluation/a/avg@1") == {0: 0.0, 1: 0.1, 2: 0.2}
+    assert again.values_of("evaluation/b/avg@1") == {}

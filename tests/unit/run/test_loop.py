@@ -189,3 +189,28 @@ def test_a_model_of_an_earlier_step_does_not_stay(tmp_path: Path) -> None:
         ours.folder.model.mkdir()
         ours.export(Path.mkdir)
         assert not ours.folder.model.exists()
+
+
+def test_it_evaluates_before_the_first_step_and_after_each_with_the_steps_metrics(tmp_path: Path) -> None:
+    sets = ("evaluation.sets=[{name: a}]", "evaluation.every_steps=1", "evaluation.best.metric=evaluation/a/avg@1")
+    trained = TrainedModels({"actor": Group()}, {"actor": ()})
+    with loop(tmp_path, *sets, "checkpoint.every_steps=1", "checkpoint.keep=1") as ours:
+
+        def evaluate() -> dict[str, float]:
+            return {"evaluation/a/avg@1": {0: 0.9, 1: 0.4, 2: 0.8, 3: 0.1}[ours.state.step]}
+
+        ours.run(trained, lambda: {"time/step": 1.0}, evaluate)
+        rows = [json.loads(line) for line in ours.folder.metrics.read_text().splitlines()]
+        assert rows[0] == {"step": 0, "evaluation/a/avg@1": 0.9}
+        assert [(row["step"], row["evaluation/a/avg@1"], row["time/step"]) for row in rows[1:]] == [
+            (1, 0.4, 1.0),
+            (2, 0.8, 1.0),
+            (3, 0.1, 1.0),
+        ]
+        checkpoints = Checkpoints(ours.folder.checkpoints)
+        assert (checkpoints.steps(), checkpoints.best().name) == ([2, 3], "step_000002")
+    with loop(tmp_path, *sets, "checkpoint.every_steps=1", "checkpoint.keep=1", "resume=auto", "run.steps=4") as again:
+        again.run(trained, lambda: {"time/step": 1.0}, lambda: {"evaluation/a/avg@1": 0.2})
+        rows = [json.loads(line) for line in again.folder.metrics.read_text().splitlines()]
+        assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+        assert (checkpoints.steps(), checkpoints.best().name) == ([2, 4], "step_000002")

@@ -128,3 +128,22 @@ def test_offline_data_is_checked_without_rewards(recipe: Path, tmp_path: Path, c
         "data={rows: messages, source: arithmetic, size: 8}",
     )
     assert rows["data"] == "8 messages" and "rewards" not in rows
+
+
+def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    rewards = f"functions: [{{function: '{recipe.parent}/rewards.py:nothing'}}]"
+    rows, errors = check(
+        recipe, tmp_path, capfd, f"evaluation.sets=[{{name: a, source: arithmetic, size: 7, {rewards}}}]"
+    )
+    assert rows["evaluation"] == "a of 7 prompts"
+    assert errors.startswith(
+        f"megarl: warning: evaluation.sets: a: rewards.functions: {recipe.parent}/rewards.py:nothing"
+    )
+    sets = "evaluation.sets=[{name: a, source: no.jsonl}, {name: b, functions: [{function: exact_mach}]}]"
+    sys.argv = ["megarl", "check", str(recipe), f"run.folder={tmp_path}", sets]
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    a, b = capfd.readouterr().err.splitlines()
+    assert a.startswith("megarl: error: evaluation.sets: a: data.source: no.jsonl is not a file; check the path")
+    assert b.startswith("megarl: error: evaluation.sets: b: rewards.functions: no function 'exact_mach'; did you mean")

@@ -190,3 +190,51 @@ def test_a_disk_that_has_filled_up_is_noticed_before_a_file_is_written(tmp_path:
     with pytest.raises(ValueError, match=r"^checkpoint.keep=2: .* 1 more checkpoint needs"):
         ours.save(of(group), 6, {})
     assert latest(tmp_path) == 3
+
+
+BEST = (
+    "evaluation.sets=[{name: a}]",
+    "evaluation.every_steps=1",
+    "evaluation.best.metric=evaluation/a/avg@1",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=2",
+)
+
+
+def run(ours: Saver, values: dict[int, float | None]) -> None:
+    group = Group()
+    for step, value in values.items():
+        ours.note(step, {} if value is None else {"evaluation/a/avg@1": value})
+        ours.save(of(group), step, {})
+        group.written = True
+        ours.commit()
+
+
+def kept(folder: Path) -> tuple[list[int], str | None]:
+    best = Checkpoints(folder).best()
+    return Checkpoints(folder).steps(), best and best.name
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    ours = saver(tmp_path, *BEST)
+    run(ours, {1: 0.2})
+    assert kept(tmp_path) == ([1], "step_000001")
+    run(ours, {2: 0.5, 3: 0.4, 4: 0.5, 5: None})
+    assert kept(tmp_path) == ([2, 4, 5], "step_000002"), "of equally good ones the first"
+    run(ours, {6: 0.6, 7: 0.1})
+    assert kept(tmp_path) == ([6, 7], "step_000006"), "which is among the newest"
+
+
+def test_the_least_may_be_the_best(tmp_path: Path) -> None:
+    run(saver(tmp_path, *BEST, "evaluation.best.mode=min"), {1: 0.2, 2: 0.1, 3: 0.4, 4: 0.5})
+    assert kept(tmp_path) == ([2, 3, 4], "step_000002")
+
+
+def test_a_run_that_goes_on_knows_the_values_so_far(tmp_path: Path) -> None:
+    run(saver(tmp_path, *BEST), {1: 0.9, 2: 0.5, 3: 0.4})
+    again = Saver(tmp_path, config(*BEST), 100, "hash", {}, evaluated={0: 1.0, 1: 0.9, 2: 0.5, 3: 0.4})
+    run(again, {4: 0.8, 5: 0.8})
+    assert kept(tmp_path) == ([1, 4, 5], "step_000001")
+    other = Saver(tmp_path, config(), 100, "hash", {})
+    other.keep()
+    assert kept(tmp_path) == ([4, 5], None), "nothing is the best any more"

@@ -41,7 +41,7 @@ def test_without_isolation_a_run_is_refused_with_what_to_install():
         choose()
     text = str(refusal.value)
     assert text.startswith(
-        "sandbox.provider=auto: programs cannot be isolated here (bubblewrap: bwrap is not on the PATH"
+        "sandbox.provider=auto: programs cannot be isolated here (bubblewrap: bwrap is not on the PATH); "
     )
     assert "apt-get install bubblewrap" in text and "sandbox.unsafe=allow" in text and "\n" not in text
 

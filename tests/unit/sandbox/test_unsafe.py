@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -107,6 +108,8 @@ def test_nothing_is_left_of_a_parent_that_is_killed(tmp_path):
     assert not folder.exists()
 
 
-def test_an_agent_that_its_program_kills_is_a_failure(provider):
+def test_an_agent_that_its_program_kills_is_a_failure_and_leaves_no_folder(provider):
+    before = set(Path(tempfile.gettempdir()).glob("megarl-sandbox-*"))
     with pytest.raises(SandboxError, match="the sandbox ended"):
         finish(provider, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    assert set(Path(tempfile.gettempdir()).glob("megarl-sandbox-*")) == before

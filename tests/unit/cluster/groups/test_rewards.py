@@ -52,7 +52,9 @@ def file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def worker(file) -> Iterator[RewardWorker]:
     functions = f"rewards.functions=[{{function: '{file}:score', weight: 2.0}}]"
-    config = load(QUICKSTART, [functions, f"rewards.judge={file}:judge", "rewards.timeout_s=1.5"])
+    config = load(
+        QUICKSTART, [functions, f"rewards.judge={file}:judge", "rewards.timeout_s=1.5", "run.token_samples=0"]
+    )
     worker = RewardWorker(config, ModelFolders(Path(), None, None, None), num_processes=2)
     yield worker
     worker.close()
@@ -153,7 +155,7 @@ def test_functions_of_batches_are_called_once_when_the_last_sample_is_there(tmp_
         "def short(prompt, response, answer):\n    return len(response) / 10\n"
     )
     functions = [{"function": f"{file}:best", "weight": 2.0}, {"function": f"{file}:short"}]
-    config = load(QUICKSTART, [f"rewards.functions={json.dumps(functions)}"])
+    config = load(QUICKSTART, [f"rewards.functions={json.dumps(functions)}", "run.token_samples=0"])
     worker = RewardWorker(config, ModelFolders(Path(), None, None, None), num_processes=1)
     texts = {"0.0": "one", "0.1": "longer", "1.0": "an odd one", "1.1": "x"}
     prompts = [Prompt(f"p{i}", str(i), [5]) for i in range(2)]

@@ -86,7 +86,7 @@ def test_an_environment_of_verifiers_plays_through_the_endpoint(surroundings: Pa
     async def main() -> list[tuple[Any, list[RecordedSample]]]:
         server = SessionServer(TOKENIZER, lambda tools: ChatTokens(TOKENIZER, tools))
         await server.start("127.0.0.1")
-        pool = await HostPool.start(HostArguments("verifiers", options, 30), 1)
+        pool = await HostPool.start(HostArguments("verifiers", options, 30, {}), 1)
         assert pool.is_agent and not pool.tools
         played = await asyncio.gather(*(play(server, pool, idx) for idx in scripts))
         assert any("riddles.tool" in " ".join(process.cmdline()) for process in processes_of(surroundings))
@@ -118,7 +118,7 @@ def test_an_environment_that_is_not_there_is_named(surroundings: Path) -> None:
     options = {"env": {"taskset": {"id": "riddels"}}, "path": [str(VERIFIERS)]}
 
     async def main() -> None:
-        pool = await HostPool.start(HostArguments("verifiers", options, 30), 1)
+        pool = await HostPool.start(HostArguments("verifiers", options, 30, {}), 1)
         host = await pool.take()
         given = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "model": "policy"}
         try:

@@ -1,0 +1,70 @@
+"""The scores of samples of evaluations, by functions in processes of their own: those that score training's samples may
+keep a state, which these calls must not change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config.evaluation import config_of_set
+from megarl.config.schema import Config
+from megarl.core.types import Sample, Score
+from megarl.environments.batch import judge_batch, judge_single
+from megarl.environments.pool import FunctionPool, function_pool
+from megarl.rewards.rollout_file import append_rollouts
+from megarl.rewards.scorer import Scorer
+
+
+class SetScorer:
+    """The functions of one evaluation set, and the pool that has them and no others."""
+
+    def __init__(self, config: Config, pool: FunctionPool):
+        """config: that of the set."""
+        self._functions = function_names(config)
+        self._single = [name for name in self._functions if name not in pool.batch_functions]
+        self._scorer, self._pool = Scorer(config.rewards.functions), pool
+
+    async def score(self, samples: Sequence[Sample], version: int, file: Path) -> list[Score]:
+        """Scores the samples and writes them, decoded, into a JSONL file for people to read."""
+        judged = asyncio.gather(*(judge_single(self._pool, self._single, sample) for sample in samples))
+        single, batch = await asyncio.gather(judged, judge_batch(self._pool, samples))
+        scores = []
+        for sample, *parts in zip(samples, single, batch, strict=True):
+            results = {name: result for part in parts for name, result in part.items()}
+            score, _ = self._scorer.score(sample, {name: results[name] for name in self._functions if name in results})
+            scores.append(score)
+        await asyncio.to_thread(_write, file, version, samples, scores)
+        return scores
+
+
+class EvaluationScorer:
+    """The scorers of all sets. Sets with the same functions share their processes."""
+
+    def __init__(self, config: Config, num_processes: int):
+        self._pools: dict[str, FunctionPool] = {}
+        self._sets: dict[str, SetScorer] = {}
+        for given in config.evaluation.sets:
+            of_set = config_of_set(config, given)
+            entries = repr((of_set.rewards.functions, of_set.data.source_column))
+            if entries not in self._pools:
+                self._pools[entries] = function_pool(of_set, num_processes)
+            self._sets[given.name] = SetScorer(of_set, self._pools[entries])
+
+    def __getitem__(self, name: str) -> SetScorer:
+        return self._sets[name]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+def function_names(config: Config) -> tuple[str, ...]:
+    return tuple(entry.label for entry in config.rewards.functions)
+
+
+def _write(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+    """Writes a new file, in place of what a run that was killed here may have left."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    append_rollouts(file, version, zip(samples, scores, strict=True))

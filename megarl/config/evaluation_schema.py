@@ -1,0 +1,62 @@
+"""The schema of section `evaluation`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megarl.config.fields import (
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveInt,
+    RewardFunction,
+    Section,
+)
+
+
+class EvaluationSet(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    source: Annotated[str, Field(min_length=1)] | None = None
+    size: PositiveInt | None = None
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    chat_template: bool | None = None
+    samples_per_prompt: PositiveInt = 1
+    temperature: NonNegativeFloat = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: PositiveInt | None = None
+    max_new_tokens: PositiveInt | None = None
+    functions: list[RewardFunction] | None = None
+    success_above: FiniteFloat = 0.5
+    every_steps: PositiveInt | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its metrics begin with."""
+        return f"evaluation/{self.name}/"
+
+
+class Best(Section):
+    metric: Annotated[str, Field(min_length=1)] | None
+    mode: Literal["max", "min"]
+
+
+class Evaluation(Section):
+    every_steps: PositiveInt | None
+    at_start: bool
+    at_end: bool
+    best: Best
+    sets: list[EvaluationSet]
+
+    def interval(self, given: EvaluationSet) -> int | None:
+        """Returns after every how many steps a set is evaluated; None if it is not between start and end."""
+        return given.every_steps or self.every_steps
+
+    def due(self, step: int, last: int) -> list[EvaluationSet]:
+        """Returns the sets that are evaluated after this step; 0 is before the first one. last: the last of the run."""
+        if step == 0:
+            return self.sets if self.at_start else []
+        if step == last and self.at_end:
+            return self.sets
+        return [item for item in self.sets if (every := self.interval(item)) is not None and step % every == 0]

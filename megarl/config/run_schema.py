@@ -1,0 +1,50 @@
+"""The schema of what a run is called, what is kept of it, and who is told of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megarl.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Profile(Section):
+    steps: Annotated[list[PositiveInt], Field(max_length=8)]
+    ranks: Annotated[list[NonNegativeInt], Field(min_length=1)]
+
+
+class Run(Section):
+    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    folder: Text
+    seed: NonNegativeInt
+    steps: PositiveInt
+    export: bool
+    replace: bool
+    token_samples: NonNegativeInt
+    trackers: list[TrackerName]
+    profile: Profile
+
+
+class Wandb(Section):
+    entity: Text | None
+    mode: Literal["online", "offline"]
+
+
+class Mlflow(Section):
+    tracking_uri: Text | None
+
+
+class Trackio(Section):
+    space: Text | None
+
+
+class Trackers(Section):
+    timeout_s: PositiveFloat
+    project: Text
+    wandb: Wandb
+    mlflow: Mlflow
+    trackio: Trackio

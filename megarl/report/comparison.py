@@ -1,0 +1,105 @@
+"""Runs compared on one page: curves over each other, what their configurations differ in, final figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from megarl.core.errors import UserError
+from megarl.report.contents import read_contents
+from megarl.report.page import Contents, figure, resource, summary
+from megarl.report.plots import CHARTS, REWARD, SERIES, WIDE, charted_metrics, draw_over_each_other
+
+ABSENT = "–"
+NAMES = ("run.name", "run.folder", "run.replace", "resume")
+"""Keys that differ because runs are two."""
+
+
+def write(folders: Sequence[Path]) -> Path:
+    """Writes the comparison of runs into the folder of the first; returns its path. Raises UserError for a folder that
+    is not a run's, and for more runs than there are colours."""
+    if len(folders) > len(SERIES):
+        raise UserError(f"{len(folders)} runs: at most {len(SERIES)} can be told apart in a chart; give fewer")
+    runs = [read_contents(folder) for folder in folders]
+    others = "_".join(Path(folder).resolve().name for folder in folders[1:])
+    out = Path(folders[0]) / f"against_{others}.html"
+    out.write_text(render(runs, [str(folder) for folder in folders]), encoding="utf-8", errors="replace")
+    return out
+
+
+def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
+    """Returns the page, which loads nothing and has no script."""
+    names = labels([run.name for run in runs], folders)
+    configs = [dict(_leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
+    differences = list(_differences(configs))
+    count = {0: "No key differs.", 1: "One key differs."}.get(len(differences), f"{len(differences)} keys differ.")
+    return Template(resource("comparison.html")).substitute(
+        title=escape(" and ".join(names)),
+        subtitle=escape(" · ".join(folders)),
+        style=resource("page.css"),
+        figures=_table(names, _figures(runs)),
+        config_note=count,
+        differences=_table(names, differences) if differences else "",
+        charts=_charts(runs, names),
+        other_charts=_other_charts(runs, names),
+    )
+
+
+def labels(names: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Returns what the runs are told apart by: their names, else those of their folders, else the folders' paths."""
+    tried = (names, [Path(folder).resolve().name for folder in folders], folders)
+    return list(next((found for found in tried if len(set(found)) == len(found)), folders))
+
+
+def _figures(runs: Sequence[Contents]) -> Iterator[tuple[str, list[str]]]:
+    columns = [dict(summary(run)) for run in runs]
+    for label in columns[0]:
+        yield label, [column[label] for column in columns]
+
+
+def _differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    for key in dict.fromkeys(key for config in configs for key in config):
+        values = [str(config[key]) if key in config else ABSENT for config in configs]
+        if key not in NAMES and len(set(values)) > 1:
+            yield key, values
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _table(names: Sequence[str], rows: Iterator[tuple[str, list[str]]] | list[tuple[str, list[str]]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
+    body = "".join(
+        f"<tr><th>{escape(label)}</th>{''.join(f'<td class=number>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for label, cells in rows
+    )
+    return f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+
+
+def _charts(runs: Sequence[Contents], names: Sequence[str]) -> str:
+    """Returns a figure for each metric that a run's own report has in a chart."""
+    histories = dict(zip(names, (run.history for run in runs), strict=True))
+    found = []
+    for chart in (REWARD, *CHARTS):
+        for metric, label in chart.lines:
+            title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {label}"
+            size = {"size": WIDE} if chart is REWARD else {}
+            drawn = draw_over_each_other(title, metric, histories, chart, **size)
+            found.append(figure(title, chart.explanation.split("; the band")[0], drawn, wide=chart is REWARD))
+    return "".join(found) or '<p class="note">No step has finished.</p>'
+
+
+def _other_charts(runs: Sequence[Contents], names: Sequence[str]) -> str:
+    histories = dict(zip(names, (run.history for run in runs), strict=True))
+    metrics = sorted({metric for run in runs for metric in run.history.columns} - charted_metrics())
+    return "".join(figure(metric, "", draw_over_each_other(metric, metric, histories)) for metric in metrics)

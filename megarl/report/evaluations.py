@@ -1,0 +1,134 @@
+"""The section of evaluations: a curve with its interval for each estimate of a set, and samples to read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.report.history import History
+from megarl.report.jsonl import read_objects
+from megarl.report.plots import Band, Chart, draw
+from megarl.report.viewer import spread
+
+PREFIX = "evaluation/"
+ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)(\d+))")
+MAX_STEPS = 6  # of a set
+MAX_SAMPLES = 24  # of a step
+MAX_CHARACTERS = 1500  # of a prompt or a response
+EXPLANATION = {
+    "avg@": "Mean score over prompts, of {k} samples each.",
+    "pass@": "Probability that one of {k} samples of a prompt is a success.",
+    "pass^": "Probability that {k} samples of a prompt are all successes.",
+}
+"""What estimates are, by what their names begin with."""
+
+Figure = Callable[[str, str, str | None], str]
+"""A function that puts a chart into the page: of its title, its explanation and its drawing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetSamples:
+    """Samples of one set: those of some steps, ascending, of which each has some, the worst first."""
+
+    name: str
+    steps: Mapping[int, list[dict[str, Any]]]
+    num_steps: int
+
+
+def read_evaluations(files: Mapping[str, Mapping[int, Path]]) -> list[SetSamples]:
+    """Reads samples of all sets. files: by the set's name and by step."""
+    return [
+        SetSamples(name, {step: _read(by_step[step]) for step in spread(sorted(by_step), MAX_STEPS)}, len(by_step))
+        for name, by_step in files.items()
+    ]
+
+
+def render_evaluations(history: History, sets: list[SetSamples], figure: Figure) -> str:
+    """Returns the section, which needs no script; empty for a run without evaluations."""
+    charts = "".join(
+        figure(chart.title, chart.explanation, draw(chart, evaluated)) for chart, evaluated in charts_of(history)
+    )
+    samples = "".join(_set(item) for item in sets)
+    if not charts and not samples:
+        return ""
+    note = "Shades are 95 % intervals over prompts. Samples that could not be scored count in none of them."
+    return (
+        f'<section id="evaluations"><h2>Evaluation</h2><p class="note">{note}</p><div class="grid">{charts}</div>'
+        f"{samples}</section>"
+    )
+
+
+def charts_of(history: History) -> list[tuple[Chart, History]]:
+    """Returns the charts of each set, each with the history of the steps after which it was evaluated: its mean score,
+    and pass@k and pass^k of all of its samples."""
+    found = [match for match in map(ESTIMATE.fullmatch, history.columns) if match is not None]
+    most = {match[1]: int(match[4]) for match in found if match[3] == "avg@"}
+    charts = []
+    for metric, name, estimate, kind, k in ((match[0], *match.groups()) for match in found):
+        if int(k) != most.get(name, int(k)):
+            continue
+        title, explanation = f"Evaluation: {name}, {estimate}", EXPLANATION[kind].format(k=k)
+        chart = Chart(title, explanation, ((metric, estimate),), band=_band(metric), share=kind != "avg@")
+        charts.append((chart, _where(history, metric)))
+    return charts
+
+
+def _band(metric: str) -> Band:
+    return lambda history: (history[f"{metric}_low"], history[f"{metric}_high"])
+
+
+def _where(history: History, metric: str) -> History:
+    """Returns the history of the steps that have the metric."""
+    has = np.isfinite(history[metric])
+    columns = {name: values[has] for name, values in history.columns.items() if name.startswith(metric)}
+    return History(history.steps[has], columns, {}, [])
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    """Reads some samples of a step, evenly spaced by score, those without one first."""
+    records, _ = read_objects(file, keep=_shown)
+    records.sort(key=lambda record: -math.inf if record["reward"] is None else record["reward"])
+    return spread(records, MAX_SAMPLES)
+
+
+def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
+    fields = ("prompt", "response", "answer", "reward", "failure", "finish_reason", "sample_id")
+    return {field: record.get(field) for field in fields}
+
+
+def _set(item: SetSamples) -> str:
+    left_out = "" if len(item.steps) == item.num_steps else f", {len(item.steps)} of {item.num_steps} steps"
+    steps = "".join(
+        f"<details><summary>{'before step 1' if step == 0 else f'after step {step}'}</summary>"
+        f"{''.join(map(_sample, samples))}</details>"
+        for step, samples in item.steps.items()
+    )
+    summary = f"Samples of {item.name}, the worst first{left_out}; all are in evaluations/{item.name}/"
+    return f"<details><summary>{escape(summary)}</summary>{steps}</details>"
+
+
+def _sample(sample: Mapping[str, Any]) -> str:
+    score = sample["reward"]
+    shown = ["no score" if score is None else f"{score:.4g}", f"answer {sample['answer']}", sample["failure"]]
+    shown += ["truncated" if sample["finish_reason"] == "length" else None, sample["sample_id"]]
+    first, *others = (escape(str(fact)) for fact in shown if fact is not None)
+    facts = f'<span class="reward{" failed" if score is None else ""}">{first}</span>'
+    facts += "".join(f"<span>{fact}</span>" for fact in others)
+    texts = "".join(
+        f"<div><h3>{title}</h3><pre>{escape(_shorten(str(sample[field])))}</pre></div>"
+        for title, field in (("Prompt", "prompt"), ("Response", "response"))
+    )
+    return f'<article class="sample"><div class="facts">{facts}</div><div class="texts">{texts}</div></article>'
+
+
+def _shorten(text: str) -> str:
+    left_out = len(text) - MAX_CHARACTERS
+    half = MAX_CHARACTERS // 2
+    return text if left_out <= 0 else f"{text[:half]}\n… {left_out} characters left out …\n{text[-half:]}"

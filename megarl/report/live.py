@@ -1,0 +1,89 @@
+"""The report of a run that is under way, served on this machine's own address and renewed as the run goes on.
+
+The server reads the run's folder and writes nothing. Its address has a token, which other users of the machine do not
+know, and a name that only this machine has: a page of another site cannot ask for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from megarl.report.contents import read_contents
+from megarl.report.page import render
+from megarl.run.folder import RunFolder
+
+HOST = "127.0.0.1"
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class LiveReport:
+    """The page of a run as it is, made anew when the run's files have changed."""
+
+    def __init__(self, folder: Path):
+        """Raises UserError if `folder` is not a run folder."""
+        self._folder = RunFolder(Path(folder))
+        self._lock = threading.Lock()
+        self._state, self._page = "", ""
+        self.page()
+
+    def state(self) -> str:
+        """Returns a text that differs when the page does: sizes and times of the files that it is made from."""
+        rollouts = list(self._folder.rollout_files().values())[-2:]
+        files = (self._folder.metrics, self._folder.manifest, *rollouts)
+        facts = [(file.name, file.stat()) for file in files if file.exists()]
+        return " ".join(f"{name}:{fact.st_size}:{fact.st_mtime_ns}" for name, fact in facts)
+
+    def page(self) -> str:
+        with self._lock:
+            state = self.state()
+            if state != self._state or not self._page:
+                self._page, self._state = render(read_contents(self._folder.path), state), state
+            return self._page
+
+
+@contextmanager
+def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yields the address of the report and the function that answers requests until it is interrupted. port: 0 for a
+    free one. Raises UserError if `folder` is not a run folder."""
+    report, token = LiveReport(folder), secrets.token_urlsafe(16)
+    with ThreadingHTTPServer((HOST, port), _handler(report, token)) as server:
+        yield f"http://{HOST}:{server.server_address[1]}/{token}/", server.serve_forever
+        # `with` closes the socket.
+
+
+def _handler(report: LiveReport, token: str) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            host = self.headers.get("Host", "").rpartition(":")[0]
+            _, given, *rest = f"{self.path}/".split("/")
+            if host not in (HOST, "localhost") or not hmac.compare_digest(given.encode(), token.encode()):
+                return self._answer(404, "text/plain", "not found\n")
+            if rest[:1] == ["state"]:
+                return self._answer(200, "text/plain", report.state())
+            if rest[:1] == [""]:
+                return self._answer(200, "text/html", report.page())
+            return self._answer(404, "text/plain", "not found\n")
+
+        def _answer(self, status: int, kind: str, text: str) -> None:
+            body = text.encode(errors="replace")
+            self.send_response(status)
+            for name, value in {"Content-Type": f"{kind}; charset=utf-8", **HEADERS}.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler

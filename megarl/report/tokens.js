@@ -1,0 +1,142 @@
+"use strict";
+// A response as blocks: turns of a conversation, or runs of tokens that the policy made or only read, each in its colour.
+
+const TOOL_CALL = /<tool_call>[\s\S]*?(?:<\/tool_call>|$)|<function=[\s\S]*?(?:<\/function>|$)|\[TOOL_CALLS\][^\n]*/g;
+
+function element(tag, className, content) {
+  const node = document.createElement(tag);
+  node.className = className;
+  if (typeof content === "string") node.textContent = content;
+  else node.append(...content);
+  return node;
+}
+
+function asText(value) {
+  return typeof value === "string" ? value : JSON.stringify(value);
+}
+
+function number(value) {
+  return typeof value === "number" ? String(Number(value.toPrecision(4))) : asText(value);
+}
+
+// Returns [begin, end] of each call of a tool in a text.
+function toolCalls(text) {
+  return [...text.matchAll(TOOL_CALL)].map((match) => [match.index, match.index + match[0].length]);
+}
+
+function withToolCalls(text) {
+  const nodes = [];
+  let place = 0;
+  for (const [begin, end] of toolCalls(text)) {
+    nodes.push(text.slice(place, begin), element("span", "toolcall", text.slice(begin, end)));
+    place = end;
+  }
+  return [...nodes, text.slice(place)];
+}
+
+function block(className, title, content) {
+  return element("div", "block " + className, [element("h4", "", title), element("pre", "", content)]);
+}
+
+function turnBlocks(turns) {
+  return turns.map((turn) => {
+    const content = withToolCalls(asText(turn.content === null || turn.content === undefined ? "" : turn.content));
+    for (const call of turn.tool_calls || []) content.push(element("span", "toolcall", asText(call)));
+    return block("role-" + turn.role, asText(turn.role), content);
+  });
+}
+
+// Returns the weight version of each token, from runs of them.
+function versions(runs) {
+  return (runs || []).flatMap((run) => Array(run.count).fill(run.version));
+}
+
+const COLOURS = {
+  "none": () => null,
+  "log-prob": (detail, i) => sequential(detail.logprobs && detail.logprobs[i], -5),
+  "difference": (detail, i, scales) => diverging(detail.differences && detail.differences[i], scales.differences),
+  "advantage": (detail, i, scales) => diverging(detail.advantages && detail.advantages[i], scales.advantages),
+  "version": (detail, i, scales) => {
+    const version = detail.versions[i];
+    return version === undefined ? null : "var(--series-" + (1 + ((version - scales.firstVersion) % 5)) + ")";
+  },
+};
+
+function shade(colour, share) {
+  return "color-mix(in srgb, var(" + colour + ") " + Math.round(75 * Math.min(1, share)) + "%, transparent)";
+}
+
+function sequential(value, full) {
+  return typeof value === "number" ? shade("--series-2", value / full) : null;
+}
+
+function diverging(value, scale) {
+  if (typeof value !== "number" || !(scale > 0)) return null;
+  return shade(value < 0 ? "--bad" : "--good", Math.abs(value) / scale);
+}
+
+// Returns what the colours of a step's samples are scaled by, so that samples can be compared.
+function scalesOf(samples) {
+  const details = samples.map((sample) => sample.detail).filter((detail) => detail);
+  const largest = (name) => Math.max(0, ...details.map((d) => Math.max(0, ...(d[name] || []).map((x) => Math.abs(x || 0)))));
+  const first = Math.min(...samples.flatMap((sample) => (sample.version || []).map((run) => run.version)));
+  return { differences: largest("differences"), advantages: largest("advantages"), firstVersion: first };
+}
+
+function legend(colour, scales) {
+  if (colour === "log-prob") return "log-prob under the policy that sampled: 0 is clear, −5 and less is full";
+  if (colour === "difference") return "trainer's log-prob − engine's: full at ±" + number(scales.differences) + ", red is negative";
+  if (colour === "advantage") return "advantage: full at ±" + number(scales.advantages) + ", red is negative";
+  return colour === "version" ? "a colour for each weight version" : "";
+}
+
+function isMasked(detail, i) {
+  return Boolean(detail.mask) && detail.mask[i] !== undefined && !detail.mask[i];
+}
+
+function tip(detail, i) {
+  const facts = ["token " + (i + 1)];
+  if (isMasked(detail, i)) facts.push("not trained on");
+  for (const [name, key] of [["log-prob", "logprobs"], ["difference", "differences"], ["advantage", "advantages"]]) {
+    if (detail[key] && typeof detail[key][i] === "number") facts.push(name + " " + number(detail[key][i]));
+  }
+  if (detail.versions[i] !== undefined) facts.push("weights " + detail.versions[i]);
+  return facts.join(", ");
+}
+
+// Returns a block for each run of tokens with the same mask.
+function tokenBlocks(sample, colour, scales) {
+  const detail = { ...sample.detail, versions: versions(sample.version) };
+  const calls = toolCalls(detail.tokens.join(""));
+  const blocks = [];
+  let place = 0;
+  let turn = 0;
+  for (let begin = 0; begin < detail.tokens.length; ) {
+    const masked = isMasked(detail, begin);
+    const nodes = [];
+    let end = begin;
+    for (; end < detail.tokens.length && isMasked(detail, end) === masked; end++) {
+      const text = detail.tokens[end];
+      const inCall = calls.some(([from, to]) => place >= from && place < to);
+      const node = element("span", "token" + (masked ? " masked" : "") + (inCall ? " toolcall" : ""), text);
+      const background = masked ? null : COLOURS[colour](detail, end, scales);
+      if (background !== null) node.style.backgroundColor = background;
+      node.title = tip(detail, end);
+      nodes.push(node);
+      place += text.length;
+    }
+    if (!masked) turn += 1;
+    const title = masked ? "read, not trained on" : "turn " + turn;
+    blocks.push(block(masked ? "read" : "made", title + " · " + (end - begin) + " tokens", nodes));
+    begin = end;
+  }
+  const left = (sample.num_response_tokens || 0) - detail.tokens.length;
+  if (left > 0) blocks.push(element("p", "note", left + " more tokens"));
+  return blocks;
+}
+
+function responseBlocks(sample, colour, scales, byTurns) {
+  if (sample.turns && (byTurns || !sample.detail)) return turnBlocks(sample.turns);
+  if (sample.detail) return tokenBlocks(sample, colour, scales);
+  return [element("pre", "", withToolCalls(sample.response))];
+}

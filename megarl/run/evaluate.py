@@ -1,0 +1,146 @@
+"""`megarl evaluate`: the evaluation sets of a recipe on a model, with engines and rewards alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.algorithms.evaluation import Estimate
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.rewards import RewardGroup
+from megarl.cluster.machine import check_machine, place_here
+from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.pending import join
+from megarl.cluster.session import Session
+from megarl.config.load import dump
+from megarl.config.schema import Config, Layout, Roles
+from megarl.core.errors import UserError
+from megarl.core.files import replace_text
+from megarl.core.timing import ElapsedTime
+from megarl.data.model_folder import resolve
+from megarl.data.weights_hash import weights_hash
+from megarl.run.loop import exit_status
+from megarl.run.preflight import load_evaluation_sets
+from megarl.step.evaluation import SetResult, evaluate_sets
+
+VERSION = 0
+"""The number of the weights' version: there is only one."""
+
+ONE_RANK = Layout(
+    tp=1,
+    pp=1,
+    vpp=1,
+    cp=1,
+    ep=1,
+    etp=None,
+    dp=1,
+    sequence_parallel=False,
+    first_stage_layers=None,
+    last_stage_layers=None,
+)
+
+
+def main(config: Config, out: Path, scratch: Path) -> int:
+    """Evaluates config.model. Returns the exit code. out: the folder that is made for samples and results."""
+    return exit_status(lambda config, scratch: run(config, out, scratch), config, scratch)
+
+
+def run(config: Config, out: Path, scratch: Path) -> None:
+    """Raises UserError, before anything starts, for what is wrong with the recipe, the model or the folder, and
+    RunFailure for a set of which nothing could be scored, after the results are written."""
+    if not config.evaluation.sets:
+        raise UserError("evaluation.sets=[]: there is nothing to evaluate; list some in the recipe")
+    if config.cluster.nodes > 1:
+        raise UserError(
+            f"cluster.nodes={config.cluster.nodes}: megarl evaluate has this machine alone; set cluster.nodes=1, and "
+            "rollout.replicas to the engines that it has room for"
+        )
+    if out.exists():
+        raise UserError(f"--out {out}: already there, and nothing is overwritten; name another folder")
+    config = with_engines_alone(config)
+    check_machine(config)
+    folder = resolve(config.model.path, revision=config.model.revision)
+    prompts = load_evaluation_sets(config, folder)
+    logs = out / "logs"
+    logs.mkdir(parents=True)
+    (out / "config.resolved.yaml").write_text(dump(config), encoding="utf-8")
+    print(f"model: {folder}", flush=True)
+    with ExitStack() as stack:
+        session = stack.enter_context(Session(config, logs, scratch))
+        models, placement = ModelFolders(folder, None, None, None), place_here(config)
+        elapsed = ElapsedTime()
+        engines = EngineGroup(session, config, folder, placement.engines)
+        rewards = RewardGroup(session, config, placement.rewards, None, models)
+        join([engines.start_loaded(VERSION), rewards.start()]).result()
+        elapsed.print("engines: started")
+        results = evaluate_sets(
+            config, config.evaluation.sets, engines, rewards, VERSION, prompts, lambda name, _: out / f"{name}.jsonl"
+        )
+    replace_text(out / "results.json", json.dumps(as_json(results, folder), indent=2) + "\n")
+    print(table(results))
+    print(f"samples and results: {out}", flush=True)
+    if nothing := [result for result in results if not result.estimates]:
+        raise RunFailure("\n".join(f"evaluation: {result.describe()}" for result in nothing))
+
+
+def with_engines_alone(config: Config) -> Config:
+    """Returns the recipe of engines that load the model's own weights, on the first devices, with no model beside
+    them. The functions of training are not needed, but for sets that take them over."""
+    own, sets = {"functions": config.rewards.functions}, config.evaluation.sets
+    sets = [given if given.functions is not None else given.model_copy(update=own) for given in sets]
+    rollout = {
+        "sleep": False,
+        "quantization": None,
+        "vllm_overrides": config.rollout.vllm_overrides | {"load_format": "auto"},
+    }
+    changes: dict[str, dict[str, Any]] = {
+        "evaluation": {"sets": sets},
+        "rewards": {"functions": [], "judge": None},
+        "rollout": rollout,
+        "reward_model": {"path": None},
+        "implicit_reward": {"coefficient": 0.0},
+        "actor": {"layout": ONE_RANK, "offload": []},
+        "critic": {"layout": ONE_RANK, "offload": []},
+        "cluster": {"placement": "colocated", "roles": Roles(**dict.fromkeys(Roles.model_fields))},
+    }
+    sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    return config.model_copy(update=sections)
+
+
+def as_json(results: list[SetResult], folder: Path) -> dict[str, Any]:
+    """Returns the results as JSON values. folder: that of the model."""
+    return {
+        "model": {"folder": str(folder), "hash": weights_hash(folder)},
+        "sets": {
+            result.given.name: {
+                "settings": result.given.model_dump(),
+                "prompts": result.num_prompts,
+                "estimates": {name: _finite(estimate) for name, estimate in result.estimates.items()},
+                **result.shares,
+            }
+            for result in results
+        },
+    }
+
+
+def _finite(estimate: Estimate) -> dict[str, float | None]:
+    """Returns its fields, null for an end of an interval without end, which JSON lacks."""
+    return {name: value if math.isfinite(value) else None for name, value in asdict(estimate).items()}
+
+
+def table(results: list[SetResult]) -> str:
+    """Returns a row for each estimate, with its 95 % interval."""
+    rows = [("set", "samples", "failed", "", "value", "95 % interval")]
+    for result in results:
+        size = f"{result.num_prompts} × {result.given.samples_per_prompt}"
+        first = (result.given.name, size, f"{result.shares['failed_share']:.1%}")
+        estimates = [(name, f"{e.value:.4f}", f"{e.low:.4f} – {e.high:.4f}") for name, e in result.estimates.items()]
+        for number, estimate in enumerate(estimates or [("nothing could be scored", "", "")]):
+            rows.append((*(first if number == 0 else ("", "", "")), *estimate))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -1,0 +1,203 @@
+"""The trackers' own libraries, a class for each. They run in a process that the run does not depend on.
+
+A library is imported when its tracker is opened, and nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.core.files import replace_text
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
+"""Tracker, which is also the name of its module -> the package that has it."""
+
+MLFLOW_VALUE_CHARACTERS = 6000
+"""The longest value of a parameter in MLflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a tracker is opened with.
+
+    name      the run's
+    folder    of this tracker in the run's folder, where it keeps its files and what names the run to it
+    step      the step after which the run goes on, 0 where it begins
+    config    the run's whole configuration
+    """
+
+    tracker: str
+    name: str
+    folder: str
+    step: int
+    config: Mapping[str, Any]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self.config["trackers"][self.tracker]
+
+    @property
+    def project(self) -> str:
+        return self.config["trackers"]["project"]
+
+    def read_id(self) -> str | None:
+        """Returns what names the run to the tracker since an attempt before."""
+        file = self._id_file
+        return file.read_text(encoding="utf-8") if file.exists() else None
+
+    def keep_id(self, name: str) -> str:
+        replace_text(self._id_file, name)
+        return name
+
+    @property
+    def _id_file(self) -> Path:
+        return Path(self.folder) / "run_id"
+
+
+class Backend(ABC):
+    """A run in a tracker: a new one, or the one that an attempt before has begun."""
+
+    @abstractmethod
+    def __init__(self, settings: Settings):
+        """Opens the run."""
+
+    @abstractmethod
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes in the metrics of a step."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the run there, when all that was taken in is written."""
+
+
+class TensorBoard(Backend):
+    def __init__(self, settings: Settings):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(settings.folder)
+        if settings.step:  # TensorBoard hides steps from here on that an attempt before has written
+            self._writer.add_event(Event(step=settings.step + 1, file_version="brain.Event:2"))
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(step=settings.step + 1, session_log=start, wall_time=time.time()))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb(Backend):
+    def __init__(self, settings: Settings):
+        import wandb
+
+        options = settings.options
+        self._run = wandb.init(
+            project=settings.project,
+            entity=options["entity"],
+            mode=options["mode"],
+            name=settings.name,
+            id=settings.read_id() or settings.keep_id(uuid.uuid4().hex[:12]),
+            resume="allow",
+            dir=settings.folder,
+            config=dict(settings.config),
+            settings=wandb.Settings(console="off", save_code=False, x_disable_stats=True),
+        )
+        # W&B's own steps only grow, but a run that goes on does again what was done after its checkpoint.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow(Backend):
+    def __init__(self, settings: Settings):
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.entities import Metric, Param, RunStatus
+        from mlflow.tracking import MlflowClient
+
+        given = settings.options["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        self._client, self._metric = MlflowClient(given or Path(settings.folder).absolute().as_uri()), Metric
+        self._id = settings.read_id()
+        if self._id is not None:
+            self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
+            return
+        experiment = self._client.get_experiment_by_name(settings.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(settings.project)
+        self._id = settings.keep_id(self._client.create_run(number, run_name=settings.name).info.run_id)
+        values = [Param(key, str(value)[:MLFLOW_VALUE_CHARACTERS]) for key, value in leaves(settings.config)]
+        for first in range(0, len(values), 100):  # as many as a call may have
+            self._client.log_batch(self._id, params=values[first : first + 100])
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        values = [self._metric(mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class Trackio(Backend):
+    def __init__(self, settings: Settings):
+        os.environ.setdefault("TRACKIO_DIR", settings.folder)
+        import trackio
+
+        # Trackio goes on with a run by its name, which an earlier run of ours may have had.
+        name = settings.read_id() or settings.keep_id(f"{settings.name}-{uuid.uuid4().hex[:6]}")
+        self._run = trackio.init(
+            project=settings.project,
+            name=name,
+            space_id=settings.options["space"],
+            config=dict(settings.config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+BACKENDS: Mapping[str, type[Backend]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+}
+
+
+def mlflow_name(metric: str) -> str:
+    """Returns the name of a metric in MLflow, where it may be a path of a file, and have no other characters: a reward
+    function of a user's own is in the name of its metric, with its path."""
+    return posixpath.normpath(re.sub(r"[^\w\-./ :]", "_", metric))
+
+
+def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields dotted key and value of everything that is not a mapping."""
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,50 @@
+"""The process of a tracker: reads requests from a socket, a line of JSON each, and answers each with a line, which is
+empty or says what went wrong. An error of the tracker's library does not end it: the next request is tried anew."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.run.trackers.backends import BACKENDS, Backend, Settings
+
+
+class Server:
+    """Serves the requests of one tracker: `open`, then `write` for each step, and `close`."""
+
+    def __init__(self) -> None:
+        self._settings: Settings | None = None
+        self._backend: Backend | None = None
+
+    def serve(self, request: Mapping[str, Any]) -> None:
+        if "open" in request:
+            self._settings = Settings(**request["open"])
+        if self._backend is None:
+            assert self._settings is not None, "a request before `open`"
+            self._backend = BACKENDS[self._settings.tracker](self._settings)
+        if "write" in request:
+            self._backend.write(*request["write"])
+        if "close" in request:
+            self._backend.close()
+
+
+def main(descriptor: int) -> None:
+    server = Server()
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                server.serve(json.loads(line))
+                answer = ""
+            except BaseException as error:  # a library may also call sys.exit
+                traceback.print_exc()
+                answer = " ".join(f"{type(error).__name__}: {error}".split()) or "an error"
+            lines.write(answer + "\n")
+            lines.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

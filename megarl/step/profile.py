@@ -1,0 +1,27 @@
+"""Profiles of chosen steps, on chosen ranks of the trained models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megarl.cluster.trained_models import TrainedModels
+from megarl.config.schema import Config
+
+
+@contextmanager
+def profiled(config: Config, trained: TrainedModels, number: int, folder: Path) -> Iterator[None]:
+    """Profiles what its body does on the ranks of run.profile, if step `number` is one of its steps: a file for each of
+    them in the folder, which is made. Other steps have nothing of it."""
+    settings = config.run.profile
+    if number not in settings.steps:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for pending in [group.start_profile(settings.ranks) for group in trained.groups.values()]:
+        pending.result()
+    yield
+    for pending in [group.stop_profile(settings.ranks, folder) for group in trained.groups.values()]:
+        pending.result()
+    print(f"profile: of step {number}, in {folder}", flush=True)

@@ -1,0 +1,117 @@
+"""Estimates of evaluations, against what enumeration, other formulas and simulation say."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import combinations, product
+from statistics import NormalDist, fmean
+
+import pytest
+
+from megarl.algorithms.evaluation import (
+    Z,
+    estimates,
+    names,
+    normal_interval,
+    pass_all_k,
+    pass_at_k,
+    share_interval,
+    wilson,
+)
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_rates_are_the_shares_of_all_sets_of_k(n: int) -> None:
+    for c in range(n + 1):
+        samples = [True] * c + [False] * (n - c)
+        for k in range(1, n + 1):
+            sets = list(combinations(samples, k))
+            assert pass_at_k(n, c, k) == pytest.approx(fmean(map(any, sets)))
+            assert pass_all_k(n, c, k) == pytest.approx(fmean(map(all, sets)))
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 2), (5, 3), (3, 3), (6, 1)])
+def test_pass_rates_have_no_bias(n: int, k: int) -> None:
+    """The mean over all outcomes of n samples is the probability for k of them."""
+    p = 0.3
+    outcomes = [
+        (sum(outcome), p ** sum(outcome) * (1 - p) ** (n - sum(outcome))) for outcome in product((0, 1), repeat=n)
+    ]
+    assert math.fsum(chance * pass_at_k(n, c, k) for c, chance in outcomes) == pytest.approx(1 - (1 - p) ** k)
+    assert math.fsum(chance * pass_all_k(n, c, k) for c, chance in outcomes) == pytest.approx(p**k)
+
+
+def test_estimates_of_four_samples_a_prompt() -> None:
+    found = estimates([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]], 4, success_above=0.5)
+    assert list(found) == names(4) == ["avg@4", "pass@1", "pass@2", "pass@4", "pass^2", "pass^4"]
+    values = {name: estimate.value for name, estimate in found.items()}
+    assert values == pytest.approx(
+        {"avg@4": 0.5, "pass@1": 0.5, "pass@2": (5 / 6 + 1) / 3, "pass@4": 2 / 3, "pass^2": 7 / 18, "pass^4": 1 / 3}
+    )
+    assert found["avg@4"] == found["pass@1"], "of scores that are 0 or 1"
+    assert all(estimate.low < estimate.value < estimate.high for estimate in found.values())
+
+
+def test_names_of_other_numbers_of_samples() -> None:
+    assert names(1) == ["avg@1", "pass@1"]
+    assert names(6) == ["avg@6", "pass@1", "pass@2", "pass@4", "pass@6", "pass^2", "pass^4", "pass^6"]
+
+
+def test_a_failed_sample_is_not_a_wrong_one() -> None:
+    found = estimates([[1, None, 1, None], [0, 1, 1, 0], [None] * 4], 4, success_above=0.5)
+    assert found["avg@4"].value == 0.75
+    assert found["pass@2"].value == pytest.approx((1 + 5 / 6) / 2), "two scores are enough for two"
+    assert found["pass@4"].value == 1.0 and found["pass^4"].value == 0.0, "of the prompt with four"
+    assert estimates([[None], [None]], 1, success_above=0.5) == {}
+
+
+def test_success_is_above_the_threshold() -> None:
+    found = estimates([[2.0], [0.9], [1.0]], 1, success_above=1.0)
+    assert found["pass@1"].value == pytest.approx(1 / 3) and found["avg@1"].value == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize(("successes", "count"), [(0, 30), (1, 10), (37, 100), (10, 10), (81, 263)])
+def test_with_one_sample_a_prompt_the_interval_is_wilsons(successes: int, count: int) -> None:
+    """Its ends are the shares from which what was seen is Z standard errors away: the roots of the score test."""
+    low, high = share_interval([1.0] * successes + [0.0] * (count - successes), count)
+    share = successes / count
+    for end in {low, high} - {0.0, 1.0}:
+        assert (share - end) ** 2 == pytest.approx(Z * Z * end * (1 - end) / count)
+    assert (low == 0) == (successes == 0) and (high == 1) == (successes == count)
+
+
+def test_the_quantile_is_that_of_95_percent() -> None:
+    assert pytest.approx(NormalDist().inv_cdf(0.975)) == Z
+
+
+def test_samples_of_a_prompt_that_are_all_alike_count_once() -> None:
+    alike = [[score] * 8 for score in (1, 0, 0, 1, 1, 0, 1, 1, 1, 0)]
+    found = estimates(alike, 8, success_above=0.5)["pass@1"]
+    assert (found.low, found.high) == pytest.approx(wilson(0.6, 10))
+
+
+def test_prompts_that_are_all_alike_have_no_more_draws_than_samples() -> None:
+    found = estimates([[1, 0]] * 20, 2, success_above=0.5)["pass@1"]
+    assert (found.low, found.high) == pytest.approx(wilson(0.5, 40))
+
+
+def test_other_scores_have_the_normal_interval() -> None:
+    assert normal_interval([2.0, 4.0, 6.0]) == pytest.approx((4 - Z * 2 / math.sqrt(3), 4 + Z * 2 / math.sqrt(3)))
+    assert normal_interval([2.0]) == (-math.inf, math.inf)
+    found = estimates([[0.2, 0.4], [0.5, 0.7]], 2, success_above=0.5)["avg@2"]
+    assert (found.low, found.high) == pytest.approx(normal_interval([0.3, 0.6]))
+
+
+@pytest.mark.parametrize("name", ["avg@4", "pass@2", "pass@4", "pass^2"])
+def test_intervals_hold_the_truth_in_95_percent_of_evaluations(name: str) -> None:
+    """There are 60 prompts whose difficulties differ; the samples of one have its own probability."""
+    draw = random.Random(0)
+    truth = {"avg@4": 1 / 2, "pass@2": 1 - 1 / 3, "pass@4": 1 - 1 / 5, "pass^2": 1 / 3}[name]  # p is uniform
+    held = 0
+    for _ in range(1000):
+        chances = [draw.random() for _ in range(60)]
+        scores = [[float(draw.random() < p) for _ in range(4)] for p in chances]
+        found = estimates(scores, 4, success_above=0.5)[name]
+        held += found.low <= truth <= found.high
+    assert 930 <= held <= 970

@@ -1,0 +1,76 @@
+"""The scores of evaluations: by each set's functions, in processes that training's functions do not see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.groups import rewards
+from megarl.cluster.groups.rewards import RewardWorker
+from megarl.cluster.model_folders import ModelFolders
+from megarl.config.load import load
+from tests.paths import QUICKSTART
+from tests.unit.cluster.groups.test_rewards import sample
+
+FUNCTIONS = """
+calls = 0
+
+def counting(prompt, response, answer):
+    global calls
+    calls += 1
+    return calls
+
+def length(prompt, response, answer):
+    if response == "odd":
+        raise KeyError(response)
+    return len(response)
+
+def rank(prompts, responses, answers):
+    return [sorted(responses).index(response) for response in responses]
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rewards.ray, "get", lambda refs: refs)
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    own = [{"function": f"{file}:length", "weight": 2.0}, {"function": f"{file}:rank"}]
+    sets = [{"name": "runs"}, {"name": "own", "functions": own}]
+    keys = [f"rewards.functions=[{{function: '{file}:counting'}}]", f"evaluation.sets={json.dumps(sets)}"]
+    worker = RewardWorker(load(QUICKSTART, keys), ModelFolders(Path(), None, None, None), num_processes=1)
+    yield worker
+    worker.close()
+
+
+def test_functions_with_a_state_score_training_as_if_nothing_was_evaluated(worker, tmp_path: Path) -> None:
+    samples = [sample("0.0", "a"), sample("0.1", "b")]
+
+    async def step() -> list[list[float]]:
+        before, _ = await worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl")
+        evaluated = await worker.evaluate(samples, "runs", 1, tmp_path / "evaluations" / "runs.jsonl")
+        after, _ = await worker.score(samples, {}, 2, tmp_path / "rollouts.jsonl")
+        return [[score.value for score in scores] for scores in (before, evaluated, after)]
+
+    assert asyncio.run(step()) == [[1, 2], [1, 2], [3, 4]]
+
+
+def test_a_set_has_its_own_functions_and_a_failure_is_no_zero(worker, tmp_path: Path) -> None:
+    samples, file = [sample("own.0.0", "bbb"), sample("own.0.1", "odd"), sample("own.0.2", "a")], tmp_path / "own.jsonl"
+
+    async def evaluate_twice() -> list:
+        await worker.evaluate(samples, "own", 3, file)  # of a run that was killed then
+        return await worker.evaluate(samples, "own", 3, file)
+
+    scores = asyncio.run(evaluate_twice())
+    assert [score.value for score in scores] == [2 * 3 + 1, None, 2 * 1 + 0]
+    assert "raised KeyError: 'odd' on sample own.0.1" in scores[1].failure
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["sample_id"], row["step"], row["reward"]) for row in rows] == [
+        ("own.0.0", 3, 7.0),
+        ("own.0.1", 3, None),
+        ("own.0.2", 3, 2.0),
+    ]

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load
+from tests.readme import text_of
+from tests.unit.config.rules.recipes import errors, recipe
+
+SET = "evaluation.sets=[{name: a, samples_per_prompt: 4, temperature: 1.0}]"
+
+
+def sets(*items: str) -> str:
+    return f"evaluation.sets=[{', '.join('{' + item + '}' for item in items)}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([sets("name: a", "name: b", "name: a")], "evaluation.sets: a is the name of two; give each one of its own"),
+        (
+            [SET, "evaluation.at_start=false", "evaluation.at_end=false"],
+            "evaluation.sets: a would never be evaluated, with at_start and at_end false; set evaluation.every_steps=",
+        ),
+        (
+            [sets("name: a, samples_per_prompt: 2")],
+            "evaluation.sets: a has samples_per_prompt=2 with temperature=0, so that all samples of a prompt would be",
+        ),
+        ([sets("name: a, functions: []")], "evaluation.sets: a has no functions, and rewards.functions has none"),
+        (
+            ["rewards.functions=[]", "reward_model.path=m", sets("name: a")],
+            "evaluation.sets: a has no functions, and rewards.functions has none",
+        ),
+        (
+            [sets("name: a, max_new_tokens: 256")],
+            "evaluation.sets: a has max_new_tokens=256, which leaves 0 of rollout.context_length=256 tokens for the "
+            "prompt (256 - 256)",
+        ),
+        (["evaluation.best.metric=x"], "evaluation.best.metric=x: there are no evaluation.sets; list some"),
+        (
+            [SET, "evaluation.best.metric=evaluation/a/pass@8"],
+            "evaluation.best.metric=evaluation/a/pass@8: no set has it; did you mean evaluation/a/pass@4? All: "
+            "evaluation/a/avg@4, evaluation/a/pass@1, evaluation/a/pass@2, evaluation/a/pass@4, evaluation/a/pass^2, ",
+        ),
+        (
+            [SET, "evaluation.best.metric=evaluation/a/avg@4", "checkpoint.every_steps=null"],
+            "evaluation.best.metric=evaluation/a/avg@4: with checkpoint.every_steps=null none is saved; set "
+            "checkpoint.every_steps=50",
+        ),
+        (
+            [
+                SET,
+                "evaluation.best.metric=evaluation/a/avg@4",
+                "evaluation.every_steps=15",
+                "checkpoint.every_steps=10",
+            ],
+            "evaluation.best.metric=evaluation/a/avg@4: a is evaluated every 15 steps, and checkpoints are saved every "
+            "10, so that some evaluations would have none; set checkpoint.every_steps=5",
+        ),
+        (["evaluation.every_steps=5"], "evaluation.every_steps=5: nothing reads it without evaluation.sets; set that"),
+        ([SET, "evaluation.best.mode=min"], "evaluation.best.mode=min: nothing reads it without evaluation.best.metr"),
+    ],
+)
+def test_what_is_refused(overrides: list[str], line: str) -> None:
+    [found] = errors(*overrides)
+    assert found.startswith(line)
+
+
+def test_offline_data_have_no_engine() -> None:
+    offline = ("data.rows=messages", "algorithm.objective.name=sft", "algorithm.objective.aggregation=token_mean")
+    [found] = [line for line in errors(SET, *offline) if line.startswith("evaluation")]
+    assert found.startswith("evaluation.sets: with data.rows=messages no engine starts that could sample")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [SET, "evaluation.best.metric=evaluation/a/pass^4", "evaluation.every_steps=100"],
+        [SET, "evaluation.best.metric=evaluation/a/avg@4"],
+        [sets("name: a, every_steps: 3"), "evaluation.at_start=false", "evaluation.at_end=false"],
+        ["rewards.functions=[]", "reward_model.path=m", sets("name: a, functions: [{function: exact_match}]")],
+    ],
+)
+def test_what_is_not(overrides: list[str]) -> None:
+    recipe(*overrides)
+
+
+def test_a_set_is_due_at_its_own_interval_and_at_both_ends() -> None:
+    settings = recipe(sets("name: a", "name: b, every_steps: 2"), "evaluation.every_steps=3").evaluation
+    due = {step: [item.name for item in settings.due(step, last=7)] for step in range(8)}
+    assert due == {0: ["a", "b"], 1: [], 2: ["b"], 3: ["a"], 4: ["b"], 5: [], 6: ["a", "b"], 7: ["a", "b"]}
+    neither = recipe(sets("name: b, every_steps: 2"), "evaluation.at_start=false", "evaluation.at_end=false").evaluation
+    assert [len(neither.due(step, last=5)) for step in range(6)] == [0, 0, 1, 0, 1, 0]
+
+
+def test_the_example_of_the_page_is_a_recipe(tmp_path: Path) -> None:
+    example = re.search(r"```yaml\n(evaluation:.*?)```", text_of("configs/README.md"), re.DOTALL).group(1)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"base: base.yaml\n{example}")
+    aime, gsm8k = load(file, ["model.path=m", "data.source=rows.jsonl"]).evaluation.sets
+    assert (aime.samples_per_prompt, gsm8k.temperature, gsm8k.every_steps) == (16, 0.0, 100)
+
+
+def test_one_more_checkpoint_is_kept_where_there_is_a_best() -> None:
+    assert recipe("checkpoint.keep=3").most_checkpoints == 3
+    assert recipe("checkpoint.keep=3", SET, "evaluation.best.metric=evaluation/a/avg@4").most_checkpoints == 4

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import errors, recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.trackers=[wandb,wandb]"], "run.trackers=[wandb, wandb]: wandb is named twice"),
+        (["run.steps=3", "run.profile={steps: [2, 4]}"], "run.profile.steps: there is no step 4 with run.steps=3"),
+        (
+            ["run.profile={steps: [1], ranks: [0, 2]}"],
+            "run.profile.ranks: no trained model has a rank 2, as the largest",
+        ),
+        (["run.profile.ranks=[1]"], "run.profile.ranks=[1]: nothing reads it without run.profile.steps"),
+        (["trackers.project=a"], "trackers.project=a: nothing reads it without run.trackers=[wandb]"),
+        (
+            ["run.trackers=[mlflow]", "trackers.wandb.entity=a"],
+            "trackers.wandb.entity=a: nothing reads it without run.trackers=[wandb]",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:
+    [error] = errors(*overrides)
+    assert message in error
+
+
+def test_details_of_tokens_are_of_whole_groups() -> None:
+    assert [recipe(f"run.token_samples={n}").num_detailed_groups for n in (0, 1, 8, 9)] == [0, 1, 1, 2]

@@ -1,0 +1,40 @@
+"""The recipe of an evaluation set, and its seeds."""
+
+from __future__ import annotations
+
+from megarl.config.evaluation import config_of_set, seed_of_set
+from megarl.data.arithmetic import arithmetic_rows
+from tests.unit.config.rules.recipes import recipe
+
+SETS = (
+    "evaluation.sets=[{name: a}, {name: b, source: rows.jsonl, size: 5, answer_column: solution, max_new_tokens: 32, "
+    "functions: [{function: numeric_match}]}]"
+)
+
+
+def test_a_set_has_what_it_does_not_say_from_the_run() -> None:
+    config = recipe(SETS, "data.size=100", "rewards.overlong_buffer=4", "rewards.judge=f.py:judge")
+    a, b = (config_of_set(config, item) for item in config.evaluation.sets)
+    assert (a.data.source, a.data.size, a.data.answer_column) == ("arithmetic", None, "answer")
+    assert (b.data.source, b.data.size, b.data.answer_column) == ("rows.jsonl", 5, "solution")
+    assert [[entry.function for entry in c.rewards.functions] for c in (a, b)] == [["exact_match"], ["numeric_match"]]
+    assert [c.rollout.max_new_tokens for c in (a, b)] == [16, 32]
+    assert {(c.rewards.judge, c.rewards.overlong_buffer) for c in (a, b)} == {(None, None)}
+    assert a.actor == config.actor
+
+
+def test_procedural_prompts_are_not_those_that_are_trained_on() -> None:
+    config = recipe(SETS)
+    [seed, other] = (config_of_set(config, item).run.seed for item in config.evaluation.sets)
+    assert len({seed, other, config.run.seed}) == 3
+    rows, trained = (list(arithmetic_rows(s, 50)) for s in (seed, config.run.seed))
+    assert rows != trained
+
+
+def test_seeds_of_samples_are_all_different_and_follow_from_place_and_run() -> None:
+    config = recipe(SETS)
+    [a, b] = config.evaluation.sets
+    seeds = [seed_of_set(config, item, i, k) for item in (a, b) for i in range(20) for k in range(20)]
+    assert len(set(seeds)) == 800
+    assert seeds[0] == seed_of_set(recipe(SETS, "run.steps=7"), a, 0, 0)
+    assert seeds[0] != seed_of_set(recipe(SETS, "run.seed=1"), a, 0, 0)

@@ -1,0 +1,39 @@
+"""The comparison of runs, but for how a browser shows it (tests/browser)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.report import comparison
+
+
+def make_run(folder: Path, name: str, **config: float) -> Path:
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"name": name}))
+    (folder / "config.resolved.yaml").write_text(json.dumps({"run": {"name": name, "steps": 2}, "actor": config}))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "own/x": 1.0}\n')
+    return folder
+
+
+def test_what_differs_is_listed_and_what_one_run_lacks_is_a_dash(tmp_path: Path) -> None:
+    first = make_run(tmp_path / "1", "a", lr=1e-6, beta=0.9)
+    text = comparison.write([first, make_run(tmp_path / "2", "b", lr=1e-6, gamma=1.0)]).read_text()
+    table = text.split('id="differences"')[1].split("</table>")[0]
+    assert "actor.beta</th><td class=number>0.9</td><td class=number>–</td>" in table
+    assert "actor.gamma</th><td class=number>–</td>" in table and "lr" not in table and "run.name" not in table
+    assert "2 keys differ." in text and 'aria-label="own/x"' in text
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / number, "<a>") for number in ("1", "2")]
+    text = comparison.write(runs).read_text()
+    assert "<th>1</th><th>2</th>" in text
+    assert "No key differs." in text and "<a>" not in text
+
+
+def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="6 runs: at most 5 can be told apart"):
+        comparison.write([tmp_path] * 6)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.report.evaluations import MAX_SAMPLES, MAX_STEPS, charts_of, read_evaluations
+from megarl.report.history import read_history
+from tests.unit.report.test_report import ATTACK, Page, make_run, sample, write
+
+
+def evaluated(step: int) -> dict:
+    values = {"avg@4": 0.1 * step, "pass@1": 0.1 * step, "pass@4": 0.2, "pass^4": 0.0}
+    ends = {
+        f"{name}_{end}": value + off for name, value in values.items() for end, off in (("low", -0.1), ("high", 0.1))
+    }
+    named = {f"evaluation/a/{name}": value for name, value in (values | ends).items()}
+    return {"step": step, **named, "evaluation/a/failed_share": 0.0, "evaluation/version": step, "time/evaluation": 2.0}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of four steps, evaluated before the first and after the second and the last."""
+    folder = make_run(tmp_path, 4, target=4)
+    lines = {line["step"]: line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    for step in (0, 2, 4):
+        lines[step] = lines.get(step, {}) | evaluated(step)
+        file = folder / "evaluations" / "a" / f"step_{step:06d}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = [sample(reward=0.5, response=f"after {step}"), sample(reward=None, failure="f hung", response=ATTACK)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(lines[step]) + "\n" for step in sorted(lines)))
+    return folder
+
+
+def test_curves_are_of_the_steps_that_were_evaluated_with_their_intervals(run: Path) -> None:
+    charts = {chart.title: (chart, history) for chart, history in charts_of(read_history(run / "metrics.jsonl"))}
+    assert list(charts) == [f"Evaluation: a, {name}" for name in ("avg@4", "pass@4", "pass^4")]
+    chart, history = charts["Evaluation: a, avg@4"]
+    assert history.steps.tolist() == [0, 2, 4]
+    assert history["evaluation/a/avg@4"] == pytest.approx([0.0, 0.2, 0.4])
+    low, high = chart.band(history)
+    assert np.allclose(low, [-0.1, 0.1, 0.3]) and np.allclose(high, [0.1, 0.3, 0.5])
+
+
+def test_the_page_has_curves_and_samples_in_which_markup_is_text(run: Path) -> None:
+    text = write(run)
+    page = Page(text)
+    titles = [attributes["aria-label"] for attributes in page.all("svg")]
+    assert "Evaluation: a, pass^4" in titles and "evaluation/version" not in titles
+    assert "evaluation/a/avg@4_low" not in titles
+    section = re.search(r'<section id="evaluations">.*?</section>', text, re.DOTALL).group()
+    assert section.index("before step 1") < section.index("after step 2") < section.index("after step 4")
+    assert section.count("<article") == 6 and section.count("no score") == 3
+    assert section.index("f hung") < section.index("after 0"), "what failed comes first"
+    assert "<script" not in section and "<img" not in section and "&lt;/script&gt;" in section
+
+
+def test_a_run_without_evaluations_has_no_section(tmp_path: Path) -> None:
+    assert 'id="evaluations"' not in write(make_run(tmp_path, 3))
+
+
+def test_many_steps_and_samples_are_thinned_out_evenly(tmp_path: Path) -> None:
+    files = {step: tmp_path / f"{step}.jsonl" for step in range(0, 101, 5)}
+    for file in files.values():
+        file.write_text("".join(json.dumps(sample(reward=i)) + "\n" for i in range(200)))
+    [found] = read_evaluations({"a": files})
+    assert len(found.steps) == MAX_STEPS and {0, 100} <= found.steps.keys()
+    assert [len(samples) for samples in found.steps.values()] == [MAX_SAMPLES] * MAX_STEPS
+    assert [found.steps[0][i]["reward"] for i in (0, -1)] == [0, 199]

@@ -1,0 +1,56 @@
+"""Scores of samples of rollouts in environments: the environment's rewards beside those of functions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megarl.config.schema import RewardFunction
+from megarl.core.types import Episode, Prompt, RolloutInfo, Sample, VersionRun
+from megarl.rewards.result import Result
+from megarl.rewards.scorer import Scorer
+
+INFO = RolloutInfo("done", 3, 1, {}, 0, 0)
+
+
+def sample(*, mask: str = "110110", first_turn: int = 0, **fields) -> Sample:
+    episode = Episode(
+        **dict(info=INFO, rewards=(0.5, None, 1.0), parts={"format": 1.5}, failure=None, messages=(), is_last=True)
+        | fields,
+        first_turn=first_turn,
+    )
+    n = len(mask)
+    trained = [letter == "1" for letter in mask]
+    prompt = Prompt("p", "", [1])
+    return Sample("s", prompt, [2] * n, [0.0] * n, trained, (VersionRun(0, n),), "stop", "", episode=episode)
+
+
+def scorer(**settings) -> Scorer:
+    return Scorer([RewardFunction(function="f", weight=2.0)], environment_weight=10.0, **settings)
+
+
+def test_turns_and_the_outcome_are_summed_and_weighed():
+    score, by_token = scorer().score(sample(outcome=0.25), {"f": Result(1.0)})
+    assert score.value == pytest.approx(10 * (0.5 + 1.0 + 0.25) + 2)
+    assert score.parts == {"f": 1.0, "environment": 1.75, "environment_format": 1.5}
+    assert by_token is None
+
+
+@pytest.mark.parametrize(("first_turn", "expected"), [(0, {1: 5.0}), (1, {4: 10.0})])
+def test_rewards_of_its_own_turns_are_rewards_of_tokens(first_turn, expected):
+    """Two turns of the rollout are in this sample; one has no reward of its own."""
+    score, by_token = scorer(rewards_tokens=True).score(sample(first_turn=first_turn), {"f": Result(1.0)})
+    assert {i: reward for i, reward in enumerate(by_token) if not math.isnan(reward)} == expected
+    assert score.token_reward_totals.total == sum(expected.values())
+    assert score.value == pytest.approx(17)
+
+
+def test_a_failed_environment_is_a_failure_and_no_zero():
+    score, _ = scorer().score(sample(failure="step raised KeyError: 'x'"), {})
+    assert (score.value, score.failure) == (None, "environment: step raised KeyError: 'x'")
+
+
+def test_a_failed_function_beside_an_environment_is_a_failure():
+    score, _ = scorer().score(sample(), {"f": Result(None, failure="raised ValueError: no")})
+    assert score.value is None and "f raised ValueError" in score.failure

@@ -1,0 +1,119 @@
+"""The trackers' own libraries: what a run and its second attempt write is read back by each library itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load
+from megarl.run.trackers.backends import Settings
+from megarl.run.trackers.tracker import Tracker, end_all
+from tests.paths import BASE, ROOT
+
+PACKAGES = Path(sys.prefix) / "trackers"
+"""What `make test` installs of tools/environment/trackers.lock, beside the environment."""
+
+READERS = {
+    "tensorboard": """
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+found = EventAccumulator(folder)
+found.Reload()
+rows = [[e.step, e.value] for e in found.Scalars("reward/mean")]
+runs = 1
+""",
+    "wandb": """
+import glob
+from wandb.proto.wandb_internal_pb2 import Record
+rows, ids = [], set()
+
+def records(log, block=32768):  # LevelDB's log format: https://github.com/google/leveldb/blob/main/doc/log_format.md
+    place, data = 7, b""
+    while place + 7 <= len(log):
+        if block - place % block < 7:
+            place += block - place % block
+            continue
+        length, kind = int.from_bytes(log[place + 4 : place + 6], "little"), log[place + 6]
+        data += log[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield Record.FromString(data)
+            data = b""
+
+for file in sorted(glob.glob(folder + "/wandb/offline-run-*/*.wandb")):
+    for record in records(open(file, "rb").read()):
+        if record.WhichOneof("record_type") == "run":
+            ids.add(record.run.run_id)
+        if record.WhichOneof("record_type") == "history":
+            row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            rows.append([row["step"], row["reward/mean"]])
+runs = len(ids)
+""",
+    "mlflow": """
+from mlflow.tracking import MlflowClient
+client = MlflowClient("file://" + folder)
+[experiment] = [e for e in client.search_experiments() if e.name == "megarl"]
+found = client.search_runs([experiment.experiment_id])
+runs = len(found)
+assert found[0].data.params["run.name"] == "tiny" and found[0].info.status == "FINISHED"
+rows = [[m.step, m.value] for m in client.get_metric_history(found[0].info.run_id, "reward/mean")]
+""",
+    "trackio": """
+import sqlite3
+rows = sqlite3.connect(folder + "/megarl.db").execute("select step, metrics, run_name from metrics").fetchall()
+runs = len({name for _, _, name in rows})
+rows = [[step, json.loads(metrics)["reward/mean"]] for step, metrics, _ in rows]
+""",
+}
+
+
+@pytest.fixture(autouse=True)
+def _packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if not PACKAGES.exists():
+        pytest.fail(f"{PACKAGES} is missing: make {PACKAGES.relative_to(ROOT)}/.installed")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(PACKAGES), str(ROOT))))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in list(os.environ):
+        if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
+            monkeypatch.delenv(name)
+
+
+def attempt(tracker: str, folder: Path, log: Path, steps: range) -> None:
+    overrides = ["run.name=tiny", "model.path=m", "data.source=arithmetic", f"run.trackers=[{tracker}]"]
+    if tracker == "wandb":
+        overrides.append("trackers.wandb.mode=offline")
+    config = load(BASE, overrides).model_dump(mode="json")
+    run = Tracker(Settings(tracker, "tiny", str(folder), steps[0] - 1, config), log, timeout_s=60)
+    for step in steps:
+        run.write(step, {"reward/mean": step / 4, "reward//a/b.py:f": 1.0, "reward/|x| (é)": 1.0})
+    end_all([run], 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", READERS)
+def test_a_run_and_its_second_attempt_are_one_run_there(tracker: str, tmp_path: Path, capfd) -> None:
+    """The first attempt was at step 3 when it was killed; the second goes on after a checkpoint of step 2."""
+    folder, log = tmp_path / tracker, tmp_path / "log"
+    folder.mkdir()
+    attempt(tracker, folder, log, range(1, 4))
+    attempt(tracker, folder, log, range(3, 5))
+    assert capfd.readouterr() == ("", ""), log.read_text()
+    code = f"import json\nfolder = {str(folder)!r}\n{READERS[tracker]}\nprint('\\n' + json.dumps([runs, rows]))"
+    environment = {**os.environ, "MLFLOW_ALLOW_FILE_STORE": "true"}
+    read = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert read.returncode == 0, read.stderr
+    num_runs, rows = json.loads(read.stdout.splitlines()[-1])
+    assert num_runs == 1
+    repeated = [] if tracker == "tensorboard" else [[3, 0.75]]  # TensorBoard hides what came after step 2
+    assert sorted(rows) == sorted([[1, 0.25], [2, 0.5], [3, 0.75], [4, 1.0], *repeated])
+
+
+def test_the_trackers_packages_shadow_none_of_the_environment() -> None:
+    added = {d.metadata["Name"].lower() for d in distributions(path=[str(PACKAGES)])}
+    own = {d.metadata["Name"].lower() for d in distributions(path=[p for p in sys.path if p != str(PACKAGES)])}
+    assert added and not added & own

@@ -1,0 +1,72 @@
+"""What is asked of the engines for an evaluation, and what its result says."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.core.types import Prompt, SampleInfo, Score
+from megarl.data.prompts import PromptSet
+from megarl.step import requests as training
+from megarl.step.evaluation import requests, result
+from tests.unit.config.rules.recipes import recipe
+
+PROMPTS = PromptSet(tuple(Prompt(f"p{i}", "?", [i]) for i in range(2)), "hash")
+SETS = (
+    "evaluation.sets=[{name: a}, {name: b, samples_per_prompt: 3, temperature: 0.7, top_p: 0.9, top_k: 5, "
+    "max_new_tokens: 32}]"
+)
+
+
+def test_requests_have_the_settings_of_their_set_and_not_the_runs() -> None:
+    config = recipe(SETS, "rollout.temperature=1.3", "rollout.top_k=50")
+    a, b = (requests(config, given, PROMPTS) for given in config.evaluation.sets)
+    assert [len(group) for group in (*a, *b)] == [1, 1, 3, 3]
+    [[greedy], _], [[sampled, _, _], _] = a, b
+    assert (greedy.temperature, greedy.top_p, greedy.top_k, greedy.max_new_tokens) == (0.0, 1.0, 0, 16)
+    assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.max_new_tokens) == (0.7, 0.9, 5, 32)
+    assert greedy.is_greedy and not sampled.is_greedy
+
+
+def test_requests_are_the_same_at_every_step_and_others_than_those_of_training() -> None:
+    config = recipe(SETS)
+    [_, given] = config.evaluation.sets
+    asked = [request for group in requests(config, given, PROMPTS) for request in group]
+    assert asked == [request for group in requests(config, given, PROMPTS) for request in group]
+    trained = [request for group in training.requests(config, 1, PROMPTS.prompts) for request in group]
+    assert trained == [r for group in training.requests(recipe(), 1, PROMPTS.prompts) for r in group]
+    assert {request.seed for request in asked}.isdisjoint(request.seed for request in trained)
+    assert {request.purpose for request in asked}.isdisjoint({request.purpose for request in trained})
+
+
+def info(name: str, length: int, reason: str) -> SampleInfo:
+    return SampleInfo(name, "p", 4, length, length, reason, 3, 3)
+
+
+def test_a_result_has_failures_apart() -> None:
+    [_, given] = recipe(SETS).evaluation.sets
+    groups = [
+        [info("0.0", 2, "stop"), info("0.1", 4, "length"), info("0.2", 6, "stop")],
+        [info("1.0", 8, "length"), info("1.1", 2, "stop"), info("1.2", 2, "stop")],
+    ]
+    scores = [Score(value, {}, None if value is not None else "f hung") for value in (1.0, 0.0, None, 1.0, 1.0, 1.0)]
+    found = result(given, groups, scores)
+    metrics = found.metrics()
+    assert metrics["evaluation/b/failed_share"] == pytest.approx(1 / 6)
+    assert metrics["evaluation/b/avg@3"] == 0.75, "a failed sample counts as none, not as a wrong one"
+    assert metrics["evaluation/b/pass@3"] == 1.0, "of the prompt with three scores"
+    assert metrics["evaluation/b/truncated_share"] == pytest.approx(1 / 3)
+    assert metrics["evaluation/b/length_mean"] == 4
+    assert metrics["evaluation/b/avg@3_low"] < 0.75 < metrics["evaluation/b/avg@3_high"]
+    assert found.describe().startswith("b (2 prompts × 3): avg@3 0.750 [")
+    assert found.describe().endswith(", 16.7% failed, such as by f hung")
+
+
+def test_a_set_of_which_nothing_could_be_scored_has_no_value() -> None:
+    [given, _] = recipe(SETS).evaluation.sets
+    found = result(given, [[info("0.0", 2, "stop")]], [Score(None, {}, "f hung")])
+    assert found.metrics() == {
+        "evaluation/a/failed_share": 1.0,
+        "evaluation/a/truncated_share": 0.0,
+        "evaluation/a/length_mean": 2.0,
+    }
+    assert found.describe() == "a (1 prompts × 1): 100.0% failed, such as by f hung"
