@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.core.types import FAILED, FinishReason
-from megarl.environments.tools import MalformedCall, Message, Toolbox, ToolCall
+from megarl.environments.tools import MalformedCall, Message, Toolbox, ToolCall, run
 
 
 class StopReason(StrEnum):
@@ -121,7 +121,7 @@ class Environment:
     async def step(self, turn: Turn) -> Step:
         """Answers a turn of the policy: calls the tools that it asks for. A turn without a call is the last one."""
         if turn.is_last or not turn.tool_calls:
-            return Step(reward=await self.reward(turn), done=True)
+            return Step(reward=await run(self.reward, turn), done=True)
         return Step(observation=await self.toolbox.call_all(turn.tool_calls))
 
     async def reward(self, turn: Turn) -> float | Mapping[str, float] | None:
