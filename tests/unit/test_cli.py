@@ -247,7 +247,7 @@ def test_evaluate_says_what_is_wrong_before_anything_starts(
 
 
 def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    replace(monkeypatch, "report", write=lambda folder: folder / "report.html")
+    replace(monkeypatch, "report", write=lambda folder: folder / "report.html", comparison=None)
     assert run(monkeypatch, "report", "runs/latest") == 0
     assert capsys.readouterr().out == "runs/latest/report.html\n"
 

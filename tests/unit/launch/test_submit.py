@@ -72,7 +72,10 @@ def array(script: str, name: str) -> list[str]:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
-    lines = launch(recipe, ON_CPU, f"run.folder={tmp_path}")
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+    own_data = [] if load(recipe).data.is_procedural else [f"data.source={rows}"]
+    lines = launch(recipe, ON_CPU, f"run.folder={tmp_path}", *own_data)
     assert lines[-1] == "dry run: nothing was submitted"
     run = tmp_path / load(recipe).run.name
     config = load(JobFolder.of(run).recipe)

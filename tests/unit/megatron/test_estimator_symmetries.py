@@ -230,8 +230,8 @@ def test_rewards_in_another_unit(name, update):
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
 def test_rewards_from_another_zero(name, update):
-    """As much more for every reward, and for all they are compared with: advantages are the same, but for the one that
-    compares with nothing. With a critic the last token alone would have more."""
+    """Advantages are the same where every reward, and all that they are compared with, is as much more; but for the one
+    that compares with nothing. With a critic the last token alone would have more."""
     compares = ESTIMATORS[name].comparison != "none" or config(name).algorithm.advantage.option("whiten")
     trained = {s.id: torch.tensor(s.response_mask) for s in update.samples()}
     expected = {i: own + (0 if compares else 5) * trained[i] for i, own in advantages(name, update).items()}
@@ -252,7 +252,7 @@ def test_equal_rewards_have_none(name, update):
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_a_groups_advantages_add_up_to_nothing(name, update):
-    """By samples, or by tokens where lengths weigh and where advantages are whitened."""
+    """Sums are over samples, or over tokens where lengths weigh and where advantages are whitened."""
     if name == "opo" or config(name).algorithm.advantage.option("whiten"):
         sums = totals(whole(update), advantages(name, whole(update)), weighted=True)
         assert sum(sums) == pytest.approx(0, abs=1e-5)

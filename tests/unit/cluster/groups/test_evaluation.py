@@ -40,7 +40,11 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file.write_text(FUNCTIONS)
     own = [{"function": f"{file}:length", "weight": 2.0}, {"function": f"{file}:rank"}]
     sets = [{"name": "runs"}, {"name": "own", "functions": own}]
-    keys = [f"rewards.functions=[{{function: '{file}:counting'}}]", f"evaluation.sets={json.dumps(sets)}"]
+    keys = [
+        f"rewards.functions=[{{function: '{file}:counting'}}]",
+        f"evaluation.sets={json.dumps(sets)}",
+        "run.token_samples=0",
+    ]
     worker = RewardWorker(load(QUICKSTART, keys), ModelFolders(Path(), None, None, None), num_processes=1)
     yield worker
     worker.close()

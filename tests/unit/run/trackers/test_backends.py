@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
+from sysconfig import get_path
 
 import pytest
 
@@ -115,5 +116,5 @@ def test_a_run_and_its_second_attempt_are_one_run_there(tracker: str, tmp_path: 
 
 def test_the_trackers_packages_shadow_none_of_the_environment() -> None:
     added = {d.metadata["Name"].lower() for d in distributions(path=[str(PACKAGES)])}
-    own = {d.metadata["Name"].lower() for d in distributions(path=[p for p in sys.path if p != str(PACKAGES)])}
+    own = {d.metadata["Name"].lower() for d in distributions(path=[get_path("purelib")])}
     assert added and not added & own
