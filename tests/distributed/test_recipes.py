@@ -37,6 +37,8 @@ TINY = (
     *("actor.optimizer.lr=0.001", "batch.prompts_per_step=4", "batch.samples_per_prompt=4"),
 )
 
+SHORT = ("rollout.context_length=256", "rollout.max_new_tokens=128")
+
 
 class Actor:
     """A TrainerGroup of one rank, in this process. Samples are handed out as they are."""
@@ -139,7 +141,8 @@ def test_a_recipe_trains(folder, recipe):
     # Half of the samples of a prompt, and so half of a set.
     keys = ["algorithm.advantage.k=2"] if as_it_is.algorithm.advantage.estimator == "pass_at_k" else []
     keys += [f"model.path={folder}", f"batch.prompts_per_update={max(4 // updates, 1)}"]
-    config = load(recipe, [*TINY, *keys])
+    is_long = load(recipe).rollout.context_length > 256
+    config = load(recipe, [*TINY, *(SHORT if is_long else ()), *keys])
     [(metrics, calls, moved)] = run_ranks(1, train_two_steps, config, folder)
     assert moved
     for step in metrics:
