@@ -236,7 +236,7 @@ def test_a_missed_deadline_shows_the_stacks_of_another_node(machines: list[Machi
         assert run.end(0, RUN_S) == 1
         log = run.folder / "logs/attempt_1/engine-0.log"
         assert f"rollout: no answer from engine-0 in 0.05 s; their stacks are at the end of {log}" in run.output(0)
-        assert "Current thread " in log.read_text()
+        assert "(most recent call first)" in log.read_text()
         assert run.end(1, END_S) == 0
         run.check_nothing_is_left()
 
