@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import multiprocessing
 import os
 import random
+import signal
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -50,6 +53,8 @@ from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 180
+STACKS, STACKS_S = "stacks.txt", 2
+"""The file with the stacks of a process that does not answer, and the time that it has to write them."""
 BUCKET_BYTES = 2**16
 """Smaller than some tensors."""
 STEPS_BEFORE_REFIT = 5
@@ -65,16 +70,27 @@ class Remote:
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
         self._process = mp.Process(target=serve, args=(theirs, self._scratch.name, build, args))
         self._process.start()
+        theirs.close()  # so that the end of the process is the end of what can be read
 
     def send(self, method: str, *args) -> None:
         self._connection.send((method, args))
 
     def receive(self):
-        assert self._connection.poll(DEADLINE_S), "no answer"
-        result = self._connection.recv()
+        assert self._connection.poll(DEADLINE_S), f"no answer:\n{self._stacks()}"
+        try:
+            result = self._connection.recv()
+        except EOFError:
+            self._process.join(DEADLINE_S)
+            raise AssertionError(f"the process has ended, with exit code {self._process.exitcode}") from None
         if isinstance(result, BaseException):
             raise result
         return result
+
+    def _stacks(self) -> str:
+        """Where its threads are."""
+        os.kill(self._process.pid, signal.SIGUSR1)
+        time.sleep(STACKS_S)
+        return (Path(self._scratch.name) / STACKS).read_text()
 
     def call(self, method: str, *args):
         self.send(method, *args)
@@ -102,7 +118,13 @@ class Remote:
 
 def serve(connection: Connection, scratch: str, build, args) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
-    served = build(*args)
+    stacks = (Path(scratch) / STACKS).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    try:
+        served = build(*args)
+    except Exception as error:  # for the first call, which finds nobody to answer it
+        connection.send(error)
+        raise
     while True:
         method, arguments = connection.recv()
         try:
