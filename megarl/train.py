@@ -26,6 +26,7 @@ from megarl.step.metrics import step_metrics, update_rate
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
 from megarl.step.profile import profiled
+from megarl.step.queue import RolloutQueue
 from megarl.step.rollouts import Rollouts, collect_rollouts, record_advantages
 from megarl.step.scoring import Metrics, ScoredSample
 from megarl.step.token_rewards import reward_tokens
@@ -54,17 +55,19 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
     workers.trained.present_actor()
     workers.refit.run(version=loop.state.step)
     elapsed.print(f"refit: by {workers.refit.transport}, the first")
-    loop.run(workers.trained, lambda: step(config, workers, loop), lambda: evaluate_due(config, workers, loop))
+    workers.take_idle_shares()  # of the start
+    queue = RolloutQueue(config, workers, loop.data, loop.state)
+    loop.run(workers.trained, lambda: step(config, workers, loop, queue), lambda: evaluate_due(config, workers, loop))
     loop.export(workers.export)
     workers.close()
 
 
-def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
+def step(config: Config, workers: Workers, loop: Loop, queue: RolloutQueue) -> dict[str, float]:
     """Does one step: collects rollouts, trains, syncs weights. Returns its metrics; the engines' weight version is then
-    its number."""
+    its number. Rollouts that the queue has begun for later steps go on meanwhile."""
     watch, number = loop.stopwatch(), loop.state.step
     file = loop.folder.rollouts(number)
-    rollouts = collect_rollouts(config, workers, number, loop.take, file, watch, loop.saver.commit)
+    rollouts = collect_rollouts(config, workers, number, queue, file, watch, loop.saver.commit)
     with watch.phase("train"), profiled(config, workers.trained, number, loop.folder.profile(number)):
         metrics = train(config, workers, rollouts, number, loop.state.average)
     warn_of_disagreement(config, metrics, loop.folder.logs)
@@ -73,6 +76,7 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
         workers.trained.present_actor()
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
     recorded.result()
+    metrics |= workers.take_idle_shares()
     return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)
 
 

@@ -135,6 +135,14 @@ def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
     return joint
 
 
+def first(pendings: Sequence[Pending[T]], meanwhile: Callable[[], object] | None = None) -> Pending[T]:
+    """Waits until one of these has its result, and returns the first in the list that has. See Pending.result."""
+    for pending in pendings:
+        if pending.advance():
+            return pending
+    return pendings[0].current._session.first(pendings, meanwhile)
+
+
 def outcome(ref: ray.ObjectRef) -> tuple[Any, Exception | None]:
     """Returns the value of a call that has ended, and None; or None, and its error."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ class Trace:
 
     def __init__(self, logs: Path):
         self._path = logs / FILE
+        self._seconds: Counter[str] = Counter()
 
     def record(self, task: str, begin: float, end: float) -> None:
         """Writes a span of the driver."""
@@ -43,7 +45,13 @@ class Trace:
         timed: dict[str, Answer] = answers.values
         spans = [Span(process, task, answer.begin, answer.end) for process, answer in timed.items()]
         self._write(spans)
+        for span in spans:
+            self._seconds[span.process] += span.end - span.begin
         return {process: answer.value for process, answer in timed.items()}
+
+    def take_seconds(self, process: str) -> float:
+        """Returns the seconds of all tasks of a process that were added since this was last asked."""
+        return self._seconds.pop(process, 0.0)
 
     def _write(self, spans: Sequence[Span]) -> None:
         with self._path.open("a", encoding="utf-8") as file:

@@ -84,6 +84,12 @@ class Workers:
         """Makes the engines sleep between an evaluation and the next step's rollouts, before which no refit comes."""
         self.engines.sleep(keeps_weights=True).result()
 
+    def take_idle_shares(self) -> dict[str, Metric]:
+        """Returns the share of the time since this was last asked in which engines and ranks had nothing to do."""
+        asked = {"engines": self.engines.take_idle_share()}
+        asked |= {role: group.take_idle_share() for role, group in self.trained.groups.items()}
+        return {f"idle/{name}": Metric(pending.result()) for name, pending in asked.items()}
+
     def close(self) -> None:
         """Ends the process groups of all ranks. Engines are in none, and end with their processes."""
         self.trained.close()

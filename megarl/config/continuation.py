@@ -34,6 +34,7 @@ FREE = (
     "rollout.tp",
     "*.kv_cache_gib",
     "*.vllm_overrides*",
+    "rollout.max_staleness",
     "rollout.sleep",
     "rollout.transport",
     "rollout.refit_*",

@@ -170,6 +170,7 @@ Placed = Trained | RewardModel
 class Rollout(Section):
     replicas: PositiveInt
     tp: PositiveInt
+    max_staleness: NonNegativeInt
     temperature: PositiveFloat
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: PositiveInt | None
@@ -369,11 +370,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _weight_of_correction(self) -> Self:
-        """Decides algorithm.correction.weight=auto: quantised engines sample from another policy than the trainer's."""
+        """Decides algorithm.correction.weight=auto: quantised engines sample from another policy than the trainer's,
+        and so do those whose samples may be of earlier weights."""
         algorithm = self.algorithm
         if algorithm.correction.weight != "auto":
             return self
-        samples_otherwise = self.rollout.quantization is not None and not self.is_offline
+        samples_otherwise = self.rollout.quantization is not None or self.rollout.max_staleness > 0
+        samples_otherwise = samples_otherwise and not self.is_offline and algorithm.objective.spec.is_policy_objective
         weight = "token" if samples_otherwise and algorithm.correction.old == "trainer" else None
         correction = algorithm.correction.model_copy(update={"weight": weight})
         return self.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})

@@ -35,12 +35,13 @@ def object_store_mib(config: Config) -> int:
 
 
 def num_samples(config: Config) -> int:
-    """Returns the samples of a step, at most: those of all rounds of dynamic sampling stay until its end."""
+    """Returns the samples that are there at once, at most: of a step those of all rounds of dynamic sampling, which
+    stay until its end, and those that are begun for later steps."""
     batch = config.batch
     if config.is_offline:
         return batch.prompts_per_step * config.trained_per_prompt
     per_prompt = batch.samples_per_prompt + config.samples_greedily
-    return batch.sampling_rounds * batch.prompts_per_step * per_prompt
+    return (batch.sampling_rounds + config.rollout.max_staleness) * batch.prompts_per_step * per_prompt
 
 
 def most_evaluated(config: Config) -> int:

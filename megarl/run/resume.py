@@ -30,6 +30,17 @@ class RunState:
     cursor: PromptCursor
     average: MovingAverage = field(default_factory=MovingAverage)
     """The moving average of the rewards, for estimators that take it as their baseline."""
+    under_way: list[int] = field(default_factory=list)
+    """The rows of the data whose rollouts have been begun and not yet trained on, in their order."""
+    again: list[int] = field(default_factory=list)
+    """Such rows of the attempt before, which come before others."""
+
+    def draw(self, n: int) -> list[int]:
+        """Returns the next n rows, whose rollouts are under way from now on."""
+        rows, self.again = self.again[:n], self.again[n:]
+        rows += self.cursor.take(n - len(rows))
+        self.under_way += rows
+        return rows
 
     def dump(self) -> dict[str, Any]:
         """Returns the state as JSON values."""
@@ -38,11 +49,17 @@ class RunState:
             "weights_version": self.step,
             "cursor": self.cursor.state(),
             "average": asdict(self.average),
+            "under_way": [*self.under_way, *self.again],
         }
 
     @classmethod
     def restore(cls, saved: Mapping[str, Any]) -> RunState:
-        return cls(saved["step"], PromptCursor.restore(saved["cursor"]), MovingAverage(**saved["average"]))
+        return cls(
+            saved["step"],
+            PromptCursor.restore(saved["cursor"]),
+            MovingAverage(**saved["average"]),
+            again=list(saved.get("under_way", ())),  # earlier formats have none
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from megarl.config.schema import Config
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.run.resume import ResumePoint
-from megarl.step import passes
+from megarl.step import passes, queue
 
 
 def print_run_summary(
@@ -19,4 +19,4 @@ def print_run_summary(
     print(f"run: {resume_point.folder.path}, {resume_point.describe()}")
     dropped = f" ({data.num_dropped} too long ones are dropped)" if data.num_dropped else ""
     print(f"model: {model_folder}\n{config.data.rows}: {len(data)}{dropped}\nprocesses: {placement}")
-    print("\n".join(passes.describe(config)), flush=True)
+    print("\n".join([*queue.describe(config), *passes.describe(config)]), flush=True)

@@ -17,8 +17,10 @@ tools/benchmarks/rounding.py)."""
 
 
 def warn_of_disagreement(config: Config, metrics: Mapping[str, Metric], logs: Path) -> None:
-    """Prints a warning where trainer and engine differ by more than rounding. logs: the folder in which each engine has
-    written what it runs on."""
+    """Prints a warning where trainer and engine differ by more than rounding. Where samples may be of earlier weights
+    they do, and it prints none. logs: the folder in which each engine has written what it runs on."""
+    if config.rollout.max_staleness:
+        return
     precision = config.rollout.quantization or config.model.dtype
     mismatch = metrics.get("mismatch/logprob_abs_mean")
     if mismatch is not None and mismatch.value > LIMITS[precision]:

@@ -31,7 +31,7 @@ def step_metrics(
         **times,
         "throughput/tokens_per_second": sum(info.num_tokens for info in infos) / times["time/step"],
         "weights/version": version,
-        **_version_metrics(infos, version - 1),
+        **_version_metrics(infos, version - 1, config.rollout.max_staleness),
     }
 
 
@@ -42,12 +42,15 @@ def update_rate(metrics: Mapping[str, Metric]) -> float:
     return metrics["policy/lr"].value if has_learned else 0.0
 
 
-def _version_metrics(infos: Sequence[SampleInfo], trained: int) -> dict[str, float]:
+def _version_metrics(infos: Sequence[SampleInfo], trained: int, max_staleness: int) -> dict[str, float]:
     """Returns metrics of the samples' weight versions, which are 0 where the version `trained`, from which the step's
-    updates start, sampled all tokens."""
+    updates start, sampled all tokens; and where samples may be older, the share of each age of their oldest tokens."""
+    ages = [trained - info.version_oldest for info in infos]
+    shares = {f"weights/staleness_{age}_share": fmean(a == age for a in ages) for age in range(max_staleness + 1)}
     return {
-        "weights/staleness_max": trained - min(info.version_oldest for info in infos),
+        "weights/staleness_max": max(ages),
         "weights/mixed_share": fmean(info.version_oldest != info.version_newest for info in infos),
+        **(shares if max_staleness else {}),
     }
 
 

@@ -14,9 +14,8 @@ from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
-from megarl.core.types import Prompt, Score
-from megarl.rollout.engine import SamplingRequest
-from megarl.step.requests import requests
+from megarl.core.types import Score
+from megarl.step.queue import RolloutQueue
 from megarl.step.scoring import Metrics, ScoredSample, is_informative, select
 
 
@@ -39,16 +38,17 @@ def collect_rollouts(
     config: Config,
     workers: Workers,
     number: int,
-    next_prompts: Callable[[int], Sequence[Prompt]],
+    queue: RolloutQueue,
     rollouts: Path,
     watch: Stopwatch,
     meanwhile: Callable[[], None],
 ) -> Rollouts:
-    """Samples prompts_per_step prompts, and further ones in place of those whose samples all have one outcome, until
-    enough of them are informative or batch.sampling_rounds have passed: DAPO's dynamic sampling
-    (https://arxiv.org/abs/2503.14476, eq. 11). The metrics are of all that was sampled.
+    """Takes the rollouts of prompts_per_step prompts, and of further ones in place of those whose samples all have one
+    outcome, until enough of them are informative or batch.sampling_rounds have passed: DAPO's dynamic sampling
+    (https://arxiv.org/abs/2503.14476, eq. 11). The metrics are of all that was taken.
 
-    No trained model computes between rounds, so that the devices change hands once for all of them."""
+    What is begun for later steps goes on while this one trains. Without rollout.max_staleness that is nothing, and no
+    trained model computes between rounds, so that the devices change hands once for all of them."""
     wanted = config.batch.prompts_per_step
     sampled: list[list[RemoteSample]] = []
     scores: list[Score] = []
@@ -57,10 +57,10 @@ def collect_rollouts(
     with watch.phase("rollout"):
         offloaded = workers.leave_to_engines()
     while num_informative < wanted and rounds < config.batch.sampling_rounds:
-        prompts = next_prompts(further_prompts(wanted - num_informative, num_informative, len(sampled), wanted))
-        asked = requests(config, number, prompts, first=len(sampled))
+        further = further_prompts(wanted - num_informative, num_informative, len(sampled), wanted)
         with watch.phase("rollout"):
-            groups = sample_groups(workers, asked).result(meanwhile)
+            queue.begin(number, further)
+            groups = queue.take(number, further, meanwhile)
             workers.leave_to_rewards(is_last=rounds + 1 == config.batch.sampling_rounds)
         with watch.phase("reward"):
             samples = [sample for group in groups for sample in group]
@@ -73,14 +73,7 @@ def collect_rollouts(
     with watch.phase("rollout"):
         workers.leave_to_trainers()
     metrics |= offloaded | {"rollout/rounds": Metric(rounds), "rollout/prompts": Metric(len(sampled))}
-    return Rollouts(sampled, choose(scored, wanted), process_rewards, metrics)
-
-
-def sample_groups(workers: Workers, asked: Sequence[Sequence[SamplingRequest]]) -> Pending[list[list[RemoteSample]]]:
-    """Submits the sampling of the requests of each prompt: by the engines alone, or in environments. The rewards begin
-    with a sample as soon as it is there."""
-    source = workers.engines if workers.environments is None else workers.environments
-    return source.generate(asked, workers.rewards.listener)
+    return Rollouts(sampled, choose(scored, wanted), process_rewards, metrics | queue.metrics())
 
 
 def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:

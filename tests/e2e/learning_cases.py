@@ -47,6 +47,11 @@ def estimator(name: str, *overrides: str, **of_case) -> Case:
     return Case((f"algorithm.advantage.estimator={name}", *ON_POLICY, *overrides), **of_case)
 
 
+def ahead(steps: int) -> tuple[str, ...]:
+    """Rollouts go on while models train: with samples of weights that are up to so many versions old."""
+    return f"rollout.max_staleness={steps}", "cluster.placement=disaggregated"
+
+
 def objective(name: str, *overrides: str) -> Case:
     return Case((f"algorithm.objective.name={name}", *TWO_UPDATES, *overrides))
 
@@ -72,6 +77,8 @@ CASES: dict[str, Case] = {
     "RLOO": estimator("rloo"),
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
     "GRPO": estimator("grpo", in_test=True, has_control=True),
+    "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1)),
+    "GRPO, rollouts four steps ahead": estimator("grpo", *ahead(4)),
     "Dr.GRPO": estimator(
         "grpo", "algorithm.advantage.std=none", "algorithm.objective.aggregation=sequence_mean_over_max_tokens"
     ),

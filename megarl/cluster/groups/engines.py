@@ -116,8 +116,26 @@ class EngineActor(VllmActor):
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that engines have been given. losses: of each how many processes of its name were lost before."""
+
+    requests: Mapping[str, int]
+    losses: Mapping[str, int]
+    group: EngineGroup
+
+    def end(self) -> None:
+        """Takes them off the engines' load."""
+        self.group.load.subtract(self.requests)
+
+    def still_there(self, lost: Collection[str]) -> list[str]:
+        """Returns those of the lost engines that nobody has replaced yet: their loss may have been noticed before."""
+        return [name for name in lost if self.group.losses[name] == self.losses[name]]
+
+
 class EngineGroup(VllmGroup["VllmEngine"]):
-    """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache.
+    """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache, to those
+    that have the least to do.
 
     When one of several is lost, the others do its work, and it is started again: the first refit after that is where it
     joins them. Not so on GPUs that it shares with trainers: while they train there is no room for it to start.
@@ -131,7 +149,9 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         self._sleeps, self._takes_deltas = config.rollout.sleep, config.rollout.refit_delta
         self._quantises, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
         self._starts_again = not (config.is_colocated and device.on_cuda())
-        self._losses: Counter[str] = Counter()
+        self.losses: Counter[str] = Counter()
+        self.load: Counter[str] = Counter()
+        """The requests that each engine has not answered."""
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
         """The engines that are started again, each with the calls after which it is ready."""
 
@@ -232,7 +252,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     @property
     def incarnations(self) -> list[Incarnation]:
         """The processes that are not lost: one that has been started again is another than the one before."""
-        return [(name, self._losses[name]) for name in self._actors]
+        return [(name, self.losses[name]) for name in self._actors]
 
     @property
     def holders(self) -> list[Holder]:
@@ -245,6 +265,16 @@ class EngineGroup(VllmGroup["VllmEngine"]):
 
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
         return quantised_destinations(self._hf_config, holders) if self._quantises else holders
+
+    @property
+    def least_loaded(self) -> list[str]:
+        """The names of these processes, those with the fewest requests first."""
+        return sorted(self._actors, key=lambda name: self.load[name])
+
+    def add_load(self, requests: Mapping[str, int]) -> Load:
+        """Notes that engines have been given so many requests."""
+        self.load.update(requests)
+        return Load(requests, {name: self.losses[name] for name in requests}, self)
 
     @property
     def expendable(self) -> list[str]:
@@ -267,16 +297,19 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     ) -> Pending[list[list[RemoteSample]]]:
         """Samples the groups that are not done. done: the samples of the others, by the group's place in groups."""
         left = [i for i in range(len(groups)) if i not in done]
-        dealt = {name: part for k, name in enumerate(self._actors) if (part := left[k :: len(self._actors)])}
+        names = self.least_loaded
+        dealt = {name: part for k, name in enumerate(names) if (part := left[k :: len(names)])}
         asked = {name: self._ask(name, [groups[i] for i in part], listener) for name, part in dealt.items()}
         calls = {name: refs[0] for name, refs in asked.items()}
+        load = self.add_load({name: len(refs) - 1 for name, refs in asked.items()})
 
         def collect(answers: Answers) -> list[list[RemoteSample]] | Pending[list[list[RemoteSample]]]:
+            load.end()
             samples = dict(done)
             for name, infos in answers.values.items():
                 found = map(RemoteSample, infos, asked[name][1:])
                 samples |= {i: [next(found) for _ in groups[i]] for i in dealt[name]}
-            self.drop(answers.lost, "rollout")
+            self.drop(load.still_there(answers.lost), "rollout")
             return (
                 [samples[i] for i in range(len(groups))]
                 if not answers.lost
@@ -291,6 +324,11 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         """Returns references to the return values of EngineActor.generate."""
         requests = [request for group in groups for request in group]
         return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests, listener)
+
+    def take_idle_share(self) -> Pending[float]:
+        calls = self._calls("sampled", lambda engine: engine.take_seconds())
+        asked = self._submit_expendable("seconds of sampling", "rollout", "sampled", calls)
+        return asked.then(lambda answers: self._idle_share([answers.values.get(name, 0.0) for name in calls]))
 
     def connect(self, plan: CompactPlan, channel: Channel) -> Pending[bool]:
         """Makes this plan the plan of the following refits. The result is whether all engines have it; those that do
@@ -316,8 +354,8 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         lost = [name for name in lost if name in self._actors]  # a refit during a rollout may have noticed first
         for name in lost:
             del self._actors[name]
-            self._losses[name] += 1
-            starts_again = self._starts_again and self._losses[name] <= RESTARTS
+            self.losses[name] += 1
+            starts_again = self._starts_again and self.losses[name] <= RESTARTS
             print(
                 f"{phase}: {name} died{', and is started again' if starts_again else ''}; {self._goes_on()}; see "
                 f"{self._session.logs / name}.log",

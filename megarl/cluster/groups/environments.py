@@ -103,6 +103,7 @@ class EnvironmentGroup(Group[RolloutRunner]):
     ) -> Pending[list[list[RemoteSample]]]:
         left = [i for i in range(len(groups)) if i not in done]
         pairs = list(zip(self._engines.actors.items(), self._actors.items(), strict=False))
+        pairs.sort(key=lambda pair: self._engines.load[pair[0][0]])
         dealt = {name: part for k, (_, (name, _)) in enumerate(pairs) if (part := left[k :: len(pairs)])}
         calls = {}
         for (_, engine), (name, actor) in pairs:
@@ -110,8 +111,12 @@ class EnvironmentGroup(Group[RolloutRunner]):
                 requests = [_rollout_request(request) for i in dealt[name] for request in groups[i]]
                 calls[name] = actor.generate.options(name=f"{self._title}.generate").remote(requests, engine, listener)
         engine_of = {name: engine for (engine, _), (name, _) in pairs}
+        load = self._engines.add_load(
+            {engine_of[name]: sum(len(groups[i]) for i in part) for name, part in dealt.items()}
+        )
 
         def collect(answers: Answers) -> list[list[RemoteSample]] | Pending[list[list[RemoteSample]]]:
+            load.end()
             values = self._session.trace.add("generate", answers)
             for name, rollouts in values.items():
                 if rollouts is None:
@@ -122,7 +127,7 @@ class EnvironmentGroup(Group[RolloutRunner]):
             lost = [engine_of[name] for name, rollouts in values.items() if rollouts is None]
             if not lost:
                 return [done[i] for i in range(len(groups))]
-            self._engines.drop(lost, "rollout")
+            self._engines.drop(load.still_there(lost), "rollout")
             return self._generate(groups, listener, done)
 
         return self._session.submit(calls, "rollout", "rollout").then(collect)

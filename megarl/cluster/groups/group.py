@@ -13,7 +13,7 @@ import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
 
-from megarl.cluster.pending import Pending
+from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import VISIBLE, Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
@@ -64,6 +64,17 @@ class Group(Generic[W]):
         """title: the name of the processes in the machine's list of them. actors: the actors by the processes'
         names."""
         self._session, self._title, self._actors = session, title, dict(actors)
+        self._share_taken = time.monotonic()
+
+    def take_idle_share(self) -> Pending[float]:
+        """Returns the share of the time since this was last asked in which the processes had no task."""
+        return ready(self._idle_share([self._session.trace.take_seconds(name) for name in self._actors]))
+
+    def _idle_share(self, busy: Sequence[float]) -> float:
+        """busy: the seconds in which each process had a task."""
+        now = time.monotonic()
+        elapsed, self._share_taken = now - self._share_taken, now
+        return 1 - sum(busy) / (len(busy) * elapsed)
 
     def _submit(
         self, phase: str, limit: Limit, task: str, function: Callable[..., T], *arguments: Any

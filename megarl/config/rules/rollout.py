@@ -78,6 +78,44 @@ def deltas_are_of_whole_precision(config: Config) -> str | None:
     )
 
 
+def rollouts_ahead_have_devices_of_their_own(config: Config) -> str | None:
+    if not _begins_ahead(config) or not config.is_colocated:
+        return None
+    return (
+        f"{_staleness(config)}: engines go on while models train, and with cluster.placement=colocated they have the "
+        "same devices; set cluster.placement=disaggregated, or rollout.max_staleness=0"
+    )
+
+
+def engines_stay_awake_for_rollouts_ahead(config: Config) -> str | None:
+    if not _begins_ahead(config) or not config.rollout.sleep:
+        return None
+    return f"rollout.sleep=true: with {_staleness(config)} engines always have something to do; set rollout.sleep=false"
+
+
+def rollouts_ahead_are_compared_with_their_like(config: Config) -> str | None:
+    if not _begins_ahead(config) or not config.samples_greedily:
+        return None
+    return (
+        f"{_staleness(config)}: algorithm.advantage.estimator={config.algorithm.advantage.estimator} compares samples "
+        "with a greedy response of the same weights, and new ones may come between them; set rollout.max_staleness=0"
+    )
+
+
+def rollouts_ahead_are_sampled(config: Config) -> str | None:
+    if config.rollout.max_staleness == 0 or not config.is_offline:
+        return None
+    return f"{_staleness(config)}: with data.rows={config.data.rows} nothing is sampled; set rollout.max_staleness=0"
+
+
+def _begins_ahead(config: Config) -> bool:
+    return config.rollout.max_staleness > 0 and not config.is_offline
+
+
+def _staleness(config: Config) -> str:
+    return f"rollout.max_staleness={config.rollout.max_staleness}"
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     kept_tokens_can_be_handed_over,
     deltas_are_sent,
@@ -86,4 +124,8 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     quantised_weights_are_bfloat16,
     weights_are_quantised_once,
     deltas_are_of_whole_precision,
+    rollouts_ahead_have_devices_of_their_own,
+    engines_stay_awake_for_rollouts_ahead,
+    rollouts_ahead_are_compared_with_their_like,
+    rollouts_ahead_are_sampled,
 )

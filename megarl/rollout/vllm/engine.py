@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -99,6 +100,8 @@ class VllmEngine:
         self._config = config
         self._under_way: dict[str, _UnderWay] = {}
         self._stepping: asyncio.Task[None] | None = None
+        self._seconds, self._seconds_until = 0.0, 0.0
+        """The time of sampling since it was last asked for, and the moment up to which it is counted."""
         self._numbers = count()
         self._num_refits = 0
         self._llm = LLM(**arguments)
@@ -150,6 +153,7 @@ class VllmEngine:
 
     async def _step_while_under_way(self) -> None:
         """Steps vLLM until it has nothing to do, or a step fails, by which all requests fail."""
+        self._seconds_until = time.monotonic()
         try:
             while any(not item.completion.done() for item in self._under_way.values()):
                 if self.version is not None:
@@ -160,7 +164,19 @@ class VllmEngine:
                 if not item.completion.done():
                     item.completion.set_exception(error)
         finally:
+            self._count_seconds()
             self._stepping = None
+
+    def _count_seconds(self) -> None:
+        now = time.monotonic()
+        self._seconds, self._seconds_until = self._seconds + now - self._seconds_until, now
+
+    def take_seconds(self) -> float:
+        """Returns the seconds since this was last asked in which samples were under way."""
+        if self._stepping is not None:
+            self._count_seconds()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def sleep(self, keeps_weights: bool) -> None:
         assert not self._under_way, "asleep, it would lose the samples under way"

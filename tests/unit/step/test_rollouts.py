@@ -13,6 +13,9 @@ from megarl.config.load import load
 from megarl.core.metrics import Metric, values
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, SampleInfo, Score
+from megarl.data.cursor import PromptCursor
+from megarl.run.resume import RunState
+from megarl.step.queue import RolloutQueue
 from megarl.step.rollouts import collect_rollouts
 from megarl.step.scoring import select
 from tests.paths import BASE
@@ -43,7 +46,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
     overrides = ["model.path=m", "data.source=arithmetic", f"batch.sampling_rounds={rounds}"]
     overrides += ["rewards.failure_limit=1", "rollout.max_new_tokens=4", "rewards.overlong_buffer=1"]
     batch = [f"batch.prompts_per_step={wanted}", f"batch.prompts_per_update={wanted}", "batch.samples_per_prompt=2"]
-    engines, prompts = Engines(), iter([Prompt(str(i), "", (1,), "") for i in range(len(outcomes))])
+    engines = Engines()
 
     def score(samples, step, path):
         ends = [(int(sample.info.prompt_id), sample.info.id.endswith(".1")) for sample in samples]
@@ -65,15 +68,19 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         leave_to_trainers=lambda: engines.turns.append("to trainers"),
         environments=None,
     )
+    config = load(BASE, [*overrides, *batch])
+    data = [Prompt(str(i), "", (1,), "") for i in range(len(outcomes))]
+    state = RunState(6, PromptCursor(len(data), seed=0, shuffle=False))
     rollouts = collect_rollouts(
-        load(BASE, overrides + batch),
+        config,
         workers,
         7,
-        lambda n: [next(prompts) for _ in range(n)],
+        RolloutQueue(config, workers, data, state),
         Path(),
         Stopwatch(),
         lambda: None,
     )
+    assert state.dump()["under_way"] == []
     chosen = [group[0].sample.info.prompt_id if group else "none" for group in rollouts.chosen]
     assert engines.turns == ["to engines", *(["generate", "score"] * len(engines.asked)), "to trainers"]
     assert rollouts.metrics["memory/free_gb"].value == 3.0
