@@ -308,24 +308,38 @@ def plan(
     response_tokens: Annotated[
         float | None, typer.Option(metavar="TOKENS", help="Of a response, the mean (half of the longest).")
     ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Simulate steps whose rollouts begin ahead (rollout.max_staleness).")
+    ] = False,
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Rollouts of a run, whose lengths the simulation has.")
+    ] = None,
     emit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the first plan as a recipe.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Rank the layouts of a recipe that fit on GPUs, by the predicted time of a step. Pure arithmetic."""
     import json
+    from dataclasses import asdict
     from importlib.util import find_spec
 
     from megarl.config.load import load
     from megarl.planning import plan_text
     from megarl.planning.hardware import read_cluster
-    from megarl.planning.plan import plan_recipe
+    from megarl.planning.plan import plan_recipe, recorded, simulate_steps
 
     if html is not None and find_spec("matplotlib") is None:  # said before a file of --emit is written
         raise UserError(f"--html {html}: it needs matplotlib; pip install 'megarl[run]'")
     config = load(file, overrides or ())
     planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_it_is, prompt_tokens, response_tokens)
-    typer.echo(json.dumps(plan_text.as_dict(planned)) if as_json else plan_text.table(planned))
+    found = simulate_steps(planned, recorded(lengths)) if simulate or lengths is not None else None
+    if as_json:
+        simulated = {} if found is None else {"simulated": {key: asdict(run) for key, run in found.items()}}
+        typer.echo(json.dumps(plan_text.as_dict(planned) | simulated))
+    else:
+        typer.echo(plan_text.table(planned))
+        if found is not None:
+            typer.echo("\n" + plan_text.simulated_table(found, planned.best.config.is_colocated))
     if emit is not None:
         plan_text.emit(planned, file, overrides or (), config, emit, gpus)
         typer.echo(f"wrote {emit}", err=as_json)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megarl.config.rules.model import check_critic_model
@@ -17,9 +19,15 @@ from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.layouts import broken_rules
 from megarl.planning.parameters import Models
+from megarl.planning.reserves import most_sequences
+from megarl.planning.rollout_time import engine_step_seconds
 from megarl.planning.search import Found, search
+from megarl.planning.simulation import Simulated, Speeds, log_normal_lengths, recorded_lengths, simulate
 from megarl.planning.step_plan import StepPlan, plan_step
 from megarl.planning.workload import Workload
+
+AHEAD = (0, 1, 2, 4)
+"""The values of rollout.max_staleness that are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,48 @@ def plan_recipe(
         more = _enough(config, actor, models, workload, cluster)
         raise UserError(f"{_nothing_fits(found, models, cluster)}; {more}")
     return Planned(found.plans[0], found, count)
+
+
+def simulate_steps(planned: Planned, lengths: Sequence[int] = ()) -> dict[int, Simulated]:
+    """Returns simulated runs of the first plan, by rollout.max_staleness: of 0 and, where engines have GPUs of their
+    own, of larger ones. lengths: recorded ones of responses; else they are drawn, see log_normal_lengths."""
+    best, config = planned.best, planned.best.config
+    if config.is_offline:
+        raise UserError(f"--simulate: with data.rows={config.data.rows} nothing is sampled; leave it out")
+    workload, times = best.workload, best.times
+    model = _models(config, _config_json("model.path", config.model.path, config.model.revision)).actor
+    context = workload.prompt_tokens + workload.response_tokens / 2
+    speeds = Speeds(
+        replicas=config.rollout.replicas,
+        concurrent=min(times.rollout.concurrent, most_sequences(config.rollout)),
+        token_seconds=engine_step_seconds(config, model, best.cluster, context),
+        train_seconds=times.training_seconds + times.moving,
+        refit_seconds=times.refit.seconds,
+    )
+    samples, longest = workload.samples // workload.prompts, int(workload.longest_response)
+    found = {}
+    for max_staleness in (0,) if config.is_colocated else sorted({*AHEAD, config.rollout.max_staleness}):
+        draw = (
+            recorded_lengths(lengths, samples)
+            if lengths
+            else log_normal_lengths(workload.response_tokens, longest, samples)
+        )
+        found[max_staleness] = simulate(speeds, workload.prompts, max_staleness, draw, is_colocated=config.is_colocated)
+    return found
+
+
+def recorded(file: Path | None) -> list[int]:
+    """Returns the lengths of the responses in a file of rollouts, such as rollouts/step_000010.jsonl of a run's folder.
+    Raises UserError for one that is none."""
+    if file is None:
+        return []
+    try:
+        lengths = [json.loads(line)["num_response_tokens"] for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--lengths {file}: {error!r}; give a file of rollouts/ in a run's folder") from None
+    if not lengths:
+        raise UserError(f"--lengths {file}: it has no line; give a file of rollouts/ in a run's folder")
+    return lengths
 
 
 def _own(config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> StepPlan:

@@ -15,6 +15,7 @@ from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import GIB, STORAGE_GB_S
 from megarl.planning.plan import Planned, describe_layout
 from megarl.planning.save_time import SaveTime
+from megarl.planning.simulation import Simulated
 from megarl.planning.step_plan import StepPlan, StepTimes, host_memory
 from megarl.resharding.planning.preview import show_bytes
 
@@ -42,6 +43,25 @@ def table(planned: Planned) -> str:
             "The first:",
         ]
     lines += [f"{name:<10}{value}" for name, value in _details(best, used)]
+    return "\n".join(lines)
+
+
+def simulated_table(found: Mapping[int, Simulated], is_colocated: bool) -> str:
+    """Returns a line for each simulated run."""
+    in_turn = found[0].step_seconds
+    lines = [
+        "simulated, by rollout.max_staleness:",
+        f"{'':>14}{'a step':>10}{'faster':>9}{'engines idle':>14}{'trainers idle':>15}{'mean age':>10}",
+        *(
+            f"{max_staleness:>14}{run.step_seconds:>8.1f} s{in_turn / run.step_seconds:>7.2f} x"
+            f"{100 * run.engines_idle:>12.1f} %{100 * run.trainers_idle:>13.1f} %{run.mean_age:>10.1f}"
+            for max_staleness, run in found.items()
+        ),
+    ]
+    if is_colocated:
+        lines.append(
+            "(rollouts begin ahead only where engines have GPUs of their own: cluster.placement=disaggregated)"
+        )
     return "\n".join(lines)
 
 

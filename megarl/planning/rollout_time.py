@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from megarl.config.schema import Config
 from megarl.planning.flops import forward_flops
@@ -89,6 +91,14 @@ def rollout_time(config: Config, model: ModelParameters, workload: Workload, clu
     always_full = sum(step.parts(batch, workload.prompt_tokens + mean / 2).values()) * samples * mean / batch + prefill
     guaranteed = int(cache / token / config.rollout.context_length)
     return RolloutTime(dict(parts), min(always_full, sum(parts.values())), room, guaranteed)
+
+
+def engine_step_seconds(
+    config: Config, model: ModelParameters, cluster: Cluster, context: float
+) -> Callable[[int], float]:
+    """Returns what gives the seconds of an engine's step by the number of its sequences, each of so many tokens."""
+    step = _Step(config, model, cluster)
+    return cache(lambda batch: sum(step.parts(batch, context).values()))
 
 
 def _add(parts: dict[str, float], step: dict[str, float], steps: float) -> None:

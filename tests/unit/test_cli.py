@@ -354,11 +354,12 @@ def planned_model(tmp_path: Path) -> str:
 
 def test_plan_needs_none_of_the_libraries_that_a_run_needs(planned_model: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BLOCKED, "plan", "configs/base.yaml", "--gpus", "8xH100-80GB"]
-    command += [planned_model, "data.source=arithmetic", "--html", str(tmp_path / "plan.html")]
+    command += [planned_model, "data.source=arithmetic", "--html", str(tmp_path / "plan.html"), "--simulate"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n1  " in done.stdout and "most of it" in done.stdout
     assert "not actor.layout.tp=8: 28 attention heads do not divide by 8 (28 / 8 = 3.5)" in done.stdout
+    assert "simulated, by rollout.max_staleness:" in done.stdout
 
 
 def test_plan_writes_a_recipe_that_is_the_plan(

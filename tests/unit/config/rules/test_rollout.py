@@ -31,6 +31,15 @@ from tests.unit.config.rules.recipes import errors, recipe
             ["rollout.quantization=fp8_block", "rollout.refit_delta=true", "rollout.transport=p2p"],
             "rollout.refit_delta=true: with rollout.quantization=fp8_block a block's scale changes all of its elements",
         ),
+        (["rollout.max_staleness=1"], "rollout.max_staleness=1: engines go on while models train, and with cluster"),
+        (
+            ["rollout.max_staleness=2", "cluster.placement=disaggregated", "rollout.sleep=true"],
+            "rollout.sleep=true: with rollout.max_staleness=2 engines always have something to do; set",
+        ),
+        (
+            ["rollout.max_staleness=1", "cluster.placement=disaggregated", "algorithm.advantage.estimator=remax"],
+            "rollout.max_staleness=1: algorithm.advantage.estimator=remax compares samples with a greedy response",
+        ),
         (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
     ],
 )
@@ -45,6 +54,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["rollout.max_new_tokens=255"],
         ["rollout.top_p=0.9", "rollout.top_k=20"],
         ["rollout.top_k=1"],
+        ["rollout.max_staleness=1", "cluster.placement=disaggregated"],
     ],
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:

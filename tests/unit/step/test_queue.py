@@ -1,0 +1,137 @@
+"""The rollouts that are begun ahead: each row of the data is trained on once, also by a run that is killed."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.config.load import load
+from megarl.core.types import Prompt, SampleInfo
+from megarl.data.cursor import PromptCursor
+from megarl.run.resume import RunState
+from megarl.step.queue import RolloutQueue, describe
+from tests.paths import BASE
+
+STEPS, PER_STEP, SAMPLES = 12, 3, 2
+
+
+class Rollouts:
+    """Stands in for engines whose groups end in a random order. A group's samples are of the versions that the engines
+    had when it began and when it ended."""
+
+    def __init__(self, rng: random.Random):
+        self.rng, self.version, self.under_way = rng, 0, []
+        self.begun: list[int] = []
+
+    def generate(self, groups, listener):
+        pendings = Submitted(self, groups, self.version)
+        self.begun += [int(group[0].prompt.id) for group in groups]
+        self.under_way.append(pendings)
+        return pendings
+
+    def first(self, pendings, meanwhile):
+        meanwhile()
+        return self.end(self.rng.choice(pendings))
+
+    def end(self, pending):
+        pending.ended = self.version
+        self.under_way.remove(pending)
+        return pending
+
+    def go_on(self):
+        """Lets some end, as they do while a step trains."""
+        for pending in self.rng.sample(self.under_way, self.rng.randint(0, len(self.under_way))):
+            self.end(pending)
+
+
+class Submitted:
+    """Stands in for the Pending of groups of rollouts."""
+
+    def __init__(self, rollouts: Rollouts, groups, version: int):
+        self.rollouts, self.groups, self.begun, self.ended = rollouts, groups, version, None
+
+    @property
+    def current(self):
+        return SimpleNamespace(_session=self.rollouts)
+
+    def advance(self) -> bool:
+        return self.ended is not None
+
+    def result(self):
+        return [[RemoteSample(self._info(r), ref=r.seed) for r in group] for group in self.groups]
+
+    def _info(self, request) -> SampleInfo:
+        return SampleInfo(request.sample_id, request.prompt.id, 1, 1, 1, "stop", self.begun, self.ended)
+
+
+def attempt(config, rollouts: Rollouts, state: RunState, until: int) -> tuple[list[list[SampleInfo]], list[str]]:
+    """Steps to the step `until`. Returns what each step trained on, and the states that it left, as a checkpoint has
+    them."""
+    data = [Prompt(str(i), "", (1,), "") for i in range(1000)]
+    workers = SimpleNamespace(engines=rollouts, environments=None, rewards=SimpleNamespace(listener=None))
+    queue, trained, states = RolloutQueue(config, workers, data, state), [], []
+    while state.step < until:
+        state.step += 1
+        rollouts.version = state.step - 1
+        queue.begin(state.step, PER_STEP)
+        groups = queue.take(state.step, PER_STEP, lambda: None)
+        trained.append([sample.info for group in groups for sample in group])
+        rollouts.go_on()
+        states.append(json.dumps(state.dump()))
+    return trained, states
+
+
+@cache
+def config_of(max_staleness: int, *overrides: str):
+    keys = [f"rollout.max_staleness={max_staleness}", "cluster.placement=disaggregated", f"run.steps={STEPS}"]
+    batch = f"batch={{prompts_per_step: {PER_STEP}, prompts_per_update: {PER_STEP}, samples_per_prompt: {SAMPLES}}}"
+    return load(BASE, ["model.path=m", "data.source=arithmetic", batch, *keys, *overrides])
+
+
+def fresh() -> RunState:
+    return RunState(0, PromptCursor(1000, seed=0, shuffle=False))
+
+
+def rows(trained: list[list[SampleInfo]]) -> list[int]:
+    return sorted(int(info.prompt_id) for step in trained for info in step[::SAMPLES])
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_samples_are_as_old_as_the_bound_and_no_older(max_staleness):
+    oldest = []
+    for seed in range(20):
+        trained, states = attempt(config_of(max_staleness), Rollouts(random.Random(seed)), fresh(), STEPS)
+        ages = [version - info.version_oldest for version, step in enumerate(trained) for info in step]
+        oldest.append(max(ages))
+        assert rows(trained) == list(range(STEPS * PER_STEP))
+        names = [info.id for step in trained for info in step]
+        assert len(set(names)) == len(names) == STEPS * PER_STEP * SAMPLES
+        assert json.loads(states[-1])["under_way"] == [], "begun for no step"
+    assert max(oldest) == max_staleness
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_killed_run_loses_no_row_and_trains_on_none_twice(seed):
+    rng = random.Random(seed)
+    config, killed_in = config_of(rng.randint(1, 4)), rng.randint(1, STEPS - 1)
+    trained, states = attempt(config, Rollouts(rng), fresh(), killed_in)
+    again = RunState.restore(json.loads(states[-1]))
+    waiting = again.dump()["under_way"]
+    rollouts = Rollouts(rng)
+    later, _ = attempt(config_of(rng.randint(0, 4)), rollouts, again, STEPS)  # with another bound, too
+    assert rows(trained + later) == list(range(STEPS * PER_STEP))
+    assert rollouts.begun[: len(waiting)] == waiting, "they come before rows that nobody has begun"
+    begun = rows(trained) + waiting
+    assert sorted(begun) == list(range(len(begun)))
+
+
+def test_without_a_correction_the_run_warns():
+    assert describe(config_of(0)) == []
+    assert len(describe(config_of(2))) == 1
+    assert "nothing corrects" in describe(config_of(2, "algorithm.correction.weight=null"))[1]
+    assert "nothing corrects" in describe(config_of(2, "algorithm.correction.old=rollout"))[1]
