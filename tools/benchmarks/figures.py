@@ -115,6 +115,7 @@ def figures() -> str:
         converting,
         linear_head,
         sampling,
+        staleness,
         environments,
         rounding,
         lost_updates,
@@ -375,6 +376,25 @@ def sampling() -> str:
     notes = f"""megarl decodes each response once, at its end: {max(ends):.0f} ms for all of them together."""
     header = ["Log-probs of", "megarl", "vLLM, decoding each token"]
     return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}\n\n{text(notes)}"
+
+
+def staleness() -> str:
+    found = result("staleness")
+    lead = f"""Rollouts a step ahead of training (`rollout.max_staleness=1`) against steps in turn, the quickstart's model,
+        engine and trainer on a core each, mean of {found["steps"]} steps, by `python tools/benchmarks/staleness.py`"""
+    rows = [
+        [
+            max_staleness,
+            f"{run['tokens_per_second']:.0f}",
+            f"{run['step_s']:.1f} s",
+            f"{100 * run['engines_idle']:.0f} %",
+            f"{100 * run['actor_idle']:.0f} %",
+            str(int(run["staleness_max"])),
+        ]
+        for max_staleness, run in found["runs"].items()
+    ]
+    header = ["max_staleness", "tokens/s", "a step", "engine idle", "trainer idle", "oldest sample"]
+    return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}\n\n{text(f'Gain: {found["gain"]:.2f} x.')}"
 
 
 def environments() -> str:

@@ -1,0 +1,84 @@
+"""What rollouts ahead gain: tokens a second of the same run with rollout.max_staleness=0 and 1, engine and trainer on a
+core each.
+
+.venv/bin/python tools/benchmarks/staleness.py --out tools/benchmarks/results/staleness.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+
+from machine import children_cpu_seconds, machine, machine_cpu_seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, LEFT_OUT = 8, 2
+"""The steps of a run, and the first of them, in which queues fill and kernels are compiled."""
+
+RECIPE = (
+    f"run.steps={STEPS}",
+    "run.export=false",
+    "actor.layout={pp: 1, last_stage_layers: null}",
+    "actor.threads=1",
+    "rollout.threads=1",
+    "cluster.placement=disaggregated",
+    "batch={prompts_per_step: 8, prompts_per_update: 8, samples_per_prompt: 4}",
+    # So that some responses are long, and others wait for them, as in runs that teach reasoning.
+    "rollout.max_new_tokens=64",
+    "rollout.temperature=1.0",
+)
+
+
+def measure(max_staleness: int) -> dict[str, float]:
+    """Runs the quickstart's model. Returns the means of what its metrics say of the steps after the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "megarl.cli", "train", str(ROOT / "configs/quickstart.yaml")]
+        keys = [*RECIPE, f"rollout.max_staleness={max_staleness}", f"run.folder={folder}"]
+        subprocess.run([*command, *keys], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "quickstart/metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines][LEFT_OUT:]
+    tokens = [step["throughput/tokens_per_second"] * step["time/step"] for step in steps]
+    seconds = sum(step["time/step"] for step in steps)
+    return {
+        "tokens_per_second": round(sum(tokens) / seconds, 1),
+        "step_s": round(seconds / len(steps), 2),
+        "waiting_for_rollouts_s": round(fmean(step["time/rollout"] for step in steps), 2),
+        "training_s": round(fmean(step["time/train"] for step in steps), 2),
+        "engines_idle": round(fmean(step["idle/engines"] for step in steps), 3),
+        "actor_idle": round(fmean(step["idle/actor"] for step in steps), 3),
+        "staleness_max": max(step["weights/staleness_max"] for step in steps),
+        "mixed_share": round(fmean(step["weights/mixed_share"] for step in steps), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    arguments = parser.parse_args()
+    begin, before = time.perf_counter(), machine_cpu_seconds() - children_cpu_seconds()
+    runs = {str(max_staleness): measure(max_staleness) for max_staleness in (0, 1)}
+    elsewhere = machine_cpu_seconds() - before - children_cpu_seconds()
+    seconds = time.perf_counter() - begin
+    found = {
+        "machine": machine(),
+        "cpu_percent_elsewhere": round(100 * max(0.0, elsewhere) / (seconds * os.cpu_count()), 1),
+        "steps": STEPS - LEFT_OUT,
+        "runs": runs,
+        "gain": round(runs["1"]["tokens_per_second"] / runs["0"]["tokens_per_second"], 2),
+    }
+    text = json.dumps(found, indent=2) + "\n"
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
