@@ -380,8 +380,8 @@ def sampling() -> str:
 
 def staleness() -> str:
     found = result("staleness")
-    lead = f"""Rollouts a step ahead of training (`rollout.max_staleness=1`) against steps in turn, the quickstart's model,
-        engine and trainer on a core each, mean of {found["steps"]} steps, by `python tools/benchmarks/staleness.py`"""
+    lead = f"""Rollouts a step ahead of training (`rollout.max_staleness=1`) against steps in turn, the quickstart's
+        model, engine and trainer on a core each, mean of {found["steps"]} steps, by `python tools/benchmarks/staleness.py`"""
     rows = [
         [
             max_staleness,
@@ -394,7 +394,8 @@ def staleness() -> str:
         for max_staleness, run in found["runs"].items()
     ]
     header = ["max_staleness", "tokens/s", "a step", "engine idle", "trainer idle", "oldest sample"]
-    return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}\n\n{text(f'Gain: {found["gain"]:.2f} x.')}"
+    notes = f"""Gain: {found["gain"]:.2f} x."""
+    return f"{text(lead + meanwhile(found))}\n\n{table(header, rows)}\n\n{text(notes)}"
 
 
 def environments() -> str:
