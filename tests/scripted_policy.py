@@ -52,7 +52,6 @@ class Asked:
     token_ids: list[int]
     max_new_tokens: int
     seed: int
-    greedy: bool
     stop: tuple[str, ...]
     completion: Completion
 
@@ -71,7 +70,7 @@ class ScriptedPolicy:
         self.script = iter(self.script)
 
     async def __call__(
-        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool, stop: Sequence[str] = ()
+        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
     ) -> Completion:
         number, text = len(self.asked), next(self.script)
         self.asked.append(None)  # keeps the place while others wait
@@ -87,5 +86,5 @@ class ScriptedPolicy:
         completion = Completion(
             ids, logprobs, (VersionRun(number, len(ids)),), "length" if is_cut else "stop", stop=ended_by
         )
-        self.asked[number] = Asked(list(token_ids), max_new_tokens, seed, greedy, tuple(stop), completion)
+        self.asked[number] = Asked(list(token_ids), max_new_tokens, seed, tuple(stop), completion)
         return completion

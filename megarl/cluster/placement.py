@@ -161,7 +161,7 @@ def place(
         implicit_rewards=ranks(config.implicit_reward) if config.has_implicit_reward else (),
         engines=engines,
         rewards=None if config.is_offline else _rewards(config, nodes[0]),
-        environments=_environments(config, engines) if config.has_environment else (),
+        environments=_environments(config, engines) if config.plays_in_environments else (),
     )
 
 

@@ -44,6 +44,8 @@ class Workers:
     """Whether a reward model has devices in common with the engines."""
     environments: EnvironmentGroup | None = None
     """None where the response to the prompt is the whole rollout."""
+    evaluation_environments: EnvironmentGroup | None = None
+    """The same processes, which play evaluation sets, too; None where neither training nor a set has an environment."""
 
     @property
     def actor(self) -> TrainerGroup:
@@ -149,7 +151,8 @@ def launch_workers(
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,
-        environments=environments,
+        environments=environments if config.has_environment else None,
+        evaluation_environments=environments,
         refit=Refit(session, config, actor, engines, export_plan),
         export_plan=export_plan,
         rewards_need_room=reward_model_is_beside_engines(config),

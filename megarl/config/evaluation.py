@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
 
 
 def config_of_set(config: Config, given: EvaluationSet) -> Config:
-    """Returns the recipe of a set. Keys that it leaves out are those of the run's data, rewards and rollout; no judge
-    compares its samples, and their length is not punished. Its seed is its own, so that procedural prompts are others
-    than those that are trained on."""
+    """Returns the recipe of a set. Keys that it leaves out are those of the run's data, rewards, rollout and
+    environment; no judge compares its samples, their length is not punished, and no number of failures ends the run.
+    Its seed is its own, so that procedural prompts are others than those that are trained on."""
     own = {
         "source": given.source,
         "prompt_column": given.prompt_column,
@@ -25,17 +26,27 @@ def config_of_set(config: Config, given: EvaluationSet) -> Config:
     rewards = {"judge": None, "overlong_buffer": None}
     if given.functions is not None:
         rewards["functions"] = given.functions
+    environment: dict[str, Any] = {"failures_in_a_row": None}
+    if given.environment is not None:
+        environment |= given.environment.model_dump()
+    rollout = {
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "top_k": given.top_k,
+        "max_new_tokens": longest_response(config, given),
+    }
     changes = {
         "run": config.run.model_copy(update={"seed": seed_of_set(config, given)}),
         "data": config.data.model_copy(update=data),
         "rewards": config.rewards.model_copy(update=rewards),
-        "rollout": config.rollout.model_copy(update={"max_new_tokens": longest_response(config, given)}),
+        "rollout": config.rollout.model_copy(update=rollout),
+        "environment": config.environment.model_copy(update=environment),
     }
     return config.model_copy(update=changes)
 
 
 def longest_response(config: Config, given: EvaluationSet) -> int:
-    """Returns the most tokens of a response to a prompt of the set."""
+    """Returns the most tokens of a response to a prompt of the set, or of a sample in its environment."""
     return given.max_new_tokens or config.rollout.max_new_tokens
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megarl.config.fields import (
+    EnvironmentClass,
     FiniteFloat,
     NonNegativeFloat,
     PositiveInt,
     RewardFunction,
     Section,
 )
+
+
+class SetEnvironment(EnvironmentClass):
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class EvaluationSet(Section):
@@ -27,7 +32,9 @@ class EvaluationSet(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: PositiveInt | None = None
     max_new_tokens: PositiveInt | None = None
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     functions: list[RewardFunction] | None = None
+    environment: SetEnvironment | None = None
     success_above: FiniteFloat = 0.5
     every_steps: PositiveInt | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -36,3 +36,16 @@ class RewardFunction(Section):
     def applies_to(self, source: Any) -> bool:
         """Returns whether it judges the rows of a source."""
         return self.sources is None or source in self.sources
+
+
+_Class = create_model("_Class", __base__=Section, **{"class": (Annotated[str, Field(min_length=1)] | None, ...)})
+"""A section with the key `class`, which Python has no way to write as a field."""
+
+
+class EnvironmentClass(_Class):
+    """A section that names the class of an environment, or none."""
+
+    @property
+    def name(self) -> str | None:
+        """The key `class`."""
+        return getattr(self, "class")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.evaluation_schema import Evaluation
 from megarl.config.fields import (
+    EnvironmentClass,
     FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
@@ -194,13 +195,7 @@ class Rollout(Section):
         return bool(self.vllm_overrides.get("enable_expert_parallel"))
 
 
-_EnvironmentClass = create_model(
-    "_EnvironmentClass", __base__=Section, **{"class": (Annotated[str, Field(min_length=1)] | None, ...)}
-)
-"""A section with the key `class`, which Python has no way to write as a field."""
-
-
-class Environment(_EnvironmentClass):
+class Environment(EnvironmentClass):
     options: dict[str, Any]
     weight: FiniteFloat
     max_turns: PositiveInt
@@ -210,12 +205,7 @@ class Environment(_EnvironmentClass):
     timeout_s: PositiveFloat
     tool_timeout_s: PositiveFloat
     agent_timeout_s: PositiveFloat
-    failures_in_a_row: PositiveInt
-
-    @property
-    def name(self) -> str | None:
-        """The key `class`."""
-        return getattr(self, "class")
+    failures_in_a_row: PositiveInt | None
 
 
 class Batch(Section):
@@ -390,6 +380,11 @@ class Config(Section):
     def has_environment(self) -> bool:
         """Whether rollouts have several turns, in an environment."""
         return self.environment.name is not None
+
+    @property
+    def plays_in_environments(self) -> bool:
+        """Whether rollouts of training, or of an evaluation set, have several turns, in an environment."""
+        return self.has_environment or any(item.environment and item.environment.name for item in self.evaluation.sets)
 
     @property
     def most_checkpoints(self) -> int:

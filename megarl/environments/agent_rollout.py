@@ -30,7 +30,7 @@ class AgentRollout:
         """Lets the agent work. Raises HostFailure for what it does wrong, and what the engine has raised."""
         request, prompt = self._request, self._request.prompt
         task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
-        session = self._server.open(self._sample, SessionLimits.of(self._config), request.seed, request.greedy)
+        session = self._server.open(self._sample, SessionLimits.of(self._config), request.seed)
         access = {"base_url": self._server.base_url, "api_key": session.token, "model": MODEL}
         try:
             limit_s = self._config.environment.agent_timeout_s

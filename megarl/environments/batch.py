@@ -11,6 +11,12 @@ from megarl.environments.pool import FunctionPool, columns_of
 from megarl.rewards.result import Result
 
 
+def is_judged(sample: Sample) -> bool:
+    """Returns whether reward functions read a sample: of a rollout in an environment they read the last one, unless it
+    has failed."""
+    return sample.episode is None or (sample.episode.is_last and sample.episode.failure is None)
+
+
 async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: Sample) -> dict[str, Result]:
     """Calls those of these functions of the pool that judge the sample's source, side by side. Returns the sample's
     results, by function."""

@@ -37,7 +37,7 @@ class Task:
     id        the row's, the same for all rollouts of a group
     messages  the conversation that the row has as its prompt; empty for data.source=environment
     columns   all columns of the row
-    seed      the same for all rollouts of a group, another in every step
+    seed      the same for all rollouts of a group, another in every step; in an evaluation, the same each time
     """
 
     id: str

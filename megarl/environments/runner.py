@@ -36,14 +36,13 @@ class RolloutRequest:
     prompt: Prompt
     seed: int
     task_seed: int
-    greedy: bool = False
 
 
 class Sampler(Protocol):
-    """An engine, as rollouts use it."""
+    """An engine, as one rollout uses it: whether it is greedy, its temperature and the like are the rollout's."""
 
     async def __call__(
-        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool, stop: Sequence[str] = ()
+        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
     ) -> Completion:
         """Returns what the policy says after these tokens."""
 
@@ -81,9 +80,15 @@ class RolloutRunner:
             )
             await self._server.start(address)
 
+    async def close(self) -> None:
+        """Ends the endpoint and all environments. Else they end with this process."""
+        if self._server is not None:
+            await self._server.stop()
+        await self.pool.close()
+
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
         """Returns the samples of a rollout, at least one. One that fails has no reward, but the reason. Raises
-        UserError if environment.failures_in_a_row rollouts have failed."""
+        UserError if environment.failures_in_a_row rollouts have failed, unless that is None."""
         rollout = (
             _Rollout(self, request, sample)
             if self._server is None
@@ -113,7 +118,7 @@ class RolloutRunner:
     def _count(self, outcome: Outcome) -> None:
         settings = self.config.environment
         self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if outcome.failure is not None else 0
-        if self._num_failed_in_a_row >= settings.failures_in_a_row:
+        if self._num_failed_in_a_row == settings.failures_in_a_row:
             raise UserError(
                 f"environment.class={settings.name}: {self._num_failed_in_a_row} rollouts in a row failed "
                 f"(environment.failures_in_a_row), the last one: {outcome.failure}"
@@ -187,7 +192,7 @@ class _Rollout:
         """Samples a turn. Returns it as the environment gets it."""
         transcript, number = self._transcripts[-1], len(self.outcome.turn_rewards)
         seed = self._request.seed if number == 0 else _turn_seed(self._request.seed, number)
-        completion = await self._sample(transcript.ids, self._room, seed, self._request.greedy)
+        completion = await self._sample(transcript.ids, self._room, seed)
         context = transcript.ids[:]
         transcript.add_turn(completion)
         shown = completion.text_ids.tolist()

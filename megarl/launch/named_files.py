@@ -38,6 +38,8 @@ def named_files(config: Config) -> list[Named]:
         key = f"evaluation.sets: {given.name}"
         sources += [] if given.source is None else [(f"{key}: source", given.source)]
         functions += [(f"{key}: functions", entry.function) for entry in given.functions or ()]
+        if given.environment is not None and given.environment.name is not None:
+            functions.append((f"{key}: environment.class", given.environment.name))
     data = [Named(key, source) for key, source in sources if not is_procedural(source)]
     if config.rewards.judge is not None:
         functions.append(("rewards.judge", config.rewards.judge))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ import numpy as np
 from megarl.report.history import History
 from megarl.report.jsonl import read_objects
 from megarl.report.plots import Band, Chart, draw
-from megarl.report.viewer import spread
+from megarl.report.viewer import shorten, shown_turn, spread
 
 PREFIX = "evaluation/"
 ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)(\d+))")
@@ -58,7 +59,7 @@ def render_evaluations(history: History, sets: list[SetSamples], figure: Figure)
     samples = "".join(_set(item) for item in sets)
     if not charts and not samples:
         return ""
-    note = "Shades are 95 % intervals over prompts. Samples that could not be scored count in none of them."
+    note = "Shades are 95 % intervals over prompts. Rollouts that could not be scored count in none of them."
     return (
         f'<section id="evaluations"><h2>Evaluation</h2><p class="note">{note}</p><div class="grid">{charts}</div>'
         f"{samples}</section>"
@@ -99,8 +100,9 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
-    fields = ("prompt", "response", "answer", "reward", "failure", "finish_reason", "sample_id")
-    return {field: record.get(field) for field in fields}
+    fields = ("prompt", "response", "answer", "reward", "failure", "finish_reason", "stop_reason", "sample_id")
+    turns = [shown_turn(turn, MAX_CHARACTERS) for turn in record.get("messages") or ()]
+    return {field: record.get(field) for field in fields} | {"turns": turns}
 
 
 def _set(item: SetSamples) -> str:
@@ -117,18 +119,28 @@ def _set(item: SetSamples) -> str:
 def _sample(sample: Mapping[str, Any]) -> str:
     score = sample["reward"]
     shown = ["no score" if score is None else f"{score:.4g}", f"answer {sample['answer']}", sample["failure"]]
-    shown += ["truncated" if sample["finish_reason"] == "length" else None, sample["sample_id"]]
+    shown += [sample["stop_reason"], "truncated" if sample["finish_reason"] == "length" else None, sample["sample_id"]]
     first, *others = (escape(str(fact)) for fact in shown if fact is not None)
     facts = f'<span class="reward{" failed" if score is None else ""}">{first}</span>'
     facts += "".join(f"<span>{fact}</span>" for fact in others)
-    texts = "".join(
-        f"<div><h3>{title}</h3><pre>{escape(_shorten(str(sample[field])))}</pre></div>"
-        for title, field in (("Prompt", "prompt"), ("Response", "response"))
-    )
+    shown = {"Prompt": _text(sample["prompt"]), "Response": _conversation(sample) or _text(sample["response"])}
+    texts = "".join(f"<div><h3>{title}</h3>{text}</div>" for title, text in shown.items())
     return f'<article class="sample"><div class="facts">{facts}</div><div class="texts">{texts}</div></article>'
 
 
-def _shorten(text: str) -> str:
-    left_out = len(text) - MAX_CHARACTERS
-    half = MAX_CHARACTERS // 2
-    return text if left_out <= 0 else f"{text[:half]}\n… {left_out} characters left out …\n{text[-half:]}"
+def _text(value: Any) -> str:
+    return f"<pre>{escape(shorten(str(value), MAX_CHARACTERS))}</pre>"
+
+
+def _conversation(sample: Mapping[str, Any]) -> str:
+    """Returns a block for each message of a rollout in an environment, as the viewer has them."""
+    blocks = []
+    for turn in sample["turns"]:
+        content = turn["content"]
+        said = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+        calls = "".join(
+            f'<span class="toolcall">{escape(json.dumps(call))}</span>' for call in turn.get("tool_calls", ())
+        )
+        role = escape(turn["role"])
+        blocks.append(f'<div class="block role-{role}"><h4>{role}</h4><pre>{escape(said)}{calls}</pre></div>')
+    return f'<div class="response">{"".join(blocks)}</div>' if blocks else ""

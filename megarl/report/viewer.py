@@ -90,19 +90,23 @@ def _reward(record: Mapping[str, Any]) -> float:
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the page shows of a sample: of its log-probs, their mean."""
     sample = {field: record.get(field) for field in FIELDS}
-    texts = {field: _shorten(str(sample[field])) for field in ("prompt", "response")}
+    texts = {field: shorten(str(sample[field]), MAX_CHARACTERS) for field in ("prompt", "response")}
     sample |= texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
     turns = record.get("turns") or record.get("messages")
     if turns:
-        sample["turns"] = [_turn(turn) for turn in turns]
+        sample["turns"] = [shown_turn(turn, MAX_CHARACTERS) for turn in turns]
     if record.get("tokens"):
         sample["detail"] = _detail(record)
     return sample
 
 
-def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+def shown_turn(message: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Returns what is shown of a message: of its text, so many characters."""
     content = message.get("content")
-    shown = {"role": str(message.get("role")), "content": _shorten(content) if isinstance(content, str) else content}
+    shown = {
+        "role": str(message.get("role")),
+        "content": shorten(content, most) if isinstance(content, str) else content,
+    }
     return shown | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
 
 
@@ -128,10 +132,10 @@ def _mean(values: Sequence[float | None] | None) -> float | None:
     return fmean(values) if values and None not in values else None
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str, most: int) -> str:
     """Leaves out the middle of a long text: its beginning and its end say most."""
-    left_out = len(text) - MAX_CHARACTERS
+    left_out = len(text) - most
     if left_out <= 0:
         return text
-    half = MAX_CHARACTERS // 2
+    half = most // 2
     return f"{text[:half]}\n… {left_out} characters left out …\n{text[-half:]}"

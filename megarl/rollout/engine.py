@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -18,22 +18,19 @@ if TYPE_CHECKING:
     from megarl.resharding.verification import Checksum, Region
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRequest:
-    """One completion to sample: the same seed, weights and prompt give the same tokens, in any batch.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are sampled: the same seed, weights and tokens before them give the same ones, in any batch.
 
-    greedy      whether the most likely token is taken each time, whatever rollout's temperature
-    purpose     what it is sampled for: requests for one purpose share keys and values of what they begin with, and for
-                another none, so that what is sampled for training does not depend on what else is
-    stop        texts that end it where they come up, beside rollout.stop; they stay part of it
-    group_seed  the same for all completions of a prompt in a step, for what its environment draws
+    greedy      whether the most likely token is taken each time, whatever the temperature
+    purpose     what they are sampled for: requests for one purpose share keys and values of what they begin with, and
+                for another none, so that what is sampled for training does not depend on what else is
+    stop        texts that end them where they come up, beside rollout.stop; they stay part of them
 
     The others are rollout's where they are None. top_k: 0 for all tokens; with one of its own, the sample does not say
     which tokens the engine kept.
     """
 
-    sample_id: str
-    prompt: Prompt
     seed: int
     greedy: bool = False
     purpose: str = ""
@@ -42,7 +39,6 @@ class SamplingRequest:
     top_k: int | None = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    group_seed: int = 0
 
     @property
     def is_greedy(self) -> bool:
@@ -50,25 +46,31 @@ class SamplingRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """One turn of a rollout to sample, after tokens of which the engine has seen a part. Fields as in SamplingRequest.
+class SamplingRequest(Sampling):
+    """One completion to sample, or one rollout, all of whose turns are sampled so.
+
+    group_seed  the same for all completions of a prompt in a step, for what its environment draws
+    """
+
+    sample_id: str
+    prompt: Prompt
+    group_seed: int = field(default=0, kw_only=True)
+
+    def turn(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()) -> TurnRequest:
+        """Returns the request of a turn of this rollout after these tokens, with what each turn has of its own."""
+        whole = {item.name: getattr(self, item.name) for item in fields(Sampling)}
+        own = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": (*self.stop, *stop)}
+        return TurnRequest(np.asarray(token_ids, np.int32), **whole | own)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest(Sampling):
+    """One turn of a rollout to sample, after tokens of which the engine has seen a part.
 
     token_ids   int32 [C]
     """
 
     token_ids: NDArray[np.int32]
-    max_new_tokens: int
-    seed: int
-    greedy: bool = False
-    purpose: str = ""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stop: tuple[str, ...] = ()
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.greedy or self.temperature == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`megarl evaluate`: the evaluation sets of a recipe on a model, with engines and rewards alone."""
+"""`megarl evaluate`: the evaluation sets of a recipe on a model, with engines, environments and rewards alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 from megarl.algorithms.evaluation import Estimate
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.machine import check_machine, place_here
 from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.pending import join
 from megarl.cluster.session import Session
+from megarl.config.evaluation_schema import SetEnvironment
 from megarl.config.load import dump
 from megarl.config.schema import Config, Layout, Roles
 from megarl.core.errors import UserError
@@ -76,10 +78,15 @@ def run(config: Config, out: Path, scratch: Path) -> None:
         elapsed = ElapsedTime()
         engines = EngineGroup(session, config, folder, placement.engines)
         rewards = RewardGroup(session, config, placement.rewards, None, models)
-        join([engines.start_loaded(VERSION), rewards.start()]).result()
+        starting, environments = [engines.start_loaded(VERSION), rewards.start()], None
+        if placement.environments:
+            environments = EnvironmentGroup(session, config, folder, placement.environments, engines)
+            starting.append(environments.start())
+        join(starting).result()
         elapsed.print("engines: started")
+        groups = engines, environments, rewards
         results = evaluate_sets(
-            config, config.evaluation.sets, engines, rewards, VERSION, prompts, lambda name, _: out / f"{name}.jsonl"
+            config, config.evaluation.sets, *groups, VERSION, prompts, lambda name, _: out / f"{name}.jsonl"
         )
     replace_text(out / "results.json", json.dumps(as_json(results, folder), indent=2) + "\n")
     print(table(results))
@@ -90,9 +97,15 @@ def run(config: Config, out: Path, scratch: Path) -> None:
 
 def with_engines_alone(config: Config) -> Config:
     """Returns the recipe of engines that load the model's own weights, on the first devices, with no model beside
-    them. The functions of training are not needed, but for sets that take them over."""
-    own, sets = {"functions": config.rewards.functions}, config.evaluation.sets
-    sets = [given if given.functions is not None else given.model_copy(update=own) for given in sets]
+    them. The functions and the environment of training are not needed, but for sets that take them over."""
+    own = {
+        "functions": config.rewards.functions,
+        "environment": SetEnvironment(**{"class": config.environment.name, "options": config.environment.options}),
+    }
+    sets = [
+        given.model_copy(update={name: value for name, value in own.items() if getattr(given, name) is None})
+        for given in config.evaluation.sets
+    ]
     rollout = {
         "sleep": False,
         "quantization": None,
@@ -101,6 +114,7 @@ def with_engines_alone(config: Config) -> Config:
     changes: dict[str, dict[str, Any]] = {
         "evaluation": {"sets": sets},
         "rewards": {"functions": [], "judge": None},
+        "environment": {"class": None, "options": {}},
         "rollout": rollout,
         "reward_model": {"path": None},
         "implicit_reward": {"coefficient": 0.0},

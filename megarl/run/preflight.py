@@ -78,9 +78,9 @@ def preflight(config: Config) -> Preflight:
         models = attempt(_find_models, config)
         pool = attempt(_function_pool, config)
         with nullcontext() if pool is None else closing(pool):
-            data = None if models is None else attempt(_load_data, config, models, pool)
+            data = None if models is None else attempt(_load_data, config, models.actor, pool)
             if models is not None and config.has_environment:
-                attempt(_check_environment, config, models)
+                attempt(_check_environment, config, models.actor)
             if data is not None and folder is not None:
                 attempt(_check_resume_and_disk, config, models, data)
             trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
@@ -100,18 +100,21 @@ def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, Prompt
 
 
 def _load_evaluation_set(config: Config, given: EvaluationSet, model_folder: Path) -> PromptSet:
-    """Returns the prompts of an evaluation set, with the columns that its functions ask for, which are tried on the
-    first of them. Raises UserError that names the set."""
+    """Returns the prompts of an evaluation set, with the columns that its environment or its functions ask for, which
+    are tried on the first of them. Raises UserError that names the set."""
     of_set = config_of_set(config, given)
     try:
-        with closing(function_pool(of_set, 1)) as pool:
-            prompts = load_prompts(of_set, model_folder, pool.columns)
-            trial = try_rewards(of_set, pool, prompts[0])
+        pool = _function_pool(of_set)
+        with nullcontext() if pool is None else closing(pool):
+            prompts = _load_data(of_set, model_folder, pool)
+            trial = None if pool is None else try_rewards(of_set, pool, prompts[0])
+        if of_set.has_environment:
+            _check_environment(of_set, model_folder)
     except UserError as error:
         raise UserError(
             "\n".join(f"evaluation.sets: {given.name}: {line}" for line in str(error).splitlines())
         ) from None
-    if trial.failure is not None:
+    if trial is not None and trial.failure is not None:
         reason = f"evaluation.sets: {given.name}: {trial.failure}, whose response is the row's answer"
         print(f"megarl: warning: {reason}", file=sys.stderr, flush=True)
     return prompts
@@ -146,15 +149,15 @@ def _find_models(config: Config) -> ModelFolders:
     return models
 
 
-def _load_data(config: Config, models: ModelFolders, pool: FunctionPool | None) -> PromptSet | OfflineData:
-    """Returns the rows, prompts with the columns that reward functions ask for."""
+def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet | OfflineData:
+    """Returns the rows, prompts with the columns that reward functions ask for, or all of them for an environment."""
     if config.is_offline:
-        return load_offline_data(config, models.actor)
+        return load_offline_data(config, model_folder)
     columns = NO_COLUMNS if pool is None else pool.columns
-    return load_prompts(config, models.actor, {ALL_COLUMNS: None, **columns} if config.has_environment else columns)
+    return load_prompts(config, model_folder, {ALL_COLUMNS: None, **columns} if config.has_environment else columns)
 
 
-def _check_environment(config: Config, models: ModelFolders) -> None:
+def _check_environment(config: Config, model_folder: Path) -> None:
     """Looks, in a process of its own, whether the environment's class is one, and whether the model's chat template can
     go on with what it says. Raises UserError where they are not."""
 
@@ -163,7 +166,7 @@ def _check_environment(config: Config, models: ModelFolders) -> None:
         await pool.close()
         return pool.tools
 
-    turn_tokens(config, load_tokenizer(models.actor), asyncio.run(find_tools()))
+    turn_tokens(config, load_tokenizer(model_folder), asyncio.run(find_tools()))
 
 
 def _function_pool(config: Config) -> FunctionPool | None:

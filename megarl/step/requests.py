@@ -20,7 +20,7 @@ def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int 
             SamplingRequest(
                 f"{number}.{i}.{k}",
                 prompt,
-                _sampling_seed(config.run.seed, number, i, k),
+                seed=_sampling_seed(config.run.seed, number, i, k),
                 group_seed=_sampling_seed(config.run.seed, number, i),
             )
             for k in range(config.batch.samples_per_prompt)

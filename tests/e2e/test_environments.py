@@ -38,9 +38,15 @@ RECIPE = {
 }
 
 
+EVALUATION = (
+    "evaluation.sets=[{name: greedy, size: 4}, {name: sampled, size: 4, samples_per_prompt: 2, temperature: 0.7, "
+    "success_above: 0.9}]"
+)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    return train(tmp_path_factory.mktemp("environments"), "environment.options={marks: '?'}")
+    return train(tmp_path_factory.mktemp("environments"), "environment.options={marks: '?'}", EVALUATION)
 
 
 def train(folder: Path, *overrides: str) -> Path:
@@ -114,30 +120,79 @@ def test_advantages_are_grpos_over_rollouts(run):
 
 def test_the_engine_saw_the_tokens_that_transformers_sees(run):
     """Log-probs of every turn, after all context before it, are those of a plain pass over the first model."""
-    folder = run.parents[1]
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
     fine = [row for row in rows_of(run) if row["step"] == 1 and row["rollout_id"].startswith("1.0.")]
     assert len(fine) == 4
     for row in fine:
-        text = ""
-        for message in row["messages"]:
-            text += f"<|{message['role']}|>{message['content']}<eos>"
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        logprobs = torch.log_softmax(model(ids).logits.float(), -1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-        begin = len(tokenizer("".join(f"<|{m['role']}|>{m['content']}<eos>" for m in row["messages"][:2]))["input_ids"])
-        place, trained = begin, True  # of the token after <|assistant|>, among targets
-        for k, length in enumerate(row["mask"]):
-            if trained:
-                expected = logprobs[place : place + length].tolist()
-                start = sum(row["mask"][:k])
-                assert row["rollout_logprobs"][start : start + length] == pytest.approx(expected, abs=2e-4)
-            place, trained = place + length, not trained
+        for start, said, logprobs in turns_of(run, row):
+            expected = logprobs.gather(1, said[:, None])[:, 0].tolist()
+            assert row["rollout_logprobs"][start : start + len(said)] == pytest.approx(expected, abs=2e-4)
+
+
+def turns_of(run: Path, row: dict) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Returns for each turn of a rollout in one conversation its place in the response, its tokens (int64 [R]), and the
+    log-probs of all tokens there ([R, V]), by a plain pass over the first model."""
+    folder = run.parents[1]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    texts = [f"<|{message['role']}|>{message['content']}<eos>" for message in row["messages"]]
+    ids = tokenizer("".join(texts), return_tensors="pt")["input_ids"]
+    logprobs = torch.log_softmax(model(ids).logits.float(), -1)[0, :-1]
+    begin = len(tokenizer("".join(texts[:2]))["input_ids"])  # of the token after <|assistant|>, among targets
+    ends = [sum(row["mask"][: k + 1]) for k in range(len(row["mask"]))]
+    spans = list(zip([0, *ends], ends, strict=False))[::2]
+    return [(a, ids[0, 1:][begin + a : begin + b], logprobs[begin + a : begin + b]) for a, b in spans]
+
+
+def test_evaluations_are_greedy_in_every_turn_and_have_the_same_tasks_each_time(run):
+    before, after = (evaluated(run, "greedy", step) for step in (0, 2))
+    turns = turns_of(run, before["greedy.0.0"][0])
+    assert len(turns) == 3
+    for _, said, logprobs in turns:
+        assert said.tolist() == logprobs.argmax(-1).tolist()
+    assert before.keys() == after.keys() == {f"greedy.{i}.0" for i in range(4)}
+    for name in before:
+        assert [rows[name][0]["messages"][:2] for rows in (before, after)] == [before[name][0]["messages"][:2]] * 2
+        assert after[name][0]["messages"][1]["content"].startswith("go ")
+    versions = {run["version"] for rows in after.values() for row in rows for run in row["version"]}
+    assert versions == {2}
+
+
+def test_an_evaluation_counts_rollouts_and_has_failed_ones_apart(run):
+    lines = {line["step"]: line for line in metrics_of(run)}
+    for name, k in (("greedy", 1), ("sampled", 2)):
+        for step in (0, 2):
+            line, rollouts = lines[step], evaluated(run, name, step)
+            modes = {rollout: MODES[int(rollout.split(".")[1])] for rollout in rollouts}
+            assert {modes[rollout]: len(rows) for rollout, rows in rollouts.items()} == dict.fromkeys(MODES, 1) | {
+                "restarts": 2
+            }
+            values = [
+                [rows[0]["reward"] for rollout, rows in rollouts.items() if modes[rollout] == mode] for mode in MODES
+            ]
+            assert values.pop(MODES.index("raises")) == [None] * k
+            assert line[f"evaluation/{name}/avg@{k}"] == pytest.approx(fmean(map(fmean, values)))
+            found = fmean(max(group) > (0.5 if k == 1 else 0.9) for group in values)
+            assert line[f"evaluation/{name}/pass@{k}"] == pytest.approx(found)
+            assert line[f"evaluation/{name}/failed_share"] == 0.25 and line[f"evaluation/{name}/turns_mean"] == 3
+    section = (run / "report.html").read_text().partition('id="evaluations"')[2].partition("</section>")[0]
+    assert "environment: step raised KeyError" in section and 'class="block role-assistant"' in section
+
+
+def evaluated(run: Path, name: str, step: int) -> dict[str, list[dict]]:
+    """Returns the rows of an evaluation, by rollout."""
+    rollouts = defaultdict(list)
+    for line in (run / f"evaluations/{name}/step_{step:06d}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rollouts[row["rollout_id"]].append(row)
+    return rollouts
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_metrics_of_environments(run):
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        step = json.loads(line)
+    for step in metrics_of(run)[1:]:
         assert step["environment/stop_failed"] == pytest.approx(0.25)
         assert step["environment/samples_per_rollout"] == pytest.approx(1.25)
         assert step["reward/failed_share"] == pytest.approx(0.25)
@@ -152,7 +207,7 @@ def test_an_agent_is_trained_on_what_it_did_by_http(tmp_path):
         "rollout.replicas=1",
         "batch={prompts_per_step: 3, prompts_per_update: 3}",
     )
-    [metrics] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    [metrics] = metrics_of(run)
     assert metrics["mismatch/logprob_abs_max"] <= 1e-4 and metrics["policy/grad_norm"] > 0
     rollouts = defaultdict(list)
     for row in rows_of(run):

@@ -32,6 +32,10 @@ EVALUATION = (
     "evaluation.sets=[{name: greedy, size: 6}, {name: sampled, size: 5, samples_per_prompt: 4, temperature: 0.8, "
     "top_k: 20, max_new_tokens: 5, success_above: 0.7, every_steps: 5}]"
 )
+AGENT = f"{Path(__file__).with_name('turns.py')}:Client"
+WITH_AGENTS = EVALUATION.removesuffix("]") + (
+    f", {{name: agents, size: 3, max_new_tokens: 60, environment: {{class: '{AGENT}'}}}}]"
+)
 METRICS = {
     *("step", "reward/mean", "reward/std", "response/length_mean", "policy/entropy", "policy/grad_norm"),
     *("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "time/rollout", "time/train", "time/refit"),
@@ -102,7 +106,7 @@ def learned(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("learned")
     model = write_tiny_llama(folder / "model", num_kv_heads=2)
     profile = "run.profile={steps: [2], ranks: [1]}"
-    return train(folder, model, "run.steps=20", "actor.layout.pp=2", profile, "run.token_samples=1", EVALUATION)
+    return train(folder, model, "run.steps=20", "actor.layout.pp=2", profile, "run.token_samples=1", WITH_AGENTS)
 
 
 def test_a_run_can_be_watched(learned):
@@ -188,6 +192,17 @@ def test_sets_are_evaluated_at_both_ends_and_at_their_intervals(learned):
     assert "Evaluation: sampled" in report
 
 
+def test_a_set_may_have_an_environment_where_training_has_none(learned):
+    for line in (lines_of(learned)[0], lines_of(learned)[-1]):
+        rows = evaluation_rows(learned, "agents", line["step"])
+        assert [len(row["mask"]) for row in rows] == [3, 1] * 3, "two conversations"
+        assert line["evaluation/agents/turns_mean"] == 3 and line["evaluation/agents/failed_share"] == 0
+        values = [row["parts"]["environment"] + row["parts"][f"{REWARD}:digit_share"] for row in rows]
+        assert [row["reward"] for row in rows] == pytest.approx(values)
+        assert line["evaluation/agents/avg@1"] == pytest.approx(fmean(values))
+        assert {run["version"] for row in rows for run in row["version"]} == {line["step"]}
+
+
 def evaluation_rows(run: Path, name: str, step: int) -> list[dict]:
     return [json.loads(line) for line in (run / f"evaluations/{name}/step_{step:06d}.jsonl").read_text().splitlines()]
 
@@ -205,7 +220,7 @@ def test_a_greedy_evaluation_says_what_transformers_does(learned):
 
 def test_evaluating_the_exported_model_gives_what_the_run_ended_with(learned, tmp_path):
     recipe, out = learned.parents[1] / "recipe.yaml", tmp_path / "out"
-    command = [sys.executable, "-m", "megarl.cli", "evaluate", str(learned / "model"), str(recipe), EVALUATION]
+    command = [sys.executable, "-m", "megarl.cli", "evaluate", str(learned / "model"), str(recipe), WITH_AGENTS]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     last, sets = lines_of(learned)[-1], json.loads((out / "results.json").read_text())["sets"]
@@ -246,6 +261,7 @@ def test_run_folder_is_complete(learned):
         "trainer-1",
         "engine-0",
         "rewards-0",
+        "environments-0",
         "trace",
     }
     assert "\nactor: layers of " in (learned / "logs/attempt_1/trainer-1.log").read_text()

@@ -40,6 +40,6 @@ class Client(Agent):
                 messages += [{"role": "assistant", "content": texts[-1]}, {"role": "user", "content": question}]
                 if question == "other":
                     messages = [{"role": "user", "content": "a new agent"}]
-                if task.columns["mode"] == "raises":
+                if task.columns.get("mode") == "raises":
                     raise RuntimeError("no agent")
         return {"digits": sum(character.isdigit() for text in texts for character in text) / 24}

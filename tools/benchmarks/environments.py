@@ -141,7 +141,8 @@ def groups(folder: Path) -> list[list[SamplingRequest]]:
     for group in range(ROLLOUTS // GROUP + 1):
         messages = [{"role": "user", "content": f"{group:04}".ljust(PROMPT_TOKENS, "a")}]
         prompt = Prompt(f"{group}", messages[0]["content"], tokens.begin(messages), None, messages, {})
-        made.append([SamplingRequest(f"{group}-{i}", prompt, 1000 * group + i, group_seed=group) for i in range(GROUP)])
+        seeds = range(1000 * group, 1000 * group + GROUP)
+        made.append([SamplingRequest(f"{group}-{i}", prompt, seed=seeds[i], group_seed=group) for i in range(GROUP)])
     return [made[0][:1], *made[1:]]
 
 

@@ -381,7 +381,8 @@ def sampling() -> str:
 def staleness() -> str:
     found = result("staleness")
     lead = f"""Rollouts a step ahead of training (`rollout.max_staleness=1`) against steps in turn, the quickstart's
-        model, engine and trainer on a core each, mean of {found["steps"]} steps, by `python tools/benchmarks/staleness.py`"""
+        model, engine and trainer on a core each, mean of {found["steps"]} steps, by
+        `python tools/benchmarks/staleness.py`"""
     rows = [
         [
             max_staleness,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
@@ -18,52 +18,145 @@ from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
-from megarl.core.types import Completion
+from megarl.core.types import Completion, Sample
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from megarl.rollout.engine import SamplingRequest, TurnRequest
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+T = TypeVar("T")
+
+Complete = Callable[[TurnRequest], Awaitable[Completion]]
+"""An engine: returns the tokens of a turn."""
+
+Ask = Callable[[ActorHandle, Sequence[SamplingRequest], ActorHandle], ray.ObjectRef]
+"""Has a process make the rollouts of requests with an engine."""
+
+
+class EnvironmentWorker:
+    """Makes rollouts, many at once in one event loop. Environments are in processes of their own: those of training for
+    the whole run, those of an evaluation set for as long as it is played, so that it finds them the same each time, and
+    training finds its own as it left them."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, num_processes: int, address: str):
+        """
+        num_processes   with environments
+        address         of this machine, on which agents reach the policy
+        """
+        self._config, self._tokenizer = config, tokenizer
+        self._num_processes, self._address = num_processes, address
+        self._training: RolloutRunner | None = None
+
+    async def start(self) -> None:
+        """Starts the environments of training, if it has some."""
+        if self._config.has_environment:
+            self._training = await self._start_runner(self._config)
+
+    async def close(self) -> None:
+        """Ends the environments of training. Else they end with this process."""
+        if self._training is not None:
+            await self._training.close()
+
+    async def train(
+        self, requests: Sequence[SamplingRequest], complete: Complete, made: Callable[[list[Sample]], T]
+    ) -> list[T]:
+        """Returns what `made` makes of the samples of each rollout, which it gets as soon as they are there."""
+        assert self._training is not None, "the run has an environment"
+        return await _play_all(self._training, requests, complete, made, len(requests))
+
+    async def evaluate(
+        self, of_set: Config, requests: Sequence[SamplingRequest], complete: Complete, made: Callable[[list[Sample]], T]
+    ) -> list[T]:
+        """Does so for an evaluation set, of_set being its recipe. No more rollouts are under way at once than in a step
+        of training, whose environments the machine has room for."""
+        runner = await self._start_runner(of_set)
+        try:
+            return await _play_all(runner, requests, complete, made, _at_once(self._config))
+        finally:
+            await runner.close()
+
+    async def _start_runner(self, config: Config) -> RolloutRunner:
+        pool = await HostPool.start(host_arguments(config), self._num_processes)
+        runner = RolloutRunner(config, self._tokenizer, pool)
+        await runner.start(self._address)
+        return runner
+
+
+async def _play_all(
+    runner: RolloutRunner,
+    requests: Sequence[SamplingRequest],
+    complete: Complete,
+    made: Callable[[list[Sample]], T],
+    at_once: int,
+) -> list[T]:
+    under_way = asyncio.Semaphore(max(1, at_once))
+
+    async def play(request: SamplingRequest) -> T:
+        async def sample(
+            token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
+        ) -> Completion:
+            return await complete(request.turn(token_ids, max_new_tokens, seed, stop))
+
+        rollout = RolloutRequest(request.sample_id, request.prompt, request.seed, request.group_seed)
+        async with under_way:
+            return made(await runner.run(rollout, sample))
+
+    tasks = [asyncio.create_task(play(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:  # those that go on without one that has raised
+            task.cancel()
+
+
+def _at_once(config: Config) -> int:
+    """Returns the rollouts of a step of training beside each engine."""
+    return -(-config.batch.prompts_per_step * config.batch.samples_per_prompt // config.rollout.replicas)
+
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class EnvironmentActor(ProcessActor):
-    """A process that makes rollouts, many at once in one event loop. Its environments are in processes of its own."""
+    """A process that makes rollouts. Its worker is an EnvironmentWorker."""
 
     async def start(self, config: Config, model_folder: Path) -> Answer:
         begin = time.time()
-        pool = await HostPool.start(host_arguments(config), self._process.threads)
-        self._worker = RolloutRunner(config, load_tokenizer(model_folder), pool)
-        await self._worker.start("127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address())
+        address = "127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address()
+        self._worker = EnvironmentWorker(config, load_tokenizer(model_folder), self._process.threads, address)
+        await self._worker.start()
         return Answer(None, begin, time.time())
 
-    async def generate(self, requests: Sequence[RolloutRequest], engine: ActorHandle, listener: ActorHandle) -> Answer:
+    async def train(self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle) -> Answer:
         """Makes rollouts with this engine. Returns the samples of each, or None if the engine was lost. The listener
         gets them as they come."""
-        begin = time.time()
 
-        async def sample(
-            token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool, stop: Sequence[str] = ()
-        ) -> Completion:
-            return await engine.complete.remote(
-                TurnRequest(np.asarray(token_ids, np.int32), max_new_tokens, seed, greedy, tuple(stop))
-            )
-
-        async def rollout(request: RolloutRequest) -> list[RemoteSample]:
-            samples = await self._worker.run(request, sample)
+        def made(samples: list[Sample]) -> list[RemoteSample]:
             listener.begin.remote(samples)
-            return [RemoteSample.put(item) for item in samples]
+            return _put(samples)
 
-        tasks = [asyncio.create_task(rollout(request)) for request in requests]
-        try:
-            return Answer(await asyncio.gather(*tasks), begin, time.time())
-        except RayActorError:
-            return Answer(None, begin, time.time())
-        finally:
-            for task in tasks:  # those that go on without one that has raised
-                task.cancel()
+        return await _answer(self._worker.train(requests, engine.complete.remote, made))
+
+    async def evaluate(self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config) -> Answer:
+        """Makes the rollouts of an evaluation set, of_set being its recipe. Returns as `train` does."""
+        return await _answer(self._worker.evaluate(of_set, requests, engine.complete.remote, _put))
 
 
-class EnvironmentGroup(Group[RolloutRunner]):
+async def _answer(rollouts: Awaitable[list[list[RemoteSample]]]) -> Answer:
+    begin = time.time()
+    try:
+        return Answer(await rollouts, begin, time.time())
+    except RayActorError:
+        return Answer(None, begin, time.time())
+
+
+def _put(samples: Sequence[Sample]) -> list[RemoteSample]:
+    return [RemoteSample.put(sample) for sample in samples]
+
+
+class EnvironmentGroup(Group[EnvironmentWorker]):
     """The processes that make rollouts, each with the engine of its number. Groups of rollouts are dealt out as those
     of single responses are, so that they share a prefix cache."""
 
@@ -93,12 +186,26 @@ class EnvironmentGroup(Group[RolloutRunner]):
         """Makes the rollouts of each prompt. The result has their samples by prompt, those of a rollout together.
         Rollouts of an engine that is lost meanwhile are made anew by the others. listener: an actor whose method
         `begin` gets the samples of each rollout as soon as it is over."""
-        return self._generate(groups, listener, {})
+
+        def ask(actor: ActorHandle, requests: Sequence[SamplingRequest], engine: ActorHandle) -> ray.ObjectRef:
+            return actor.train.options(name=f"{self._title}.train").remote(requests, engine, listener)
+
+        return self._generate(groups, ask, {})
+
+    def evaluate(
+        self, groups: Sequence[Sequence[SamplingRequest]], of_set: Config
+    ) -> Pending[list[list[RemoteSample]]]:
+        """Makes the rollouts of an evaluation set likewise, of_set being its recipe."""
+
+        def ask(actor: ActorHandle, requests: Sequence[SamplingRequest], engine: ActorHandle) -> ray.ObjectRef:
+            return actor.evaluate.options(name=f"{self._title}.evaluate").remote(requests, engine, of_set)
+
+        return self._generate(groups, ask, {})
 
     def _generate(
         self,
         groups: Sequence[Sequence[SamplingRequest]],
-        listener: ActorHandle,
+        ask: Ask,
         done: dict[int, list[RemoteSample]],
     ) -> Pending[list[list[RemoteSample]]]:
         left = [i for i in range(len(groups)) if i not in done]
@@ -108,8 +215,8 @@ class EnvironmentGroup(Group[RolloutRunner]):
         calls = {}
         for (_, engine), (name, actor) in pairs:
             if name in dealt:
-                requests = [_rollout_request(request) for i in dealt[name] for request in groups[i]]
-                calls[name] = actor.generate.options(name=f"{self._title}.generate").remote(requests, engine, listener)
+                requests = [request for i in dealt[name] for request in groups[i]]
+                calls[name] = ask(actor, requests, engine)
         engine_of = {name: engine for (engine, _), (name, _) in pairs}
         load = self._engines.add_load(
             {engine_of[name]: sum(len(groups[i]) for i in part) for name, part in dealt.items()}
@@ -128,10 +235,6 @@ class EnvironmentGroup(Group[RolloutRunner]):
             if not lost:
                 return [done[i] for i in range(len(groups))]
             self._engines.drop(load.still_there(lost), "rollout")
-            return self._generate(groups, listener, done)
+            return self._generate(groups, ask, done)
 
         return self._session.submit(calls, "rollout", "rollout").then(collect)
-
-
-def _rollout_request(request: SamplingRequest) -> RolloutRequest:
-    return RolloutRequest(request.sample_id, request.prompt, request.seed, request.group_seed, request.greedy)

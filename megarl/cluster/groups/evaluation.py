@@ -10,8 +10,9 @@ from pathlib import Path
 from megarl.config.evaluation import config_of_set
 from megarl.config.schema import Config
 from megarl.core.types import Sample, Score
-from megarl.environments.batch import judge_batch, judge_single
+from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.environments.pool import FunctionPool, function_pool
+from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import append_rollouts
 from megarl.rewards.scorer import Scorer
 
@@ -23,17 +24,20 @@ class SetScorer:
         """config: that of the set."""
         self._functions = function_names(config)
         self._single = [name for name in self._functions if name not in pool.batch_functions]
-        self._scorer, self._pool = Scorer(config.rewards.functions), pool
+        self._scorer = Scorer(config.rewards.functions, environment_weight=config.environment.weight)
+        self._pool = pool
 
     async def score(self, samples: Sequence[Sample], version: int, file: Path) -> list[Score]:
-        """Scores the samples and writes them, decoded, into a JSONL file for people to read."""
-        judged = asyncio.gather(*(judge_single(self._pool, self._single, sample) for sample in samples))
-        single, batch = await asyncio.gather(judged, judge_batch(self._pool, samples))
-        scores = []
-        for sample, *parts in zip(samples, single, batch, strict=True):
+        """Scores the samples, each as its whole rollout is, and writes them, decoded, into a JSONL file for people to
+        read."""
+        judged = [sample for sample in samples if is_judged(sample)]
+        judging = asyncio.gather(*(judge_single(self._pool, self._single, sample) for sample in judged))
+        single, batch = await asyncio.gather(judging, judge_batch(self._pool, judged))
+        of_rollout: dict[str, dict[str, Result]] = {}
+        for sample, *parts in zip(judged, single, batch, strict=True):
             results = {name: result for part in parts for name, result in part.items()}
-            score, _ = self._scorer.score(sample, {name: results[name] for name in self._functions if name in results})
-            scores.append(score)
+            of_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
+        scores = [self._scorer.score(sample, of_rollout.get(sample.rollout_id, {}))[0] for sample in samples]
         await asyncio.to_thread(_write, file, version, samples, scores)
         return scores
 
@@ -48,7 +52,7 @@ class EvaluationScorer:
             of_set = config_of_set(config, given)
             entries = repr((of_set.rewards.functions, of_set.data.source_column))
             if entries not in self._pools:
-                self._pools[entries] = function_pool(of_set, num_processes)
+                self._pools[entries] = function_pool(of_set, num_processes if of_set.rewards.functions else 1)
             self._sets[given.name] = SetScorer(of_set, self._pools[entries])
 
     def __getitem__(self, name: str) -> SetScorer:

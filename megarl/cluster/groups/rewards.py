@@ -27,7 +27,7 @@ from megarl.config.schema import Config
 from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_decoder, load_tokenizer
-from megarl.environments.batch import judge_batch, judge_single
+from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.environments.pool import function_pool
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
@@ -184,12 +184,6 @@ class RewardWorker:
             return ModelReward(None, failure=str(reading))
         assert scores is not None, f"the reward model left out sample {sample.id}"
         return self._model_score.reward(sample, scores.tolist(), reading)
-
-
-def is_judged(sample: Sample) -> bool:
-    """Returns whether reward functions read a sample: of a rollout in an environment they read the last one, unless it
-    has failed."""
-    return sample.episode is None or (sample.episode.is_last and sample.episode.failure is None)
 
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:

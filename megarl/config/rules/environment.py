@@ -8,6 +8,13 @@ from megarl.config.schema import Config
 from megarl.config.sources import OWN_TASKS
 
 
+def options_are_of_a_class(config: Config) -> str | None:
+    options = config.environment.options
+    if config.has_environment or not options:
+        return None
+    return f"environment.options={options}: nothing reads it without environment.class; set that, or remove them"
+
+
 def own_tasks_have_an_environment(config: Config) -> str | None:
     if config.data.source != OWN_TASKS or config.has_environment:
         return None
@@ -58,6 +65,7 @@ def turns_fit_a_response(config: Config) -> str | None:
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
+    options_are_of_a_class,
     own_tasks_have_an_environment,
     environments_answer_what_is_sampled,
     whole_rollouts_are_rewarded,

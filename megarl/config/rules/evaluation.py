@@ -7,12 +7,16 @@ from collections.abc import Callable
 from math import gcd
 
 from megarl.algorithms import evaluation as estimates
-from megarl.config.evaluation import longest_response
+from megarl.config.evaluation import config_of_set, longest_response
 from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
+from megarl.config.sources import OWN_TASKS
 
 COUNTED = ("failed_share", "truncated_share", "length_mean")
 """Metrics of a set beside its estimates."""
+
+OF_TURNS = ("turns_mean",)
+"""Those that only a set in an environment has."""
 
 
 def something_samples(config: Config) -> str | None:
@@ -24,13 +28,29 @@ def something_samples(config: Config) -> str | None:
     )
 
 
-def responses_are_whole_rollouts(config: Config) -> str | None:
-    if not config.evaluation.sets or not config.has_environment:
-        return None
-    return (
-        f"evaluation.sets: their samples are single responses, and with environment.class={config.environment.name} a "
-        "rollout has several turns; remove the sets"
-    )
+def own_tasks_of_sets_have_an_environment(config: Config) -> str | None:
+    for item in config.evaluation.sets:
+        of_set = config_of_set(config, item)
+        if of_set.data.source == OWN_TASKS and not of_set.has_environment:
+            return (
+                f"evaluation.sets: {item.name} has source={OWN_TASKS}, tasks that an environment makes itself, and "
+                "none; give it an environment, or a file as its source"
+            )
+    return None
+
+
+def whole_rollouts_of_sets_are_scored(config: Config) -> str | None:
+    """What reads one prompt and one response has no place for a rollout of several turns, or of several samples."""
+    for item in config.evaluation.sets:
+        of_set = config_of_set(config, item)
+        per_turn = [entry.function for entry in of_set.rewards.functions if entry.per_turn]
+        if per_turn and of_set.has_environment:
+            return (
+                f"evaluation.sets: {item.name} has {per_turn[0]} with per_turn=true, which reads a prompt and one "
+                f"response, and with environment.class={of_set.environment.name} a rollout has several turns; let the "
+                "environment's steps return rewards instead"
+            )
+    return None
 
 
 def sets_have_names_of_their_own(config: Config) -> str | None:
@@ -53,7 +73,8 @@ def sets_are_evaluated(config: Config) -> str | None:
 
 def samples_of_a_prompt_differ(config: Config) -> str | None:
     for item in config.evaluation.sets:
-        if item.samples_per_prompt > 1 and item.temperature == 0:
+        is_answered = config_of_set(config, item).has_environment  # which may answer in different ways
+        if item.samples_per_prompt > 1 and item.temperature == 0 and not is_answered:
             return (
                 f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} with temperature=0, so "
                 "that all samples of a prompt would be the same; set temperature: 1.0, or samples_per_prompt: 1"
@@ -63,7 +84,8 @@ def samples_of_a_prompt_differ(config: Config) -> str | None:
 
 def sets_are_scored(config: Config) -> str | None:
     for item in config.evaluation.sets:
-        if not (config.rewards.functions if item.functions is None else item.functions):
+        of_set = config_of_set(config, item)
+        if not of_set.rewards.functions and not of_set.has_environment:
             return (
                 f"evaluation.sets: {item.name} has no functions, and rewards.functions has none for it; list one, such "
                 "as functions: [{function: exact_match}]"
@@ -86,7 +108,7 @@ def context_holds_a_prompt_and_its_response(config: Config) -> str | None:
 
 def best_is_a_metric(config: Config) -> str | None:
     metric = config.evaluation.best.metric
-    known = [name for item in config.evaluation.sets for name in metrics_of(item)]
+    known = [name for item in config.evaluation.sets for name in metrics_of(config, item)]
     if metric is None or metric in known:
         return None
     if not known:
@@ -99,7 +121,7 @@ def best_is_saved(config: Config) -> str | None:
     """Every evaluation that may be the best is at a step with a checkpoint; that after the last step is."""
     settings, every = config.evaluation, config.checkpoint.every_steps
     metric = settings.best.metric
-    judged = next((item for item in settings.sets if metric in metrics_of(item)), None)
+    judged = next((item for item in settings.sets if metric in metrics_of(config, item)), None)
     if judged is None:
         return None
     interval = settings.interval(judged)
@@ -117,14 +139,16 @@ def best_is_saved(config: Config) -> str | None:
     )
 
 
-def metrics_of(item: EvaluationSet) -> list[str]:
+def metrics_of(config: Config, item: EvaluationSet) -> list[str]:
     """Returns the names in metrics.jsonl of what can be the best of a set."""
-    return [item.prefix + name for name in (*estimates.names(item.samples_per_prompt), *COUNTED)]
+    counted = (*COUNTED, *OF_TURNS) if config_of_set(config, item).has_environment else COUNTED
+    return [item.prefix + name for name in (*estimates.names(item.samples_per_prompt), *counted)]
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
     something_samples,
-    responses_are_whole_rollouts,
+    own_tasks_of_sets_have_an_environment,
+    whole_rollouts_of_sets_are_scored,
     sets_have_names_of_their_own,
     sets_are_evaluated,
     samples_of_a_prompt_differ,

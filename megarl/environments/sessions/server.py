@@ -70,9 +70,9 @@ class SessionServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, sample: Sampler, limits: SessionLimits, seed: int, greedy: bool = False) -> Session:
+    def open(self, sample: Sampler, limits: SessionLimits, seed: int) -> Session:
         """Returns a new session, whose token is valid from now on."""
-        session = Session(self._tokens_with, sample, limits, seed, greedy)
+        session = Session(self._tokens_with, sample, limits, seed)
         self._sessions[_digest(session.token)] = session
         return session
 

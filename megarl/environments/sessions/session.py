@@ -77,7 +77,7 @@ class Answer:
 class Session:
     """The rollout that a token stands for: what its agent may do, and the record of it."""
 
-    def __init__(self, tokens_of: TokensOf, sample: Sampler, limits: SessionLimits, seed: int, greedy: bool = False):
+    def __init__(self, tokens_of: TokensOf, sample: Sampler, limits: SessionLimits, seed: int):
         self.token = secrets.token_urlsafe(32)
         """The secret by which the agent is known, its api_key."""
         self.limits = limits
@@ -89,7 +89,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         """How often a parameter was ignored, `ignored.NAME`, calls were malformed, `malformed_calls`, a request came
         again and got its first answer, `replayed`, and why requests were refused, `refused.CODE`."""
-        self._tokens_of, self._sample, self._seed, self._greedy = tokens_of, sample, seed, greedy
+        self._tokens_of, self._sample, self._seed = tokens_of, sample, seed
         self._call_numbers = count()
         """Numbers of calls, for ids of the nine letters and digits that Mistral's chat templates ask for."""
         self._answers: dict[bytes, asyncio.Task[Answer]] = {}
@@ -148,7 +148,7 @@ class Session:
     async def _complete(self, place: Place, request: ChatRequest) -> Completion:
         room = self._room(place)
         seed = self._seed if place.number == 0 else random.Random(repr((self._seed, place.number))).getrandbits(31)
-        return await self._sample(place.ids, min(room, request.max_tokens or room), seed, self._greedy, request.stop)
+        return await self._sample(place.ids, min(room, request.max_tokens or room), seed, request.stop)
 
     def _room(self, place: Place) -> int:
         """Returns the tokens that a turn may have. Raises ApiError if there are none."""

@@ -30,7 +30,7 @@ from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region
-from megarl.rollout.engine import Refitted, SamplingRequest, TurnRequest
+from megarl.rollout.engine import Refitted, Sampling, SamplingRequest, TurnRequest
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
@@ -82,7 +82,7 @@ class _UnderWay:
     """A request that vLLM works on, the id that vLLM gave it, and its completion once there is one."""
 
     token_ids: list[int]
-    request: SamplingRequest | TurnRequest
+    request: Sampling
     vllm_id: str
     completion: asyncio.Future[Completion]
 
@@ -137,7 +137,7 @@ class VllmEngine:
         if self.version is None:
             raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
 
-    async def _complete(self, token_ids: list[int], request: SamplingRequest | TurnRequest) -> Completion:
+    async def _complete(self, token_ids: list[int], request: Sampling) -> Completion:
         """Returns what vLLM samples after these tokens."""
         self._wake("weights", "kv_cache")
         name, completion = str(next(self._numbers)), asyncio.get_running_loop().create_future()
@@ -232,7 +232,7 @@ class VllmEngine:
                 raise answer.error
         return answers
 
-    def _submit(self, name: str, token_ids: list[int], request: SamplingRequest | TurnRequest) -> str:
+    def _submit(self, name: str, token_ids: list[int], request: Sampling) -> str:
         """Gives vLLM a request. Returns vLLM's own id of it.
 
         The salt keeps requests apart in the prefix cache: those of one refit's weights reuse no keys and values of
@@ -284,7 +284,7 @@ class VllmEngine:
             item = unfinished[name]
             item.vllm_id = self._submit(name, item.token_ids, item.request)
 
-    def _sampling(self, request: SamplingRequest | TurnRequest) -> SamplingParams:
+    def _sampling(self, request: Sampling) -> SamplingParams:
         stop = [*self._config.stop, *request.stop]
         return SamplingParams(
             temperature=0.0 if request.is_greedy else _given(request.temperature, self._config.temperature),
@@ -302,7 +302,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _num_kept(self, request: SamplingRequest | TurnRequest) -> int:
+    def _num_kept(self, request: Sampling) -> int:
         """Returns how many of the most likely tokens the engine reports beside the sampled one: under top_k, those that
         it keeps."""
         return 0 if request.is_greedy or request.top_k is not None else self._config.top_k or 0

@@ -270,3 +270,16 @@ def test_models_with_devices_of_their_own_do_not_take_turns() -> None:
     assert sharing(apart) == {"actor": set(), "critic": set()}
     assert sharing(together) == {"actor": {"critic"}, "critic": {"actor"}}
     assert is_alone(apart, "actor") and not is_alone(together, "actor")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["environment.class=calculator"], ["environments-0", "environments-1"]),
+        (["evaluation.sets=[{name: a, environment: {class: calculator}}]"], ["environments-0", "environments-1"]),
+        (["evaluation.sets=[{name: a}]"], []),
+    ],
+)
+def test_environments_are_beside_each_engine_also_for_a_set_alone(overrides: list[str], names: list[str]) -> None:
+    placement = placed("rollout.replicas=2", *overrides, cores=8)
+    assert [process.name for process in placement.environments] == names

@@ -38,3 +38,21 @@ def test_seeds_of_samples_are_all_different_and_follow_from_place_and_run() -> N
     assert len(set(seeds)) == 800
     assert seeds[0] == seed_of_set(recipe(SETS, "run.steps=7"), a, 0, 0)
     assert seeds[0] != seed_of_set(recipe(SETS, "run.seed=1"), a, 0, 0)
+
+
+def test_a_set_is_played_in_the_runs_environment_or_in_its_own() -> None:
+    sets = (
+        "evaluation.sets=[{name: a}, {name: b, environment: {class: 'f.py:World', options: {n: 1}}}, "
+        "{name: c, environment: {class: null}, temperature: 0.6, top_k: 7}]"
+    )
+    environment = "environment={class: text_game, options: {width: 4}, max_turns: 5}"
+    config = recipe(sets, environment, "rollout.temperature=1.2")
+    a, b, c = (config_of_set(config, item) for item in config.evaluation.sets)
+    assert [(s.environment.name, s.environment.options) for s in (a, b)] == [
+        ("text_game", {"width": 4}),
+        ("f.py:World", {"n": 1}),
+    ]
+    assert not c.has_environment
+    assert {(s.environment.max_turns, s.environment.failures_in_a_row) for s in (a, b)} == {(5, None)}
+    assert [(s.rollout.temperature, s.rollout.top_k) for s in (a, b, c)] == [(0.0, None), (0.0, None), (0.6, 7)]
+    assert config.environment.failures_in_a_row == 16

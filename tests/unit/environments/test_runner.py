@@ -35,8 +35,8 @@ class Says:
         self._texts, self._ends, self._candidates = texts, ends, candidates
         self._numbers = count(1)
 
-    async def __call__(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool) -> Completion:
-        self.asked.append({"ids": list(token_ids), "room": max_new_tokens, "seed": seed, "greedy": greedy})
+    async def __call__(self, token_ids: Sequence[int], max_new_tokens: int, seed: int) -> Completion:
+        self.asked.append({"ids": list(token_ids), "room": max_new_tokens, "seed": seed})
         text = self._texts[(len(self.asked) - 1) % len(self._texts)]
         ids = (TOKENIZER(text)["input_ids"] + [EOS_ID] * self._ends)[:max_new_tokens]
         finish = "stop" if ids[-1] == EOS_ID else "length"

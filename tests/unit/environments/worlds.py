@@ -1,6 +1,7 @@
 """Environments for tests of the processes in which they live."""
 
 import asyncio
+import itertools
 import os
 import time
 
@@ -64,3 +65,13 @@ class Tools(Environment):
 
     async def reward(self, turn: Turn) -> float:
         return float(turn.text == "8")
+
+
+PLAYED = itertools.count(1)
+
+
+class Numbered(Environment):
+    """Rewards a rollout with its number among those of its process."""
+
+    async def step(self, turn: Turn) -> Step:
+        return Step(reward=float(next(PLAYED)), done=True)

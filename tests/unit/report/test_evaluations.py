@@ -71,3 +71,21 @@ def test_many_steps_and_samples_are_thinned_out_evenly(tmp_path: Path) -> None:
     assert len(found.steps) == MAX_STEPS and {0, 100} <= found.steps.keys()
     assert [len(samples) for samples in found.steps.values()] == [MAX_SAMPLES] * MAX_STEPS
     assert [found.steps[0][i]["reward"] for i in (0, -1)] == [0, 199]
+
+
+def test_a_rollout_of_several_turns_is_shown_message_by_message(run: Path) -> None:
+    said = [
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": f"{ATTACK} let me see", "tool_calls": [{"name": "add<b>"}]},
+        {"role": "tool", "content": None},
+        {"role": "assistant", "content": "5" * 5000},
+    ]
+    rows = [sample(reward=0.5, response="55", messages=said, stop_reason="max_turns")]
+    file = run / "evaluations" / "a" / "step_000004.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = re.search(r'<section id="evaluations">.*?</section>', write(run), re.DOTALL).group()
+    article = section[section.rindex("<article") :]
+    assert re.findall(r'class="block role-(\w+)"', article) == ["user", "assistant", "tool", "assistant"]
+    assert "let me see" in article and "What is 2 + 3?" in article and "max_turns" in article
+    assert "characters left out" in article and "5" * 2000 not in article
+    assert "<script" not in section and "add<b>" not in section and "add&lt;b&gt;" in article

@@ -130,6 +130,27 @@ def test_offline_data_is_checked_without_rewards(recipe: Path, tmp_path: Path, c
     assert rows["data"] == "8 messages" and "rewards" not in rows
 
 
+def test_environments_of_evaluation_sets_are_checked_by_name(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    def sets(*classes: str) -> str:
+        items = [
+            f"{{name: s{k}, source: environment, size: 3, functions: [], environment: {{class: {name}}}}}"
+            for k, name in enumerate(classes)
+        ]
+        return f"evaluation.sets=[{', '.join(items)}]"
+
+    rows, errors = check(recipe, tmp_path, capfd, sets("text_game"))
+    assert rows["evaluation"] == "s0 of 3 prompts" and errors == ""
+    sys.argv = ["megarl", "check", str(recipe), f"run.folder={tmp_path}"]
+    sys.argv.append(sets("text_gam", "calculator, options: {hihg: 3}"))
+    with pytest.raises(SystemExit):
+        cli.main()
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("megarl: error: evaluation.sets: s0: environment.class: no environment 'text_gam'; did you")
+    assert second.startswith("megarl: error: evaluation.sets: s1: environment.options.hihg: calculator has no such opt")
+
+
 def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     rewards = f"functions: [{{function: '{recipe.parent}/rewards.py:nothing'}}]"
     rows, errors = check(

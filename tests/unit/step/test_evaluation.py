@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core.types import Prompt, SampleInfo, Score
+from megarl.core.types import Prompt, RolloutInfo, SampleInfo, Score
 from megarl.data.prompts import PromptSet
 from megarl.step import requests as training
-from megarl.step.evaluation import requests, result
+from megarl.step.evaluation import requests, result, versions_of
 from tests.unit.config.rules.recipes import recipe
 
 PROMPTS = PromptSet(tuple(Prompt(f"p{i}", "?", [i]) for i in range(2)), "hash")
@@ -35,6 +35,9 @@ def test_requests_are_the_same_at_every_step_and_others_than_those_of_training()
     trained = [request for group in training.requests(config, 1, PROMPTS.prompts) for request in group]
     assert trained == [r for group in training.requests(recipe(), 1, PROMPTS.prompts) for r in group]
     assert {request.seed for request in asked}.isdisjoint(request.seed for request in trained)
+    tasks = [{request.group_seed for request in group} for group in requests(config, given, PROMPTS)]
+    assert [len(seeds) for seeds in tasks] == [1, 1] and len(set.union(*tasks)) == 2, "one for the rollouts of a prompt"
+    assert set.union(*tasks).isdisjoint({request.group_seed for request in trained} | {r.seed for r in asked})
     assert {request.purpose for request in asked}.isdisjoint({request.purpose for request in trained})
 
 
@@ -70,3 +73,40 @@ def test_a_set_of_which_nothing_could_be_scored_has_no_value() -> None:
         "evaluation/a/length_mean": 2.0,
     }
     assert found.describe() == "a (1 prompts × 1): 100.0% failed, such as by f hung"
+
+
+def played(name: str, trained: int, stop: str = "done", turns: int = 2, samples: int = 1) -> list[SampleInfo]:
+    """Returns what is known of a rollout's samples, in each of which the policy said so many of 50 tokens."""
+    numbers = RolloutInfo(stop, turns, samples, {}, 0, 0)
+    names = [name, *(f"{name}/{k}" for k in range(1, samples))]
+    return [SampleInfo(n, "p", 4, 50, trained, "stop", 3, 3, rollout_id=name, rollout=numbers) for n in names]
+
+
+def test_a_rollout_of_several_samples_counts_once_and_one_whose_environment_fails_is_apart() -> None:
+    [_, given] = recipe(SETS).evaluation.sets
+    groups = [
+        [*played("0.0", 3, samples=3), *played("0.1", 5), *played("0.2", 7, stop="max_turns", turns=8)],
+        [*played("1.0", 2), *played("1.1", 40, stop="failed", turns=99), *played("1.2", 4, stop="max_tokens", turns=2)],
+    ]
+    values = [1.0, 1.0, 1.0, 0.0, 0.0, 1.0, None, 1.0]
+    scores = [Score(value, {}, None if value is not None else "environment: step raised") for value in values]
+    metrics = {name.rpartition("/")[2]: value for name, value in result(given, groups, scores).metrics().items()}
+    assert metrics["avg@3"] == pytest.approx((1 / 3 + 1) / 2)
+    assert metrics["pass@1"] == pytest.approx((1 / 3 + 1) / 2) and metrics["pass@2"] == pytest.approx((2 / 3 + 1) / 2)
+    assert metrics["pass^2"] == pytest.approx((0 + 1) / 2) and metrics["pass^3"] == 0
+    assert metrics["failed_share"] == pytest.approx(1 / 6)
+    assert metrics["truncated_share"] == pytest.approx(2 / 5)
+    assert metrics["length_mean"] == pytest.approx((3 * 3 + 5 + 7 + 2 + 4) / 5), "what the policy said, and no context"
+    assert metrics["turns_mean"] == pytest.approx((2 + 2 + 8 + 2 + 2) / 5)
+
+
+def test_a_set_whose_environment_always_fails_has_nothing_but_that() -> None:
+    [given, _] = recipe(SETS).evaluation.sets
+    found = result(given, [played("0.0", 0, stop="failed")], [Score(None, {}, "environment: no server")])
+    assert found.metrics() == {"evaluation/a/failed_share": 1.0}
+    assert found.describe() == "a (1 prompts × 1): 100.0% failed, such as by environment: no server"
+
+
+def test_a_rollout_without_a_token_is_of_no_version() -> None:
+    empty = SampleInfo("0.0", "p", 0, 0, 0, "stop", 0, 0)
+    assert versions_of([[empty, *played("0.1", 3)]]) == {3} and versions_of([[empty]]) == set()

@@ -12,6 +12,7 @@ from megarl.cluster.groups import rewards
 from megarl.cluster.groups.rewards import RewardWorker
 from megarl.cluster.model_folders import ModelFolders
 from megarl.config.load import load
+from megarl.core.types import Episode, RolloutInfo, Sample, VersionRun
 from tests.paths import QUICKSTART
 from tests.unit.cluster.groups.test_rewards import sample
 
@@ -39,8 +40,15 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "functions.py"
     file.write_text(FUNCTIONS)
     own = [{"function": f"{file}:length", "weight": 2.0}, {"function": f"{file}:rank"}]
-    sets = [{"name": "runs"}, {"name": "own", "functions": own}]
+    world = {"class": "world.py:World"}
+    sets = [
+        {"name": "runs"},
+        {"name": "own", "functions": own},
+        {"name": "played", "functions": own[:1], "environment": world},
+        {"name": "alone", "functions": [], "environment": world},
+    ]
     keys = [
+        "environment.weight=0.5",
         f"rewards.functions=[{{function: '{file}:counting'}}]",
         f"evaluation.sets={json.dumps(sets)}",
         "run.token_samples=0",
@@ -78,3 +86,42 @@ def test_a_set_has_its_own_functions_and_a_failure_is_no_zero(worker, tmp_path: 
         ("own.0.1", 3, None),
         ("own.0.2", 3, 2.0),
     ]
+
+
+def part(name: str, text: str, rewards: tuple[float, ...], failure: str | None = None, is_last: bool = True) -> Sample:
+    """Returns a sample of a rollout in an environment, with a turn of one token for each reward."""
+    n = len(rewards)
+    info = RolloutInfo("failed" if failure else "done", n, 1, {}, 0, 0)
+    episode = Episode(info, rewards, {}, failure, ({"role": "user", "content": "go"},), 0, is_last)
+    prompt = sample("0", "").prompt
+    ids, logprobs, mask = [7, 8] * n, [-1.0] * 2 * n, [True, False] * n
+    rollout = name.partition("/")[0]
+    return Sample(
+        name, prompt, ids, logprobs, mask, (VersionRun(0, 2 * n),), "stop", text, rollout_id=rollout, episode=episode
+    )
+
+
+def test_rollouts_in_environments_have_its_rewards_and_those_of_functions_of_their_last_turn(
+    worker, tmp_path: Path
+) -> None:
+    file = tmp_path / "played.jsonl"
+    samples = [
+        part("0.0", "odd", (1.0, 3.0), is_last=False),  # on which the function would fail
+        part("0.0/1", "bbb", (1.0, 3.0)),
+        part("0.1", "bbb", (1.0,), failure="step raised KeyError"),
+        part("0.2", "odd", (1.0,)),
+    ]
+
+    async def evaluate_both() -> list:
+        return [await worker.evaluate(samples, name, 3, file) for name in ("alone", "played")]
+
+    alone, played = asyncio.run(evaluate_both())
+    assert [score.value for score in alone] == [0.5 * 4, 0.5 * 4, None, 0.5]
+    assert [score.value for score in played] == [0.5 * 4 + 2 * 3, 0.5 * 4 + 2 * 3, None, None]
+    assert alone[2].failure == played[2].failure == "environment: step raised KeyError"
+    assert "raised KeyError: 'odd' on sample 0.2" in played[3].failure
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["rollout_id"], row["turn_rewards"], row["mask"]) for row in rows[:2]] == [
+        ("0.0", [1.0, 3.0], [1, 1, 1, 1])
+    ] * 2
+    assert rows[0]["messages"] == [{"role": "user", "content": "go"}]

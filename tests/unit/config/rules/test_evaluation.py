@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.evaluation import config_of_set
 from megarl.config.load import load
-from tests.readme import text_of
+from tests.readme import section, text_of
 from tests.unit.config.rules.recipes import errors, recipe
 
 SET = "evaluation.sets=[{name: a, samples_per_prompt: 4, temperature: 1.0}]"
@@ -33,6 +34,32 @@ def sets(*items: str) -> str:
             ["rewards.functions=[]", "reward_model.path=m", sets("name: a")],
             "evaluation.sets: a has no functions, and rewards.functions has none",
         ),
+        (
+            [sets("name: a, source: environment")],
+            "evaluation.sets: a has source=environment, tasks that an environment makes itself, and none; give it an",
+        ),
+        (
+            ["environment.class=text_game", "data.source=environment", sets("name: a, environment: {class: null}")],
+            "evaluation.sets: a has source=environment, tasks that an environment makes itself, and none; give it an",
+        ),
+        (
+            [sets("name: a, functions: [{function: 'f.py:f', per_turn: true}], environment: {class: text_game}")],
+            "evaluation.sets: a has f.py:f with per_turn=true, which reads a prompt and one response, and with "
+            "environment.class=text_game a rollout has several turns",
+        ),
+        (
+            ["environment.class=text_game", "rewards.functions=[]", sets("name: a, environment: {class: null}")],
+            "evaluation.sets: a has no functions, and rewards.functions has none",
+        ),
+        (
+            ["environment.options={width: 4}", sets("name: a, environment: {class: text_game}")],
+            "environment.options={'width': 4}: nothing reads it without environment.class; set that, or ",
+        ),
+        (
+            [SET, "evaluation.best.metric=evaluation/a/turns_mean"],
+            "evaluation.best.metric=evaluation/a/turns_mean: no set has it; did you mean",
+        ),
+        (["environment.max_turns=3"], "environment.max_turns=3: nothing reads it without environment.class; set that"),
         (
             [sets("name: a, max_new_tokens: 256")],
             "evaluation.sets: a has max_new_tokens=256, which leaves 0 of rollout.context_length=256 tokens for the "
@@ -81,6 +108,13 @@ def test_offline_data_have_no_engine() -> None:
         [SET, "evaluation.best.metric=evaluation/a/avg@4"],
         [sets("name: a, every_steps: 3"), "evaluation.at_start=false", "evaluation.at_end=false"],
         ["rewards.functions=[]", "reward_model.path=m", sets("name: a, functions: [{function: exact_match}]")],
+        ["environment.class=text_game", "rewards.functions=[]", "data.source=environment", sets("name: a, size: 4")],
+        ["environment.max_turns=3", sets("name: a, functions: [], environment: {class: text_game}")],
+        [sets("name: a, samples_per_prompt: 4, environment: {class: 'f.py:Answering'}")],
+        [
+            sets("name: a, environment: {class: text_game}"),
+            "evaluation.best={metric: evaluation/a/turns_mean, mode: min}",
+        ],
     ],
 )
 def test_what_is_not(overrides: list[str]) -> None:
@@ -101,6 +135,17 @@ def test_the_example_of_the_page_is_a_recipe(tmp_path: Path) -> None:
     file.write_text(f"base: base.yaml\n{example}")
     aime, gsm8k = load(file, ["model.path=m", "data.source=rows.jsonl"]).evaluation.sets
     assert (aime.samples_per_prompt, gsm8k.temperature, gsm8k.every_steps) == (16, 0.0, 100)
+
+
+def test_the_example_with_environments_is_a_recipe(tmp_path: Path) -> None:
+    example = re.search(r"```yaml\n(environment:.*?)```", section("configs/README.md", "Evaluation"), re.DOTALL).group(
+        1
+    )
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"base: base.yaml\n{example}")
+    config = load(file, ["model.path=m", "data.source=rows.jsonl"])
+    played = [config_of_set(config, given).environment.name for given in config.evaluation.sets]
+    assert played == ["search", "text_game", None] and not config.has_environment and config.plays_in_environments
 
 
 def test_one_more_checkpoint_is_kept_where_there_is_a_best() -> None:

@@ -1,0 +1,149 @@
+"""The rollouts of training and of evaluation sets beside one engine, in environments that live in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.cluster.groups.environments import EnvironmentWorker
+from megarl.config.evaluation import config_of_set
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.types import Completion, Sample, VersionRun
+from megarl.data.prompts import PromptSet
+from megarl.rollout.engine import TurnRequest
+from megarl.step import requests as training
+from megarl.step.evaluation import requests
+from tests.paths import QUICKSTART
+from tests.unit.environments.test_runner import EOS_ID, TOKENIZER, prompt
+
+ENVIRONMENTS = Path(__file__).parents[2] / "environments"
+WORLDS, AGENTS = ENVIRONMENTS / "worlds.py", ENVIRONMENTS / "agents.py"
+SET = {"name": "a", "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_tokens": 40, "stop": ["</answer>"]}
+
+
+class Engine:
+    """Says the last digit of the seed, and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[TurnRequest] = []
+        self.under_way = self.most_under_way = 0
+
+    async def complete(self, turn: TurnRequest) -> Completion:
+        self.asked.append(turn)
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        await asyncio.sleep(0.05)
+        self.under_way -= 1
+        ids = [*TOKENIZER(str(turn.seed % 10))["input_ids"], EOS_ID]
+        return Completion(ids, [-1.0] * len(ids), (VersionRun(0, len(ids)),), "stop")
+
+
+def config(kind: str, given: dict, *overrides: str) -> Config:
+    """Returns the recipe of a run with this set in an environment of this kind. It trains in one that has a state."""
+    own = given | {"environment": {"class": f"{AGENTS if kind == 'Delegator' else WORLDS}:{kind}"}}
+    return load(
+        QUICKSTART,
+        [
+            f"environment={{class: '{WORLDS}:Numbered', failures_in_a_row: 2}}",
+            f"evaluation.sets={json.dumps([own])}",
+            "rollout={max_new_tokens: 400, context_length: 500}",
+            "actor.tokens_per_microbatch=4096",
+            "batch={prompts_per_step: 2, samples_per_prompt: 2, prompts_per_update: 2}",
+            *overrides,
+        ],
+    )
+
+
+def drive(settings: Config, phases: Callable[[EnvironmentWorker], Awaitable[list]]) -> list:
+    async def run() -> list:
+        worker = EnvironmentWorker(settings, TOKENIZER, 1, "127.0.0.1")
+        await worker.start()
+        try:
+            return await phases(worker)
+        finally:
+            await worker.close()
+
+    return asyncio.run(run())
+
+
+def evaluate(
+    settings: Config, worker: EnvironmentWorker, engine: Engine, *faults: str
+) -> Awaitable[list[list[Sample]]]:
+    [given] = settings.evaluation.sets
+    asked = requests(settings, given, PromptSet(tuple(map(prompt, faults)), "hash"))
+    return worker.evaluate(
+        config_of_set(settings, given), [request for group in asked for request in group], engine.complete, list
+    )
+
+
+@pytest.mark.parametrize(("kind", "turns"), [("Counter", 3), ("Delegator", 3)])
+def test_every_turn_is_sampled_as_the_set_says_with_seeds_that_are_the_same_each_time(kind: str, turns: int) -> None:
+    settings = config(kind, SET)
+
+    async def evaluate_twice(worker: EnvironmentWorker) -> list:
+        found = []
+        for _ in range(2):
+            engine = Engine()
+            [samples] = await evaluate(settings, worker, engine, "fine")
+            found.append((engine.asked, [sample.response_ids.tolist() for sample in samples]))
+        return found
+
+    (asked, ids), (asked_again, ids_again) = drive(settings, evaluate_twice)
+    assert len(asked) == turns and len({turn.seed for turn in asked}) == turns
+    for turn in asked:
+        assert (turn.temperature, turn.top_p, turn.top_k, turn.purpose) == (0.7, 0.9, 5, "evaluation")
+        assert turn.stop == ("</answer>",) and turn.max_new_tokens <= 40 and not turn.is_greedy
+    assert [turn.seed for turn in asked_again] == [turn.seed for turn in asked] and ids_again == ids
+
+
+@pytest.mark.parametrize("kind", ["Counter", "Delegator"])
+def test_a_greedy_set_is_greedy_in_every_turn(kind: str) -> None:
+    settings, engine = config(kind, {"name": "a"}), Engine()
+    [samples] = drive(settings, lambda worker: evaluate(settings, worker, engine, "fine"))
+    assert samples[0].episode.failure is None
+    assert len(engine.asked) == 3 and all(turn.is_greedy for turn in engine.asked)
+
+
+def test_environments_with_a_state_train_as_if_nothing_was_evaluated() -> None:
+    settings, engine = config("Numbered", {"name": "a"}), Engine()
+
+    async def train(worker: EnvironmentWorker, step: int) -> list[float]:
+        [asked, _] = training.requests(settings, step, [prompt("fine"), prompt("fine")])
+        return numbers(await worker.train(asked, engine.complete, list))
+
+    async def run(worker: EnvironmentWorker) -> list:
+        before = await train(worker, 1)
+        evaluated = [numbers(await evaluate(settings, worker, engine, "fine", "fine")) for _ in range(2)]
+        return [before, *evaluated, await train(worker, 2)]
+
+    assert drive(settings, run) == [[1, 2], [1, 2], [1, 2], [3, 4]]
+
+
+def numbers(rollouts: list[list[Sample]]) -> list[float]:
+    return sorted(sample.episode.outcome + sum(sample.episode.rewards) for [sample] in rollouts)
+
+
+def test_no_more_are_under_way_at_once_than_in_a_step_of_training() -> None:
+    settings, engine = config("Counter", {"name": "a"}), Engine()
+    rollouts = drive(settings, lambda worker: evaluate(settings, worker, engine, *["fine"] * 9))
+    assert len(rollouts) == 9 and engine.most_under_way == 4
+
+
+def test_failures_end_no_run_and_no_process_is_left() -> None:
+    settings, engine, left = config("Counter", {"name": "a"}, "environment.class=null"), Engine(), []
+
+    async def run(worker: EnvironmentWorker) -> list[list[Sample]]:
+        assert not psutil.Process().children(), "training has no environment"
+        rollouts = await evaluate(settings, worker, engine, "raise", "raise", "raise", "fine")
+        left.extend(psutil.Process().children())
+        return rollouts
+
+    failures = [samples[-1].episode.failure for samples in drive(settings, run)]
+    assert failures == ["step raised KeyError: 'broken world'"] * 3 + [None]
+    assert left == []
