@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,16 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from megarl.rollout.engine import SamplingRequest, TurnRequest
+from megarl.rollout.turns import RemoteTurns
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class EnvironmentActor(ProcessActor):
     """A process that makes rollouts, many at once in one event loop. Its environments are in processes of its own."""
+
+    def __init__(self, process: Process, logs: Path):
+        super().__init__(process, logs)
+        self._turns: dict[ActorHandle, RemoteTurns] = {}
 
     async def start(self, config: Config, model_folder: Path) -> Answer:
         begin = time.time()
@@ -40,13 +46,13 @@ class EnvironmentActor(ProcessActor):
         """Makes rollouts with this engine. Returns the samples of each, or None if the engine was lost. The listener
         gets them as they come."""
         begin = time.time()
+        turns = self._turns_in(engine)
 
         async def sample(
             token_ids: Sequence[int], max_new_tokens: int, seed: int, greedy: bool, stop: Sequence[str] = ()
         ) -> Completion:
-            return await engine.complete.remote(
-                TurnRequest(np.asarray(token_ids, np.int32), max_new_tokens, seed, greedy, tuple(stop))
-            )
+            request = TurnRequest(np.asarray(token_ids, np.int32), max_new_tokens, seed, greedy, tuple(stop))
+            return await turns.sample(request)
 
         async def rollout(request: RolloutRequest) -> list[RemoteSample]:
             samples = await self._worker.run(request, sample)
@@ -61,6 +67,12 @@ class EnvironmentActor(ProcessActor):
         finally:
             for task in tasks:  # those that go on without one that has raised
                 task.cancel()
+
+    def _turns_in(self, engine: ActorHandle) -> RemoteTurns:
+        """Returns this process's turns in an engine, which outlive a call: an agent that has ended may leave some."""
+        if engine not in self._turns:
+            self._turns[engine] = RemoteTurns(partial(engine.exchange.remote, self._process.name))
+        return self._turns[engine]
 
 
 class EnvironmentGroup(Group[RolloutRunner]):
