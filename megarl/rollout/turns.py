@@ -72,8 +72,8 @@ class RemoteTurns:
             while self._waiting:
                 ready, self._ready = self._ready, {}
                 for number, completion in (await self._exchange(ready)).items():
-                    waiting = self._waiting.pop(number)
-                    if not waiting.done():  # else its rollout has ended
+                    waiting = self._waiting.pop(number, None)
+                    if waiting is not None and not waiting.done():  # else its rollout has ended
                         waiting.set_result(completion)
         except Exception as error:  # of the engine, or of its process, for those who wait
             waiting, self._waiting, self._ready = self._waiting, {}, {}

@@ -296,6 +296,7 @@ class VllmEngine:
             detokenize=bool(stop),
             seed=request.seed,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # made for this request alone
         )
 
     def _num_kept(self, request: SamplingRequest | TurnRequest) -> int:
