@@ -7,6 +7,8 @@ import threading
 from functools import lru_cache
 from typing import Any
 
+from megarl.rewards.math_shortcuts import differ, number, parse_quickly
+
 _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bracket>.*)\\\]", re.DOTALL)
 _BOXED = "\\boxed{"
 
@@ -33,6 +35,7 @@ class MathMatch:
                 raise ValueError(f"options.{name}={value!r} is not an integer above 0")
         import math_verify  # takes most of a second, which the first call would not have
 
+        parse_quickly()
         self._verify, self._parse = math_verify.verify, math_verify.parse
         self._timeout_s, self._digits, self._last_characters = timeout_s, digits, last_characters
         # Many samples of a prompt end with the same answer.
@@ -41,16 +44,21 @@ class MathMatch:
 
     def __call__(self, prompt: str, response: str, answer: Any) -> bool:
         expected, end = str(answer).strip(), response[-self._last_characters :]
-        boxes = _last_boxes(end)
+        boxes, bare = _last_boxes(end), _bare(expected)
+        said = end[boxes[-1]].removeprefix(_BOXED)[:-1].strip() if boxes else None
+        gold_number, said_number = number(bare), number(said) if len(boxes) == 1 else None
+        if gold_number is not None and said_number is not None:
+            return gold_number == said_number
         self._gold(expected)  # raises for an answer that cannot be read, whatever the response is
-        if boxes and end[boxes[-1]].removeprefix(_BOXED)[:-1].strip() == _bare(expected):
+        if said == bare:
             return True
         return self._equal(end[boxes[0].start : boxes[-1].stop] if boxes else end, expected)
 
     def _compare(self, said: str, answer: str) -> bool:
-        return self._verify(
-            self._gold(answer),
-            self._parsed(said),
+        gold, parsed = self._gold(answer), self._parsed(said)
+        return not differ(gold, parsed) and self._verify(
+            gold,
+            parsed,
             float_rounding=self._digits,
             timeout_seconds=self._limit(),
             raise_on_error=True,

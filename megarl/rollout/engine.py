@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
@@ -100,8 +101,8 @@ class Engine(Protocol):
         versions tell which weights made which tokens.
         """
 
-    async def complete(self, request: TurnRequest) -> Completion:
-        """Returns the tokens of a turn, under the same rules."""
+    def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
+        """Begins a turn, whose tokens come under the same rules. Who cancels it ends the work on it."""
 
     @property
     def has_lost_a_rank(self) -> bool:

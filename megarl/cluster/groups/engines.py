@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +30,8 @@ from megarl.resharding.families import huggingface_holder, quantised_destination
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
-from megarl.rollout.engine import SamplingRequest, TurnRequest
+from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.turns import EngineTurns, Turns
 
 if TYPE_CHECKING:
     from megarl.resharding.transports.transport import Channel
@@ -78,7 +79,9 @@ class EngineActor(VllmActor):
     def _load(self, arguments: Mapping[str, Any]) -> VllmEngine:
         from megarl.rollout.vllm.engine import VllmEngine
 
-        return VllmEngine(self._config.rollout, arguments)
+        engine = VllmEngine(self._config.rollout, arguments)
+        self._turns = defaultdict(lambda: EngineTurns(engine))
+        return engine
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
         with self._whole():
@@ -100,10 +103,10 @@ class EngineActor(VllmActor):
         segments.note(own_scratch())  # vLLM makes some only when it generates
         return [Answer([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
 
-    async def complete(self, request: TurnRequest) -> Completion:
-        """Returns the tokens of one turn."""
+    async def exchange(self, maker: str, turns: Turns) -> dict[int, Completion]:
+        """Takes turns of a process that makes rollouts, and returns those that have ended, see EngineTurns."""
         with self._whole():
-            return await self._worker.complete(request)
+            return await self._turns[maker].exchange(turns)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +24,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from megarl.rollout.engine import SamplingRequest, TurnRequest
+from megarl.rollout.turns import RemoteTurns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,6 +124,10 @@ def _at_once(config: Config) -> int:
 class EnvironmentActor(ProcessActor):
     """A process that makes rollouts. Its worker is an EnvironmentWorker."""
 
+    def __init__(self, process: Process, logs: Path):
+        super().__init__(process, logs)
+        self._turns: dict[ActorHandle, RemoteTurns] = {}
+
     async def start(self, config: Config, model_folder: Path) -> Answer:
         begin = time.time()
         address = "127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address()
@@ -137,11 +143,17 @@ class EnvironmentActor(ProcessActor):
             listener.begin.remote(samples)
             return _put(samples)
 
-        return await _answer(self._worker.train(requests, engine.complete.remote, made))
+        return await _answer(self._worker.train(requests, self._turns_in(engine).sample, made))
 
     async def evaluate(self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config) -> Answer:
         """Makes the rollouts of an evaluation set, of_set being its recipe. Returns as `train` does."""
-        return await _answer(self._worker.evaluate(of_set, requests, engine.complete.remote, _put))
+        return await _answer(self._worker.evaluate(of_set, requests, self._turns_in(engine).sample, _put))
+
+    def _turns_in(self, engine: ActorHandle) -> RemoteTurns:
+        """Returns this process's turns in an engine, which outlive a call: an agent that has ended may leave some."""
+        if engine not in self._turns:
+            self._turns[engine] = RemoteTurns(partial(engine.exchange.remote, self._process.name))
+        return self._turns[engine]
 
 
 async def _answer(rollouts: Awaitable[list[list[RemoteSample]]]) -> Answer:

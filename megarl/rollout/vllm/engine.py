@@ -36,6 +36,9 @@ from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
 T = TypeVar("T")
 
+HANDOVERS = 2
+"""The rounds of the event loop between two steps: in the first a completion is noted, in the second it is sent."""
+
 PAUSE_S = 0.05
 """The interval at which samples under way look whether a failed refit has been made good."""
 
@@ -119,7 +122,7 @@ class VllmEngine:
             new.clear()
 
         async def sample(request: SamplingRequest) -> Sample:
-            completion = await self._complete(request.prompt.token_ids.tolist(), request)
+            completion = await self._begin(request.prompt.token_ids.tolist(), request)
             if not new:  # once for all that a step of vLLM has completed
                 asyncio.get_running_loop().call_soon(tell)
             new.append(self._sample(request, completion))
@@ -128,28 +131,30 @@ class VllmEngine:
         self._require_weights()
         return await asyncio.gather(*map(sample, requests))
 
-    async def complete(self, request: TurnRequest) -> Completion:
+    def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
         if not self._under_way:
             self._require_weights()
-        return await self._complete(request.token_ids.tolist(), request)
+        return self._begin(request.token_ids.tolist(), request)
 
     def _require_weights(self) -> None:
         if self.version is None:
             raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
 
-    async def _complete(self, token_ids: list[int], request: Sampling) -> Completion:
-        """Returns what vLLM samples after these tokens."""
+    def _begin(self, token_ids: list[int], request: Sampling) -> asyncio.Future[Completion]:
+        """Gives vLLM a request. Returns what will be sampled after these tokens."""
         self._wake("weights", "kv_cache")
         name, completion = str(next(self._numbers)), asyncio.get_running_loop().create_future()
         self._under_way[name] = _UnderWay(token_ids, request, self._submit(name, token_ids, request), completion)
+        completion.add_done_callback(lambda _: self._forget(name))
         if self._stepping is None:
             self._stepping = asyncio.create_task(self._step_while_under_way())
-        try:
-            return await completion
-        finally:
-            if not completion.done() or completion.cancelled():
-                self._withdraw([name])
-            del self._under_way[name]
+        return completion
+
+    def _forget(self, name: str) -> None:
+        """Ends the work on a request: vLLM's too, if nobody waits for its completion any more."""
+        if self._under_way[name].completion.cancelled():
+            self._withdraw([name])
+        del self._under_way[name]
 
     async def _step_while_under_way(self) -> None:
         """Steps vLLM until it has nothing to do, or a step fails, by which all requests fail."""
@@ -158,7 +163,7 @@ class VllmEngine:
             while any(not item.completion.done() for item in self._under_way.values()):
                 if self.version is not None:
                     self._step()
-                await asyncio.sleep(PAUSE_S if self.version is None else 0)
+                await self._let_others_run()
         except Exception as error:  # of vLLM, for those who wait
             for item in self._under_way.values():
                 if not item.completion.done():
@@ -177,6 +182,13 @@ class VllmEngine:
             self._count_seconds()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    async def _let_others_run(self) -> None:
+        """Lets what a step has completed reach those who wait for it, and lets them go on, before the next step."""
+        for _ in range(HANDOVERS):
+            await asyncio.sleep(0)
+        if self.version is None:
+            await asyncio.sleep(PAUSE_S)
 
     def sleep(self, keeps_weights: bool) -> None:
         assert not self._under_way, "asleep, it would lose the samples under way"
@@ -300,6 +312,7 @@ class VllmEngine:
             detokenize=bool(stop),
             seed=request.seed,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # made for this request alone
         )
 
     def _num_kept(self, request: Sampling) -> int:
