@@ -76,9 +76,9 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             )
         )
 
-    def quantise(self) -> Pending[list[None]]:
-        """Quantises the weights as they are, for engines that have theirs so."""
-        return self._submit("quantising weights", "refit", "quantise", lambda worker: worker.quantise())
+    def prepare_refit(self) -> Pending[list[None]]:
+        """Makes of the weights as they are what engines take in their place."""
+        return self._submit("preparing weights", "refit", "prepare_refit", lambda worker: worker.prepare_refit())
 
     def publish(self, for_refit: bool) -> Pending[dict[str, Published]]:
         """Publishes the weights, or what a refit sends in their place. The result has the place of each live parameter

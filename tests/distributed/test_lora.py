@@ -1,0 +1,192 @@
+"""Adapters in every layout: losses, gradients, updates and what engines are sent, against PEFT in one plain process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.config.schema import Config
+from megarl.data.model_folder import read_config
+from megarl.megatron.model.build import adapter_parameters
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.resharding.execute import execute
+from megarl.resharding.families.adapters import peft_holder
+from megarl.resharding.peft_folder import save_adapters
+from megarl.resharding.piece import Holder
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.local import LocalMemory
+from tests.forked import run_ranks
+from tests.lora_reference import MergedReference, PeftReference, write_adapters
+from tests.marks import newest_of
+from tests.parity import (
+    EPS,
+    LR,
+    TEMPERATURE,
+    TOLERANCE,
+    assert_equal,
+    branching_group,
+    config_of,
+    own_batch,
+    random_groups,
+    reduced_gradients,
+    whole_tensors,
+)
+from tests.tiny_model import write_tiny_experts, write_tiny_llama
+
+UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
+KL, RANK, ALPHA = 0.05, 3, 6
+DENSE = {
+    "one process": "dp: 1",
+    "DP2": "dp: 2",
+    "TP2": "tp: 2",
+    "TP2, SP": "tp: 2, sequence_parallel: true",
+    "PP2": "pp: 2",
+    "TP2, PP2, VPP2, SP": "tp: 2, pp: 2, vpp: 2, sequence_parallel: true",
+    "CP2, DP2": "cp: 2, dp: 2",
+    "CP2, TP2, SP": "cp: 2, tp: 2, sequence_parallel: true",
+}
+EXPERTS = {
+    "one process": "dp: 1",
+    "EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "EP2, TP2, ETP2": "tp: 2, sequence_parallel: true, dp: 2, ep: 2, etp: 2",
+    "TP2, SP": "tp: 2, sequence_parallel: true",
+    "EP2, CP2": "cp: 2, ep: 2",
+    "EP2, PP2, VPP2": "dp: 2, pp: 2, vpp: 2, ep: 2",
+    "EP2, DP4, ETP2": "dp: 4, ep: 2, etp: 2",
+}
+
+
+@dataclass(frozen=True)
+class AdapterResult:
+    """What a rank has after its updates, with the gradients of the last one."""
+
+    holder: Holder
+    adapter_holder: Holder
+    whole: Holder
+    gradients: dict[str, torch.Tensor]
+    factors: dict[str, torch.Tensor]
+    base: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    reported: dict[str, float]
+
+
+def train_adapters(store, rank: int, config: Config, folder: Path, updates: list) -> AdapterResult:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    gradients: dict[str, torch.Tensor] = {}
+    step = worker.optimizer.step
+
+    def step_and_copy():
+        reduced_gradients(worker)
+        gradients.update({n: p.main_grad.clone() for n, p in adapter_parameters(worker.chunks).items()})
+        return step()
+
+    worker.optimizer.step = step_and_copy
+    for groups in updates:
+        batch = own_batch(config, worker, groups, None)
+        worker.keep_log_probs("reference", batch)
+        metrics = worker.update(batch)
+        worker.end_step()
+        worker.prepare_refit()
+    return AdapterResult(
+        worker.holder,
+        worker.adapters.holder,
+        worker.adapters.whole,
+        gradients,
+        {name: p.detach().clone() for name, p in adapter_parameters(worker.chunks).items()},
+        {name: p.clone() for name, p in worker.parameters().items()},
+        {name: p.clone() for name, p in worker._refit_weights.items()},
+        {name: metric.value for name, metric in metrics.items()},
+    )
+
+
+def whole_factors(ranks: list[AdapterResult], what: str) -> dict[str, torch.Tensor]:
+    """Returns whole "gradients" or "factors" by PEFT's names."""
+    target = ranks[0].whole
+    plan = make_plan([rank.adapter_holder for rank in ranks], [target])
+    whole = {name: torch.full(shape, torch.nan) for name, shape in target.shapes.items()}
+    transport = LocalMemory({rank.adapter_holder.name: getattr(rank, what) for rank in ranks})
+    execute(plan.into(target.name), whole, transport)
+    return whole
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("dense"), num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
+
+
+@pytest.fixture(scope="module")
+def dense_adapters(tmp_path_factory, dense: Path) -> Path:
+    return write_adapters(tmp_path_factory.mktemp("adapters"), dense, RANK, ALPHA)
+
+
+@pytest.fixture(scope="module")
+def dense_outcome(dense: Path, dense_adapters: Path):
+    return outcome_of(PeftReference(dense, dense_adapters, LR, EPS, TEMPERATURE))
+
+
+def config_with(folder: Path, adapters: Path, layout: str, *overrides: str) -> Config:
+    lora = f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}"
+    return config_of(folder, lora, f"algorithm.kl.coefficient={KL}", f"actor.layout={{{layout}}}", *overrides)
+
+
+@pytest.mark.parametrize("layout", newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"))
+def test_dense_model(dense, dense_adapters, dense_outcome, layout):
+    check(dense, config_with(dense, dense_adapters, DENSE[layout]), dense_outcome)
+
+
+@pytest.mark.parametrize("override", ["actor.recompute=full", "actor.overlap_communication=false"])
+def test_other_ways_to_train(dense, dense_adapters, dense_outcome, override):
+    check(dense, config_with(dense, dense_adapters, DENSE["TP2, SP"], override), dense_outcome)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own factors", "shared factors"])
+def expert_case(tmp_path_factory, request, experts: Path):
+    """Whether experts share factors, their adapters, and what comes of these in plain torch."""
+    shares, random = request.param, torch.Generator().manual_seed(2)
+    whole = peft_holder(read_config(experts), RANK, shares)
+    factors = {
+        name: torch.randn(shape, generator=random) * (0.1 if "lora_A" in name else 0.05)
+        for name, shape in whole.shapes.items()
+    }
+    config = config_of(experts, f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, share_experts: {shares}}}".lower())
+    folder = tmp_path_factory.mktemp("adapters") / "peft"
+    save_adapters(factors, config.actor.lora, "base", 4, folder)
+    reference = MergedReference(experts, factors, ALPHA / RANK, LR, EPS, TEMPERATURE)
+    return shares, folder, outcome_of(reference)
+
+
+@pytest.mark.parametrize("layout", newest_of(EXPERTS, "EP2, TP2, ETP2", "EP2, PP2, VPP2"))
+def test_mixture_of_experts(experts, expert_case, layout):
+    shares, adapters, outcome = expert_case
+    check(
+        experts, config_with(experts, adapters, EXPERTS[layout], f"actor.lora.share_experts={shares}".lower()), outcome
+    )
+
+
+def outcome_of(reference: PeftReference | MergedReference):
+    for groups in UPDATES:
+        loss, gradients, norm = reference.update(groups, KL, clip_norm=1.0)
+    return loss, norm, gradients, reference.factors(), reference.merged()
+
+
+def check(folder: Path, config: Config, outcome) -> None:
+    """Trains, and compares the ranks with the outcome in one plain process."""
+    loss, norm, gradients, factors, merged = outcome
+    ranks = run_ranks(config.actor.layout.world_size, train_adapters, config, folder, UPDATES)
+    reported = [rank.reported for rank in ranks if rank.reported]
+    assert sum(metrics["policy/loss"] for metrics in reported) == pytest.approx(loss, rel=TOLERANCE, abs=1e-7)
+    assert reported[0]["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+    assert_equal(whole_factors(ranks, "gradients"), gradients, "gradient")
+    assert_equal(whole_factors(ranks, "factors"), factors, "factor")
+    hf_config, start = read_config(folder), load_file(folder / "model.safetensors")
+    assert all(torch.equal(weight, start[name]) for name, weight in whole_tensors(hf_config, ranks, "base").items())
+    assert_equal(whole_tensors(hf_config, ranks, "weights"), merged, "merged weight")
