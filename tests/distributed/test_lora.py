@@ -10,15 +10,19 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config.schema import Config
+from megarl.core.checkpoint import Checkpoint
 from megarl.data.model_folder import read_config
+from megarl.megatron.checkpoint.description import describe
 from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.workers.actor import ActorWorker
+from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.resharding.execute import execute
 from megarl.resharding.families.adapters import peft_holder
 from megarl.resharding.peft_folder import save_adapters
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
+from megarl.run.checkpoints import Checkpoints
 from tests.forked import run_ranks
 from tests.lora_reference import MergedReference, PeftReference, write_adapters
 from tests.marks import newest_of
@@ -85,12 +89,13 @@ def train_adapters(store, rank: int, config: Config, folder: Path, updates: list
         return step()
 
     worker.optimizer.step = step_and_copy
+    metrics = {}
     for groups in updates:
         batch = own_batch(config, worker, groups, None)
         worker.keep_log_probs("reference", batch)
         metrics = worker.update(batch)
         worker.end_step()
-        worker.prepare_refit()
+    worker.prepare_refit()
     return AdapterResult(
         worker.holder,
         worker.adapters.holder,
@@ -190,3 +195,91 @@ def check(folder: Path, config: Config, outcome) -> None:
     hf_config, start = read_config(folder), load_file(folder / "model.safetensors")
     assert all(torch.equal(weight, start[name]) for name, weight in whole_tensors(hf_config, ranks, "base").items())
     assert_equal(whole_tensors(hf_config, ranks, "weights"), merged, "merged weight")
+
+
+def resumed_update(worker: ActorWorker, config: Config) -> dict[str, torch.Tensor]:
+    """Makes a third update; returns the factors after it and what engines would get."""
+    batch = own_batch(config, worker, random_groups(2), None)
+    worker.keep_log_probs("reference", batch)
+    worker.update(batch)
+    worker.end_step()
+    worker.prepare_refit()
+    factors = {name: p.detach().clone() for name, p in adapter_parameters(worker.chunks).items()}
+    return factors | {name: p.clone() for name, p in worker._refit_weights.items()}
+
+
+def save_adapters_of(store, rank: int, config: Config, folder: Path, hidden: Path, before: Checkpoint | None):
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    if before is not None:
+        worker.load_checkpoint(before, "actor")
+    else:
+        for groups in UPDATES:
+            worker.update(own_batch(config, worker, groups, None))
+            worker.end_step()
+    worker.save_checkpoint(hidden, "actor")
+    later = resumed_update(worker, config)
+    return worker.finish_checkpoint(hidden), later
+
+
+def go_on(store, rank: int, config: Config, folder: Path, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    worker.check_checkpoint(checkpoint, "actor")
+    worker.load_checkpoint(checkpoint, "actor")
+    return resumed_update(worker, config)
+
+
+def saved(config: Config, folder: Path, runs: Path, before: Checkpoint | None = None):
+    """Saves on all ranks. Returns what each has one update later, and the checkpoint."""
+    checkpoints = Checkpoints(runs)
+    hidden = checkpoints.begin(2)
+    (hidden / "actor").mkdir()
+    ranks = run_ranks(config.actor.layout.world_size, save_adapters_of, config, folder, hidden, before)
+    files = [record for records, _ in ranks for record in records]
+    checkpoint = checkpoints.commit(2, {"config": config.model_dump()}, files)
+    expected = checkpoint_bytes(config, {"actor": read_config(folder)})
+    assert sum(record.num_bytes for record in files) == pytest.approx(expected, rel=0.05)
+    return [later for _, later in ranks], checkpoint
+
+
+PAIRS = {
+    "dense": [("tp: 2, pp: 2, sequence_parallel: true", "dp: 2", "false")],
+    "experts": [
+        ("tp: 2, sequence_parallel: true, dp: 2, ep: 2, etp: 2", "dp: 2", "false"),
+        ("tp: 2, sequence_parallel: true, ep: 2, etp: 1", "dp: 2, ep: 2", "true"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("model", "pair"), [(model, pair) for model, pairs in PAIRS.items() for pair in pairs])
+def test_adapters_go_on_bit_for_bit_and_through_another_layout(request, tmp_path, model, pair):
+    *layouts, shares = pair
+    folder = request.getfixturevalue(model)
+    lora = f"actor.lora={{rank: {RANK}, share_experts: {shares}}}"
+    first, second = (
+        config_of(folder, lora, "model.dtype=bfloat16", "algorithm.kl.coefficient=1", f"actor.layout={{{layout}}}")
+        for layout in layouts
+    )
+    uninterrupted, checkpoint = saved(first, folder, tmp_path / "first")
+    tensors = describe(checkpoint.path / "actor").tensors
+    assert all("lora_" in name for name in tensors if not name.startswith(("random", "common")))
+    _, converted = saved(second, folder, tmp_path / "second", checkpoint)
+    for source in (checkpoint, converted):
+        resumed = run_ranks(first.actor.layout.world_size, go_on, first, folder, source)
+        for one, other in zip(uninterrupted, resumed, strict=True):
+            assert one.keys() == other.keys()
+            assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def test_adapters_begin_alike_in_every_layout(dense, tmp_path):
+    """A as PEFT's: uniform within 1/√columns; B zeros."""
+    begun = []
+    for layout in ("dp: 1", "tp: 2, pp: 2"):
+        config = config_of(dense, f"actor.lora.rank={RANK}", f"actor.layout={{{layout}}}")
+        begun.append(
+            whole_factors(run_ranks(config.actor.layout.world_size, train_adapters, config, dense, []), "factors")
+        )
+    for name, one in begun[0].items():
+        assert torch.equal(one, begun[1][name])
+        bound = one.shape[1] ** -0.5
+        assert one.abs().max() <= bound if "lora_A" in name else not one.any()
+        assert one.abs().max() > 0.9 * bound or "lora_B" in name

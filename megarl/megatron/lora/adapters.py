@@ -13,13 +13,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megarl.config.schema import Lora
 from megarl.core import device
+from megarl.megatron import parallel
+from megarl.megatron.checkpoint.extents import CanonicalShard
 from megarl.megatron.lora.adapter import Adapter
 from megarl.megatron.lora.attach import attach_adapters
-from megarl.resharding.families.adapters import A, adapter_holder, peft_holder
+from megarl.resharding.families.adapters import EXPERTS, SHARED, A, adapter_holder, peft_holder
 from megarl.resharding.families.shape import ModelShape
-from megarl.resharding.peft_folder import PeftFolder
-from megarl.resharding.piece import Holder
-from megarl.resharding.transports.transport import view
+from megarl.resharding.peft_folder import PeftFolder, write_peft_folder
+from megarl.resharding.piece import Holder, Piece
+from megarl.resharding.planning.plan import Plan
+from megarl.resharding.transports.transport import Transport, view
 
 CHUNK = 2**24
 """The elements that are merged at once: more would only take memory, 4 bytes each."""
@@ -66,6 +69,20 @@ class Adapters:
                 if values is not None:
                     view(factors[piece.local], piece.local_rectangle).copy_(values)
 
+    def write(self, plan: Plan, transport: Transport, base: str, out: Path) -> None:
+        """Writes a PEFT folder of all ranks' factors. base: the path of the model that they are for."""
+        write_peft_folder(plan, transport, self.whole, self._lora, base, self.num_experts, out)
+
+    def sharded(self, factors: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, CanonicalShard]:
+        """Returns the factors with what a checkpoint has of each: PEFT's tensors."""
+        pieces: dict[str, list[Piece]] = {}
+        for piece in self.holder.pieces:
+            pieces.setdefault(piece.local, []).append(piece)
+        return {
+            factor: CanonicalShard(name, factor, _replica(name, factor), tuple(pieces[name]), self.whole.shapes)
+            for name, factor in factors.items()
+        }
+
     @cached_property
     def merged(self) -> dict[str, torch.Tensor]:
         """The weights that have an adapter, with its product added; valid from `merge` on until adapters change. They
@@ -82,3 +99,11 @@ class Adapters:
         for name, adapter in self._by_weight.items():
             weight = weights[name]
             adapter.merged(weight, self.merged[name], max(1, CHUNK // weight.shape[1]))
+
+
+def _replica(name: str, factor: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the number of a factor's replica. One that is cut has one on each rank of the group."""
+    if factor.tensor_model_parallel and not getattr(factor, "shared", False):
+        return (0, 0, 0)
+    is_of_one_expert = EXPERTS in name and SHARED not in name
+    return (0, parallel.tensor_group(is_of_one_expert).rank(), 0)

@@ -28,7 +28,7 @@ from megarl.megatron.checkpoint import sharded
 from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import begin_main_weights, rounded_parameters
 from megarl.megatron.metric_sums import Sums, read
-from megarl.megatron.model.build import named_parameters, named_weights
+from megarl.megatron.model.build import adapter_parameters, named_parameters, named_weights
 from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
 from megarl.megatron.offload import Offload, Part
 from megarl.megatron.optimizer import build_optimizer, set_rates
@@ -235,13 +235,20 @@ class TrainerWorker(ModelWorker, ABC):
             self._profiler.stop(folder / f"{role}-{self._rank}.json.gz")
 
     def _exported_weights(self) -> Mapping[str, torch.Tensor]:
-        """Returns the weights that an export reads, as they are."""
-        if self.adapters is not None:
-            self.adapters.merge(self.parameters())
+        """Returns what an export reads, as it is now."""
+        if self.adapters is None:
+            return self.parameters()
+        if self._settings.adapters.export == "adapters":
+            return {name: factor.detach() for name, factor in adapter_parameters(self.chunks).items()}
+        self.adapters.merge(self.parameters())
         return self._whole_weights
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
-        """Writes the model, read from all ranks by the transport, as a Hugging Face folder."""
+        """Writes the model, read from all ranks by the transport, as a Hugging Face folder, or its adapters as a PEFT
+        folder."""
+        if self.adapters is not None and self._settings.adapters.export == "adapters":
+            self.adapters.write(plan, transport, self._config.model.path, out)
+            return
         write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
 
     def write_part(self, plan: Plan, folder: Path) -> None:
@@ -271,9 +278,8 @@ class TrainerWorker(ModelWorker, ABC):
         megatron_overrides asks for it.
         """
         same_layout = self._has_layout_of(checkpoint, role)
-        counters = sharded.load(
-            self.chunks, self.optimizer, self._weight_snapshots, checkpoint.path / role, same_layout
-        )
+        folder, adapters = checkpoint.path / role, self._sharded_adapters()
+        counters = sharded.load(self.chunks, self.optimizer, self._weight_snapshots, folder, same_layout, adapters)
         self._restore_counters(counters)
         if not same_layout:
             random_state.seed_anew(self._config.run.seed, self.num_updates)
@@ -291,7 +297,11 @@ class TrainerWorker(ModelWorker, ABC):
             self._counters(),
             checkpoint / role,
             self._offload.on_device,
+            self._sharded_adapters(),
         )
+
+    def _sharded_adapters(self) -> sharded.ShardedAdapters | None:
+        return None if self.adapters is None else self.adapters.sharded(adapter_parameters(self.chunks))
 
     def checkpoint_written(self) -> bool:
         return self._saving.written

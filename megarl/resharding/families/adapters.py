@@ -22,7 +22,9 @@ PREFIX = "base_model.model."
 DTYPE = "float32"
 """The dtype of adapters, whatever that of the model."""
 
-EXPERTS = ".mlp.experts."
+EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
+"""Parts of local names: of an expert's parameters, and of the factors that experts share."""
+
 _LAYER, _ROUTER = ".layers.", ".mlp.router."
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _DOWN = (".down_proj.", ".w2.")
@@ -52,7 +54,7 @@ class AdaptedWeight:
 
 def is_factor(name: str) -> bool:
     """Returns whether the parameter of this local name belongs to an adapter."""
-    return ".adapter." in name or ".shared_factors." in name
+    return ".adapter." in name or f".{SHARED}." in name
 
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
@@ -80,7 +82,7 @@ def _adapted(weight: str, pieces: list[Piece], share_experts: bool) -> AdaptedWe
     shared = _shared_factor(projections[0]) if share_experts else None
     if shared is not None:
         layer = weight.rpartition(EXPERTS)[0] + EXPERTS
-        factors[shared] = f"{layer}shared_factors.{'linear_fc1' if shared == A else 'linear_fc2'}.weight"
+        factors[shared] = f"{layer}{SHARED}.{'linear_fc1' if shared == A else 'linear_fc2'}.weight"
     return AdaptedWeight(weight, projections, rows, factors, shared)
 
 
