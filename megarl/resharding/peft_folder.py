@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megarl.config.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
 from megarl.config.schema import Lora
 from megarl.core.errors import UserError
 from megarl.core.files import new_folder
@@ -20,15 +20,6 @@ from megarl.resharding.families.adapters import of_each_expert
 from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import Transport
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-UNREAD = {
-    **dict(bias="none", fan_in_fan_out=False, lora_bias=False, use_dora=False, use_rslora=False, modules_to_save=None),
-    **dict(rank_pattern={}, alpha_pattern={}, layer_replication=None, trainable_token_indices=None),
-    **dict(target_parameters=None),
-}
-"""Keys of adapter_config.json by which adapters would be something else, and the values under which they are not."""
 
 
 class PeftFolder(AbstractContextManager):
@@ -40,9 +31,7 @@ class PeftFolder(AbstractContextManager):
         Raises UserError for a folder that is none, and for adapters that are not those of the keys.
         """
         self._folder, self._num_experts = folder, num_experts
-        _check_config(folder, lora)
-        if not (folder / WEIGHTS).is_file():
-            raise UserError(f"actor.lora.path={folder}: it has no {WEIGHTS}; save the adapters as safetensors")
+        check_adapter_config(folder, lora)
         self._file = safe_open(folder / WEIGHTS, framework="pt")
         self._names = set(self._file.keys())
         expected = {each for name in whole.shapes for each in of_each_expert(name, num_experts)}
@@ -77,25 +66,6 @@ class PeftFolder(AbstractContextManager):
         return parts[0]
 
 
-def _check_config(folder: Path, lora: Lora) -> None:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise UserError(f"actor.lora.path={folder}: it has no {CONFIG}; give a folder that PEFT has saved")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for key, name, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
-        if config.get(key) != value:
-            raise UserError(
-                f"actor.lora.{name}={value:g}: the adapters of {folder} have {key}={config.get(key)}; set "
-                f"actor.lora.{name} to that"
-            )
-    for key, value in UNREAD.items():
-        if config.get(key, value) not in (value, None) and config[key]:
-            raise UserError(
-                f"actor.lora.path={folder}: its {CONFIG} has {key}={config[key]!r}, which is not read; give adapters "
-                f"with {key}={value!r}"
-            )
-
-
 def write_peft_folder(
     plan: Plan, transport: Transport, whole: Holder, lora: Lora, base: str, num_experts: int, out: Path
 ) -> None:
@@ -115,24 +85,4 @@ def save_adapters(tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, nu
     modules = sorted({name.removesuffix(".weight").split(".")[-2] for name in named})
     with new_folder(out, sum(tensor.nbytes for tensor in named.values())) as folder:
         save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(_config(lora, base, modules), indent=2), encoding="utf-8")
-
-
-def _config(lora: Lora, base: str, modules: list[str]) -> dict[str, Any]:
-    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "target_modules": modules,
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-        "fan_in_fan_out": False,
-        "modules_to_save": None,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
+        (folder / CONFIG).write_text(json.dumps(adapter_config(lora, base, modules), indent=2), encoding="utf-8")

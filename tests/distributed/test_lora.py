@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from megarl.config.peft import WEIGHTS
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
 from megarl.data.model_folder import read_config
@@ -17,8 +21,10 @@ from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.resharding.execute import execute
-from megarl.resharding.families.adapters import peft_holder
-from megarl.resharding.peft_folder import save_adapters
+from megarl.resharding.families import huggingface_holder
+from megarl.resharding.families.adapters import of_each_expert, peft_holder
+from megarl.resharding.folder import write_folder
+from megarl.resharding.peft_folder import save_adapters, write_peft_folder
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
@@ -283,3 +289,71 @@ def test_adapters_begin_alike_in_every_layout(dense, tmp_path):
         bound = one.shape[1] ** -0.5
         assert one.abs().max() <= bound if "lora_A" in name else not one.any()
         assert one.abs().max() > 0.9 * bound or "lora_B" in name
+
+
+def exported(store, rank: int, config: Config, folder: Path) -> tuple[Holder, dict[str, torch.Tensor]]:
+    """Makes an update; returns what an export reads of the rank."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    worker.update(own_batch(config, worker, random_groups(0), None))
+    worker.end_step()
+    is_whole = config.actor.lora.export == "merged"
+    holder = worker.holder if is_whole else worker.adapters.holder
+    return holder, {name: tensor.clone() for name, tensor in worker._exported_weights().items()}
+
+
+def export(config: Config, folder: Path, out: Path) -> Path:
+    """Writes what a run exports after an update."""
+    ranks = run_ranks(config.actor.layout.world_size, exported, config, folder)
+    transport = LocalMemory({holder.name: tensors for holder, tensors in ranks})
+    holders, lora, hf_config = [holder for holder, _ in ranks], config.actor.lora, read_config(folder)
+    if lora.export == "merged":
+        plan = make_plan(holders, [huggingface_holder(hf_config, "float32")])
+        write_folder(plan, transport, hf_config, folder, out)
+    else:
+        whole = peft_holder(hf_config, lora.rank, lora.share_experts)
+        write_peft_folder(make_plan(holders, [whole]), transport, whole, lora, str(folder), 4, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def experts_alone(tmp_path_factory) -> Path:
+    """Experts in every layer: PEFT leaves out adapters of the dense layers beside them."""
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), dense_layers=())
+
+
+@pytest.mark.parametrize("shares", ["", "share_experts: true, "])
+@pytest.mark.parametrize("model", ["dense", "experts_alone"])
+def test_peft_computes_with_the_adapters_of_a_run_what_its_merged_model_does(request, tmp_path, model, shares):
+    folder, ids = request.getfixturevalue(model), torch.arange(6, 40)[None]
+    layout = "actor.layout={tp: 2, sequence_parallel: true}"
+    lora = f"actor.lora={{rank: {RANK}, {shares}export: EXPORT}}"
+    merged, adapters = (
+        export(config_of(folder, lora.replace("EXPORT", kind), layout), folder, tmp_path / kind)
+        for kind in ("merged", "adapters")
+    )
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    theirs = load(merged)(ids).logits
+    ours = PeftModel.from_pretrained(load(folder), adapters)(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert (theirs - load(folder)(ids).logits).abs().max() > 1e-2
+
+    again = config_of(folder, lora.replace("EXPORT", "adapters"), layout, f"actor.lora.path={adapters}")
+    loaded = whole_factors(run_ranks(2, train_adapters, again, folder, []), "factors")
+    stored = load_file(adapters / WEIGHTS)
+    assert loaded
+    for name, factor in loaded.items():
+        assert all(torch.equal(factor, stored[each]) for each in of_each_expert(name, 4))
+
+
+def test_adapters_of_some_layers_leave_the_others_as_they_begin(dense, tmp_path):
+    adapters = write_adapters(tmp_path / "some", dense, RANK, ALPHA, ["q_proj", "down_proj"])
+    begun, loaded = (
+        whole_factors(run_ranks(1, train_adapters, config_of(dense, lora), dense, []), "factors")
+        for lora in (
+            f"actor.lora={{rank: {RANK}, alpha: {ALPHA}}}",
+            f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}",
+        )
+    )
+    stored = load_file(adapters / WEIGHTS)
+    assert all(torch.equal(factor, stored.get(name, begun[name])) for name, factor in loaded.items())
+    assert stored.keys() < loaded.keys()
