@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +21,7 @@ from megarl.config.peft import WEIGHTS
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
 from megarl.data.model_folder import read_config
+from megarl.megatron.checkpoint.adapters import adapters_to_peft
 from megarl.megatron.checkpoint.description import describe
 from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.workers.actor import ActorWorker
@@ -45,6 +51,7 @@ from tests.parity import (
     reduced_gradients,
     whole_tensors,
 )
+from tests.paths import ROOT
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
@@ -162,17 +169,21 @@ def experts(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=[False, True], ids=["own factors", "shared factors"])
 def expert_case(tmp_path_factory, request, experts: Path):
     """Whether experts share factors, their adapters, and what comes of these in plain torch."""
-    shares, random = request.param, torch.Generator().manual_seed(2)
+    shares, reference = request.param, merged_reference(experts, request.param)
+    config = config_of(experts, f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, share_experts: {shares}}}".lower())
+    folder = tmp_path_factory.mktemp("adapters") / "peft"
+    save_adapters(reference.factors(), config.actor.lora, "base", 4, folder)
+    return shares, folder, outcome_of(reference)
+
+
+def merged_reference(experts: Path, shares: bool) -> MergedReference:
+    random = torch.Generator().manual_seed(2)
     whole = peft_holder(read_config(experts), RANK, shares)
     factors = {
         name: torch.randn(shape, generator=random) * (0.1 if "lora_A" in name else 0.05)
         for name, shape in whole.shapes.items()
     }
-    config = config_of(experts, f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, share_experts: {shares}}}".lower())
-    folder = tmp_path_factory.mktemp("adapters") / "peft"
-    save_adapters(factors, config.actor.lora, "base", 4, folder)
-    reference = MergedReference(experts, factors, ALPHA / RANK, LR, EPS, TEMPERATURE)
-    return shares, folder, outcome_of(reference)
+    return MergedReference(experts, factors, ALPHA / RANK, LR, EPS, TEMPERATURE)
 
 
 @pytest.mark.parametrize("layout", newest_of(EXPERTS, "EP2, TP2, ETP2", "EP2, PP2, VPP2"))
@@ -183,16 +194,19 @@ def test_mixture_of_experts(experts, expert_case, layout):
     )
 
 
-def outcome_of(reference: PeftReference | MergedReference):
-    for groups in UPDATES:
+def outcome_of(reference: PeftReference | MergedReference, updates: Sequence[list] = UPDATES):
+    for groups in updates:
         loss, gradients, norm = reference.update(groups, KL, clip_norm=1.0)
     return loss, norm, gradients, reference.factors(), reference.merged()
 
 
 def check(folder: Path, config: Config, outcome) -> None:
     """Trains, and compares the ranks with the outcome in one plain process."""
+    assert_same(folder, run_ranks(config.actor.layout.world_size, train_adapters, config, folder, UPDATES), outcome)
+
+
+def assert_same(folder: Path, ranks: list[AdapterResult], outcome) -> None:
     loss, norm, gradients, factors, merged = outcome
-    ranks = run_ranks(config.actor.layout.world_size, train_adapters, config, folder, UPDATES)
     reported = [rank.reported for rank in ranks if rank.reported]
     assert sum(metrics["policy/loss"] for metrics in reported) == pytest.approx(loss, rel=TOLERANCE, abs=1e-7)
     assert reported[0]["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
@@ -201,6 +215,28 @@ def check(folder: Path, config: Config, outcome) -> None:
     hf_config, start = read_config(folder), load_file(folder / "model.safetensors")
     assert all(torch.equal(weight, start[name]) for name, weight in whole_tensors(hf_config, ranks, "base").items())
     assert_equal(whole_tensors(hf_config, ranks, "weights"), merged, "merged weight")
+
+
+def test_layers_of_transformer_engine(dense, dense_adapters, experts, expert_case, tmp_path):
+    """Norms are in its linear layers, and all experts of a rank in two; see test_transformer_engine."""
+    shares, of_experts, _ = expert_case
+    keys = (f"algorithm.kl.coefficient={KL}", f"actor.lora.share_experts={shares}".lower())
+    cases = {
+        name: (str(folder), [f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}", *keys], {})
+        for name, folder, adapters in (("dense", dense, dense_adapters), ("experts", experts, of_experts))
+    }
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.transformer_engine_training", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    trained = pickle.loads((tmp_path / "trained").read_bytes())
+    assert all(case.kernels.startswith("layers of Transformer Engine") for case in trained.values())
+    references = {
+        "dense": PeftReference(dense, dense_adapters, LR, EPS, TEMPERATURE),
+        "experts": merged_reference(experts, shares),
+    }
+    for name, folder in (("dense", dense), ("experts", experts)):
+        assert_same(folder, [trained[name].rank], outcome_of(references[name], UPDATES[:1]))
 
 
 def resumed_update(worker: ActorWorker, config: Config) -> dict[str, torch.Tensor]:
@@ -269,6 +305,15 @@ def test_adapters_go_on_bit_for_bit_and_through_another_layout(request, tmp_path
     tensors = describe(checkpoint.path / "actor").tensors
     assert all("lora_" in name for name in tensors if not name.startswith(("random", "common")))
     _, converted = saved(second, folder, tmp_path / "second", checkpoint)
+    folders = []
+    for name, source in (("a", checkpoint), ("b", converted)):
+        adapters_to_peft(source.path, tmp_path / name)
+        folders.append(load_file(tmp_path / name / WEIGHTS))
+    assert folders[0].keys() == folders[1].keys()
+    assert all(torch.equal(factor, folders[1][name]) for name, factor in folders[0].items())
+    loading = config_of(folder, lora.replace("}", f", path: {tmp_path / 'a'}}}"))
+    loaded = whole_factors(run_ranks(1, train_adapters, loading, folder, []), "factors")
+    assert all(torch.equal(factor, folders[0][of_each_expert(name, 4)[-1]]) for name, factor in loaded.items())
     for source in (checkpoint, converted):
         resumed = run_ranks(first.actor.layout.world_size, go_on, first, folder, source)
         for one, other in zip(uninterrupted, resumed, strict=True):
@@ -321,8 +366,9 @@ def experts_alone(tmp_path_factory) -> Path:
     return write_tiny_experts(tmp_path_factory.mktemp("experts"), dense_layers=())
 
 
-@pytest.mark.parametrize("shares", ["", "share_experts: true, "])
-@pytest.mark.parametrize("model", ["dense", "experts_alone"])
+@pytest.mark.parametrize(
+    ("model", "shares"), [("dense", ""), ("experts_alone", ""), ("experts_alone", "share_experts: true, ")]
+)
 def test_peft_computes_with_the_adapters_of_a_run_what_its_merged_model_does(request, tmp_path, model, shares):
     folder, ids = request.getfixturevalue(model), torch.arange(6, 40)[None]
     layout = "actor.layout={tp: 2, sequence_parallel: true}"

@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -40,13 +39,19 @@ def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> d
     adapters = {}
     for adapted in adapted_weights(holder, lora.share_experts):
         chunk, _, path = adapted.weight.partition(".")
+        path, _, name = path.rpartition(".")
         model = models[int(chunk.removeprefix("chunk"))]
-        layer = model.get_submodule(path.removesuffix(".weight"))
-        columns = holder.shapes[adapted.weight][1]
-        adapter = _adapter(model, layer, adapted, lora, columns)
-        layer.adapter = adapter
-        layer.register_forward_hook(_add)
+        layer = model.get_submodule(path)
+        adapter = _adapter(model, layer, getattr(layer, name), adapted, lora)
         adapters[adapted.weight] = adapter
+        if name == "weight":
+            layer.adapter = adapter
+            layer.register_forward_hook(_add)
+        else:  # one of the experts whose weights a layer has
+            if not hasattr(layer, "adapter"):
+                layer.adapter = torch.nn.ModuleList()
+                layer.register_forward_hook(_add_of_experts)
+            layer.adapter.append(adapter)
     return adapters
 
 
@@ -68,21 +73,42 @@ def _add(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
     if not layer.adapter.is_on:
         return None
     hidden, *others = outputs
-    return (hidden + layer.adapter(inputs[0]), *others)
+    return (hidden + layer.adapter(_normed(layer, inputs[0])), *others)
 
 
-def _adapter(model: GPTModel, layer: torch.nn.Module, adapted: AdaptedWeight, lora: Lora, columns: int) -> Adapter:
+def _add_of_experts(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
+    """Does the same for a layer of several experts, whose tokens follow each other."""
+    if not layer.adapter[0].is_on:
+        return None
+    tokens, counts = inputs
+    parts = tokens.split([int(count) for count in counts])
+    added = [adapter(part) for adapter, part in zip(layer.adapter, parts, strict=True)]
+    hidden, *others = outputs
+    return (hidden + torch.cat(added), *others)
+
+
+def _normed(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns what a layer multiplies with its weight: Transformer Engine's may have the norm before it in them."""
+    weight = getattr(layer, "layer_norm_weight", None)
+    if weight is None:
+        return hidden
+    return F.rms_norm(hidden.float(), hidden.shape[-1:], weight.float(), layer.eps).to(hidden.dtype)
+
+
+def _adapter(
+    model: GPTModel, layer: torch.nn.Module, weight: torch.nn.Parameter, adapted: AdaptedWeight, lora: Lora
+) -> Adapter:
     count, cut = len(adapted.projections), _cut(layer)
     group, in_sequence = _group(layer), model.config.sequence_parallel
     is_expert = EXPERTS in adapted.weight
     factors = {
-        A: Factor(count * lora.rank, columns, device.device()),
+        A: Factor(count * lora.rank, weight.shape[1], device.device()),
         B: OuterFactor(adapted.rows, count, lora.rank, device.device()),
     }
     for name, factor in factors.items():
         is_cut = cut == ("columns" if name == A else "rows")
         if is_expert:
-            _mark_of_expert(factor, is_cut, group, layer.weight.allreduce)
+            _mark_of_expert(factor, is_cut, group, weight.allreduce)
         else:
             factor.weight.tensor_model_parallel = is_cut
             # Each rank sees its part of the tokens, and so gives a part of the gradient.
@@ -95,14 +121,17 @@ def _adapter(model: GPTModel, layer: torch.nn.Module, adapted: AdaptedWeight, lo
 
 def _cut(layer: torch.nn.Module) -> str | None:
     """Returns what of a layer's weight tensor parallelism cuts: rows or columns."""
-    if isinstance(layer, ColumnParallelLinear):
+    names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be there
+    if "ColumnParallel" in names:
         return "rows"
-    return "columns" if isinstance(layer, RowParallelLinear) else None
+    return "columns" if "RowParallel" in names else None
 
 
 def _group(layer: torch.nn.Module) -> ProcessGroup | None:
     """Returns the ranks over which a layer's weight is cut, None where every rank has it whole."""
-    return layer.tp_group if _cut(layer) is not None else None
+    if _cut(layer) is None:
+        return None
+    return layer._tp_group if hasattr(layer, "_tp_group") else layer.tp_group
 
 
 def _between(cut: str | None, in_sequence: bool, group: ProcessGroup | None) -> Between:
