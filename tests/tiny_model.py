@@ -78,8 +78,8 @@ def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json
     return folder
 
 
-def write_tiny_experts(folder: Path, num_layers: int = 2) -> Path:
-    """A mixture of experts, but for its second layer."""
+def write_tiny_experts(folder: Path, num_layers: int = 2, dense_layers: Sequence[int] = (1,)) -> Path:
+    """A mixture of experts, but for some layers: by default its second."""
     return write_tiny_model(
         folder,
         "qwen3_moe",
@@ -94,7 +94,7 @@ def write_tiny_experts(folder: Path, num_layers: int = 2) -> Path:
         moe_intermediate_size=32,
         num_experts=4,
         num_experts_per_tok=2,
-        mlp_only_layers=[1],
+        mlp_only_layers=list(dense_layers),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tests.distributed.test_lora import AdapterResult
     from tests.parity import RankResult
 
 
@@ -18,7 +19,7 @@ class Trained:
     """What a rank has after its updates, the kernels it says it takes, the layers that ran in fp8, and the calls of
     Transformer Engine's attention."""
 
-    rank: RankResult
+    rank: RankResult | AdapterResult
     kernels: str
     quantized: set[tuple[str, str, str]]
     attended: int
@@ -39,6 +40,7 @@ def main() -> None:
 
     from megarl.megatron import parallel
     from megarl.megatron.model import kernels
+    from tests.distributed.test_lora import train_adapters
     from tests.parity import branching_group, config_of, random_groups, train
 
     folder = Path(sys.argv[1])
@@ -49,7 +51,8 @@ def main() -> None:
         store = dist.FileStore(str(folder / f"store {name}"), 1)
         try:
             config = config_of(Path(model), "actor.tokens_per_microbatch=256", *overrides)
-            rank = train(store, 0, config, Path(model), [[*random_groups(0), branching_group(0)]], **packing)
+            make_updates = train if config.actor.adapters is None else train_adapters
+            rank = make_updates(store, 0, config, Path(model), [[*random_groups(0), branching_group(0)]], **packing)
         except BaseException as error:
             error.add_note(f"in the case: {name}")
             raise

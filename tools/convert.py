@@ -91,6 +91,14 @@ def megatron_to_hf(
 
 
 @app.command()
+def adapters_to_peft(checkpoint: Checkpoint, out: Out) -> None:
+    """Write the adapters in a checkpoint of a run with actor.lora as a PEFT folder."""
+    from megarl.megatron.checkpoint.adapters import adapters_to_peft
+
+    _report(out, adapters_to_peft(checkpoint, out))
+
+
+@app.command()
 def reshape(
     checkpoint: Checkpoint,
     out: Out,

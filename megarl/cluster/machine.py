@@ -71,7 +71,9 @@ def check_host_memory(config: Config, models: ModelFolders) -> None:
 
 def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
     """Returns the bytes of host memory that the run holds all the time, by what they are for."""
-    return least_host_bytes(config, Models.of(models.trained(config)), ModelParameters(models.hf_config))
+    return least_host_bytes(
+        config, Models.of(models.trained(config), lora=config.actor.adapters), ModelParameters(models.hf_config)
+    )
 
 
 def host_suffices(memory_bytes: int, parts: Mapping[str, int]) -> str | None:

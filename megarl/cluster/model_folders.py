@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megarl.config.huggingface import left_out
+from megarl.config.peft import check_adapter_config
 from megarl.config.rules.model import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
 from megarl.config.schema import Config, Role
 from megarl.config.trained_model import trained_hf_config
@@ -102,6 +103,8 @@ def check_models_here(config: Config) -> list[str]:
 def _check_actor(config: Config, hf_config: dict[str, Any]) -> None:
     check_model(config, hf_config)
     check_selections(config.actor, trained_hf_config(config, "actor", hf_config))
+    if config.actor.adapters is not None and config.actor.lora.path is not None:
+        check_adapter_config(Path(config.actor.lora.path), config.actor.lora)
 
 
 def _check_critic(config: Config, actor: Mapping[str, Any], critic: dict[str, Any]) -> None:

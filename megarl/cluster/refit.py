@@ -61,8 +61,8 @@ class Refit:
         lost.
         """
         self._engines.admit()
-        if self._quantises:
-            self._trainers.quantise().result()
+        if self._quantises or self._config.actor.adapters is not None:
+            self._trainers.prepare_refit().result()
         expected = None if self._arrival is None else self._arrival.expect(regions(self._engines.holders), rate)
         while True:
             if self._connected != self._engines.incarnations:

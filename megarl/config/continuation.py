@@ -22,6 +22,7 @@ FREE = (
     "run.trackers",
     "run.profile.*",
     "trackers.*",
+    "actor.lora.export",
     "model.revision",  # the weights are compared themselves
     "*.layout.*",
     "*.tokens_per_microbatch",

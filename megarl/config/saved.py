@@ -31,6 +31,9 @@ ADDED: dict[int, dict[str, Any]] = {
     5: {"cluster.roles": dict.fromkeys(("actor", "critic", "implicit_reward", "reward_model", "rollout"))},
     6: {"rollout.quantization": None},
     7: {
+        "actor.lora": {
+            **dict(rank=None, alpha=32.0, targets="all_linear", share_experts=False, path=None, export="merged"),
+        },
         "rollout.stop": [],
         "rollout.max_staleness": 0,
         "environment": {

@@ -101,6 +101,22 @@ class MegatronOverrides(Section):
     ddp: dict[str, Any]
 
 
+class Lora(Section):
+    """Adapters beside the frozen linear layers of a model."""
+
+    rank: PositiveInt | None
+    alpha: PositiveFloat
+    targets: Literal["all_linear"]
+    share_experts: bool
+    path: Annotated[str, Field(min_length=1)] | None
+    export: Literal["merged", "adapters"]
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product of an adapter's matrices."""
+        return self.alpha / self.rank
+
+
 class Trained(Section):
     """A model that the run trains, on ranks of its own."""
 
@@ -118,9 +134,20 @@ class Trained(Section):
     threads: PositiveInt | None
     megatron_overrides: MegatronOverrides
 
+    @property
+    def adapters(self) -> Lora | None:
+        """The adapters that are trained in place of the model's own weights, None without them."""
+        return None
+
 
 class Actor(Trained):
     section = "actor"
+
+    lora: Lora
+
+    @property
+    def adapters(self) -> Lora | None:
+        return None if self.lora.rank is None else self.lora
 
 
 class Critic(Trained):
@@ -147,6 +174,7 @@ class RewardModel(Section):
     overlap_communication: ClassVar[bool] = False
     recompute: ClassVar[str] = "none"
     fp8: ClassVar[None] = None
+    adapters: ClassVar[None] = None
     megatron_overrides: ClassVar[MegatronOverrides] = MegatronOverrides(model={}, optimizer={}, ddp={})
 
     engine: Literal["megatron", "vllm"]

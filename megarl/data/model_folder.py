@@ -70,9 +70,12 @@ def with_real_paths(config: Config) -> Config:
     the run begins, and workers have other working directories."""
     sections = {name: getattr(config, name) for name in MODEL_SECTIONS}
     given = {name: section for name, section in sections.items() if section.path is not None}
-    return config.model_copy(
-        update={name: section.model_copy(update={"path": real_path(section.path)}) for name, section in given.items()}
-    )
+    found = {name: section.model_copy(update={"path": real_path(section.path)}) for name, section in given.items()}
+    lora = config.actor.lora
+    if lora.path is not None:
+        adapters = lora.model_copy(update={"path": str(Path(lora.path).expanduser().resolve())})
+        found["actor"] = config.actor.model_copy(update={"lora": adapters})
+    return config.model_copy(update=found)
 
 
 class NotHere(Exception):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 from megarl.config.schema import Config, Layout, Role, Trained
 from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.families.adapters import adapter_holder
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS, select_tensors, whole_parameters
@@ -41,6 +43,8 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
     """Returns the bytes of one model. Every element is saved once, by one of the ranks that have it: as one process
     would save it, in as many parts as tensor parallelism and the ranges of data-parallel ranks make of it."""
     layout = settings.layout
+    if settings.adapters is not None:
+        return _adapter_bytes(config, settings, hf_config)
     holder = _holder(config, layout, hf_config, tp=1, etp=1)
     elements, rank = _elements(holder), _elements(_holder(config, layout, hf_config, layout.tp, layout.expert_tp))
     copies = dict.fromkeys(elements, 1)
@@ -58,6 +62,22 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
     ends = layout.world_size - layout.tp * layout.pp
     entries = sum(parts[name] * number for name, number in copies.items()) + ends * CUTS * (1 + ADAM_STATES)
     return num_bytes + entries * ENTRY_BYTES + layout.world_size * RANK_BYTES
+
+
+def _adapter_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
+    """Returns the bytes of a model's adapters, which alone are saved beside it: in float32, each piece of a PEFT tensor
+    by itself."""
+    layout, lora = settings.layout, settings.adapters
+    whole, rank = (
+        adapter_holder(_holder(config, layout, hf_config, tp, etp), lora.rank, lora.share_experts)
+        for tp, etp in ((1, 1), (layout.tp, layout.expert_tp))
+    )
+    elements, of_rank = _elements(whole), _elements(rank)
+    parts = Counter(piece.local for piece in rank.pieces)
+    copies = 1 + ADAM_STATES
+    ends = layout.world_size - layout.tp * layout.pp
+    entries = copies * (sum(parts[name] * elements[name] // of_rank[name] for name in parts) + ends * CUTS)
+    return copies * sum(elements.values()) * FLOAT32 + entries * ENTRY_BYTES + layout.world_size * RANK_BYTES
 
 
 def _holder(config: Config, layout: Layout, hf_config: Mapping[str, Any], tp: int, etp: int) -> Holder:

@@ -26,7 +26,7 @@ def least_host_bytes(config: Config, models: Models, policy: ModelParameters) ->
         weights = ranks * sum(stage.weights for stage in stages)
         trained = 0 if settings.frozen else ranks * sum(stage.gradients + stage.optimizer for stage in stages)
         parts[f"{role}: weights, gradients, optimizer"] = weights + trained
-        if role == "actor" and config.has_reference:
+        if role == "actor" and config.has_reference and settings.adapters is None:
             parts["reference: weights"] = weights
     rollout = config.rollout
     if not config.is_offline and rollout.quantization is not None:

@@ -8,10 +8,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.resharding.families import megatron_holder
+from megarl.resharding.families.adapters import SHARED, adapter_holder
 from megarl.resharding.families.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megarl.config.schema import Config, Layout
+    from megarl.config.schema import Config, Layout, Lora
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
@@ -33,10 +34,12 @@ def item_bytes(config: Config) -> int:
 class RankMemory:
     """The bytes that a rank needs at once: in the backward pass of the second update, when Adam has its state.
 
-    weights       P · b: parameters of the rank, the vocabulary's padding included, of b bytes
-    gradients     P · 4: the float32 buffer that they are accumulated and reduced in
+    weights       P · b: parameters of the rank, the vocabulary's padding included, of b bytes. With adapters of A
+                  parameters, (P + M) · b + A · 4: the matrices M that have one are there merged, too
+    gradients     P · 4, or A · 4: the float32 buffer that they are accumulated and reduced in
     optimizer     P / d · 8, with bfloat16 weights P / d · 12: Adam's two moments and the main weight, sharded over the
-                  d = dp · cp data-parallel ranks; of experts over the d = tp · cp · dp / (etp · ep) that have the same
+                  d = dp · cp data-parallel ranks; of experts over the d = tp · cp · dp / (etp · ep) that have the same.
+                  Of adapters, which are float32, A / d · 8
     activations   outputs that the layers keep of the microbatches whose backward pass is still to come
     head          hidden states of the scored rows, their gradient, and a tile of the head; on the last stage
     """
@@ -61,6 +64,8 @@ class RankParameters:
     matrices   those that layers multiply activations with, but for routers
     layers     for each of its layers, whether it has experts
     is_last    whether it has the final norm, so that its stage is the last
+    adapters   parameters of its adapters, which alone are trained then; None without adapters
+    expert_adapters   those beside experts, but for what all experts of a layer share
     """
 
     count: int
@@ -68,10 +73,32 @@ class RankParameters:
     matrices: int
     layers: tuple[bool, ...]
     is_last: bool
+    adapters: int | None = None
+    expert_adapters: int = 0
+
+    @property
+    def trained(self) -> int:
+        return self.count if self.adapters is None else self.adapters
+
+    @property
+    def trained_experts(self) -> int:
+        return self.experts if self.adapters is None else self.expert_adapters
+
+    def weight_bytes(self, num_bytes: int) -> int:
+        """Returns the bytes of the weights, of num_bytes each: see RankMemory."""
+        if self.adapters is None:
+            return self.count * num_bytes
+        return (self.count + self.matrices) * num_bytes + self.adapters * FLOAT32
 
     @classmethod
-    def of(cls, hf_config: Mapping[str, Any], layout: Layout, rank: int) -> RankParameters:
-        shapes = megatron_holder(hf_config, layout, rank).shapes
+    def of(cls, hf_config: Mapping[str, Any], layout: Layout, rank: int, lora: Lora | None = None) -> RankParameters:
+        holder = megatron_holder(hf_config, layout, rank)
+        shapes = holder.shapes
+        adapters, expert_adapters = None, 0
+        if lora is not None:
+            factors = adapter_holder(holder, lora.rank, lora.share_experts).shapes
+            adapters = sum(map(prod, factors.values()))
+            expert_adapters = sum(prod(s) for name, s in factors.items() if EXPERTS in name and SHARED not in name)
         sizes = {name: prod(size) for name, size in shapes.items()}
         matrices = [name for name, size in shapes.items() if ".layers." in name and len(size) > 1]
         return cls(
@@ -80,6 +107,8 @@ class RankParameters:
             matrices=sum(sizes[name] for name in matrices if ROUTER not in name),
             layers=tuple(_layers(sizes)),
             is_last=any("final_layernorm" in name for name in sizes),
+            adapters=adapters,
+            expert_adapters=expert_adapters,
         )
 
 
@@ -92,6 +121,7 @@ def rank_memory(
     num_rows: int,
     num_microbatches: int,
     recompute: Recompute = "none",
+    lora: Lora | None = None,
 ) -> RankMemory:
     """Returns the peak memory of a rank with the layers of `megatron/layer_spec.py` (those of Transformer Engine keep
     less), as if the router sent every expert as many tokens.
@@ -99,7 +129,7 @@ def rank_memory(
     num_bytes              bytes of a parameter and of an activation: 4 (float32) or 2 (bfloat16)
     num_tokens, num_rows   tokens and scored rows of one microbatch of a replica
     """
-    shape, held = ModelShape.of(hf_config), RankParameters.of(hf_config, layout, rank)
+    shape, held = ModelShape.of(hf_config), RankParameters.of(hf_config, layout, rank, lora)
     stage = rank // (layout.tp * layout.cp * layout.dp)
     return stage_memory(shape, layout, stage, held, num_bytes, num_tokens, num_rows, num_microbatches, recompute)
 
@@ -119,9 +149,9 @@ def stage_memory(
     rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
     in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
     return RankMemory(
-        weights=held.count * num_bytes,
-        gradients=held.count * FLOAT32,
-        optimizer=range_size(layout, held) * (8 if num_bytes == FLOAT32 else 12),
+        weights=held.weight_bytes(num_bytes),
+        gradients=held.trained * FLOAT32,
+        optimizer=range_size(layout, held) * (8 if num_bytes == FLOAT32 or held.adapters is not None else 12),
         activations=_activations(shape, layout, held.layers, in_flight, rank_tokens, num_bytes, recompute),
         head=_head(shape, layout, rank_tokens, rank_rows, num_bytes) if held.is_last else 0,
     )
@@ -129,14 +159,15 @@ def stage_memory(
 
 def range_size(layout: Layout, held: RankParameters) -> int:
     """Returns the parameters that a rank updates, P / d: see RankMemory."""
-    others = (held.count - held.experts) // (layout.dp * layout.cp)
-    return others + held.experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
+    others = (held.trained - held.trained_experts) // (layout.dp * layout.cp)
+    return others + held.trained_experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
 
 
 def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
     """Returns the bytes that a rank writes into a checkpoint, P / d · (b + 12): the weights that it updates, of b
     bytes, and in float32 their main weights and Adam's two moments."""
-    return range_size(layout, held) * (num_bytes + 3 * FLOAT32)
+    own = num_bytes if held.adapters is None else FLOAT32
+    return range_size(layout, held) * (own + 3 * FLOAT32)
 
 
 def forward_bytes(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from megarl.config.schema import Config, Layout, Role
+from megarl.config.schema import Config, Layout, Lora, Role
 from megarl.planning.memory import RankParameters
 from megarl.resharding.families import huggingface_holder, quantised_destinations, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers
@@ -19,7 +19,9 @@ class ModelParameters:
     """The shards of one model: what its trainer's ranks and its engine's hold. Ranks of a pipeline stage hold as many
     parameters each, and neither context nor data parallelism changes how many."""
 
-    def __init__(self, hf_config: Mapping[str, Any]):
+    def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None):
+        """lora: the adapters that are trained beside the model, if any are."""
+        self._lora = lora
         self.hf_config = hf_config
         self.shape = ModelShape.of(hf_config)
         self.count = sum(_elements(huggingface_holder(hf_config)))
@@ -34,7 +36,7 @@ class ModelParameters:
         key = (layout.tp, layout.ep, layout.expert_tp, kinds, stage == 0, stage == layout.pp - 1)
         if key not in self._stages:
             rank = stage * layout.tp * layout.cp * layout.dp
-            self._stages[key] = RankParameters.of(self.hf_config, layout, rank)
+            self._stages[key] = RankParameters.of(self.hf_config, layout, rank, self._lora)
         return self._stages[key]
 
     def _chunks(self, layout: Layout) -> list[list[range]]:
@@ -70,9 +72,19 @@ class Models:
     reward: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, trained: Mapping[Role, Mapping[str, Any]], reward: Mapping[str, Any] | None = None) -> Models:
-        """trained: config.json of each model that the run trains, with its head."""
-        return cls({role: ModelParameters(hf_config) for role, hf_config in trained.items()}, reward)
+    def of(
+        cls,
+        trained: Mapping[Role, Mapping[str, Any]],
+        reward: Mapping[str, Any] | None = None,
+        lora: Lora | None = None,
+    ) -> Models:
+        """
+        trained   config.json of each model that the run trains, with its head
+        lora      the actor's adapters, None where it is trained itself
+        """
+        adapters = {"actor": lora}
+        models = {role: ModelParameters(hf_config, adapters.get(role)) for role, hf_config in trained.items()}
+        return cls(models, reward)
 
     @property
     def actor(self) -> ModelParameters:

@@ -209,7 +209,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         _add(parts, f"{role}: optimizer on the host", ranks * stepped)
         if config.checkpoint.every_steps is not None and config.checkpoint.background:
             _add(parts, f"{role}: copy that is saved", ranks * most_saved(config, settings.layout, model))
-    if config.has_reference:
+    if config.has_reference and config.actor.adapters is None:
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         _add(parts, "reference: weights", ranks * max(actor))
     if not workload.is_offline:

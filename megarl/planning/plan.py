@@ -139,7 +139,9 @@ def _models(config: Config, actor: Mapping[str, Any]) -> Models:
         paths["implicit_reward"] = config.implicit_reward.path
     given = {role: actor if path is None else _config_json(f"{role}.path", path) for role, path in paths.items()}
     reward = _config_json("reward_model.path", config.reward_model.path) if config.has_reward_model else None
-    return Models.of({role: trained_hf_config(config, role, model) for role, model in given.items()}, reward)
+    return Models.of(
+        {role: trained_hf_config(config, role, model) for role, model in given.items()}, reward, config.actor.adapters
+    )
 
 
 def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, Any]:

@@ -188,4 +188,4 @@ def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> i
 def _memory(config: Config, settings: Placed, hf_config: Mapping[str, Any], rank: int) -> RankMemory:
     """Returns the memory of a rank between two steps, when there are no activations."""
     num_bytes = item_bytes(config)
-    return rank_memory(hf_config, settings.layout, rank, num_bytes, num_tokens=0, num_rows=0, num_microbatches=1)
+    return rank_memory(hf_config, settings.layout, rank, num_bytes, 0, 0, 1, lora=settings.adapters)

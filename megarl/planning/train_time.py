@@ -67,12 +67,13 @@ def train_time(
     ]
     slowest = max(stages, key=lambda stage: sum(stage.forward.values()))
     waiting = (layout.pp - 1) / layout.vpp
-    factors = {"none": 3.0, "selective": 3.0, "full": 4.0}
-    whole = factors[settings.recompute]
+    # Of frozen weights, beside adapters, there is no gradient.
+    once = 3.0 if settings.adapters is None else 2.0
+    whole = once + (settings.recompute == "full")
     update: dict[str, float] = defaultdict(float)
     for name, seconds in slowest.forward.items():
-        update[name] += count * 3 * seconds
-        if whole == 4.0:
+        update[name] += count * once * seconds
+        if settings.recompute == "full":
             update["recomputation"] += count * seconds
     if settings.recompute == "selective":
         update["recomputation"] += count * slowest.mlp
@@ -80,7 +81,7 @@ def train_time(
     update["pipeline bubble"] = waiting * one
     bubble = waiting / (count + waiting)
     reduced = _replicas(settings, model.of_stage(layout, 0), cluster, num_bytes)
-    hidden = one * 2 / 3 if settings.overlap_communication else 0.0
+    hidden = one * (once - 1) / once if settings.overlap_communication else 0.0
     update["gradients and parameters between replicas"] = max(0.0, sum(reduced.values()) - hidden)
     update["optimizer"] = _optimizer(layout, model.of_stage(layout, 0), cluster, host_share)
     forward: dict[str, float] = defaultdict(float)
@@ -195,8 +196,8 @@ def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> lis
     """Returns (bytes that a rank sends, ranks, stride) of both groups of replicas."""
     ranks = layout.tp * layout.cp * layout.dp
     groups = (
-        (held.count - held.experts, layout.cp * layout.dp, layout.tp),
-        (held.experts, ranks // (layout.ep * layout.expert_tp), layout.ep * layout.expert_tp),
+        (held.trained - held.trained_experts, layout.cp * layout.dp, layout.tp),
+        (held.trained_experts, ranks // (layout.ep * layout.expert_tp), layout.ep * layout.expert_tp),
     )
     return [(size * (4 + num_bytes) * (n - 1) / n, n, stride) for size, n, stride in groups]
 
@@ -205,8 +206,8 @@ def _optimizer(layout: Layout, held: RankParameters, cluster: Cluster, host_shar
     """Returns the seconds of Adam's step: it reads and writes 30 bytes a parameter of its share. What is kept in host
     memory gets its gradients over PCIe, is stepped there (28 bytes a parameter) and sends weights back."""
     ranks = layout.tp * layout.cp * layout.dp
-    share = (held.count - held.experts) / (layout.dp * layout.cp)
-    share += held.experts * layout.expert_tp * layout.ep / ranks
+    share = (held.trained - held.trained_experts) / (layout.dp * layout.cp)
+    share += held.trained_experts * layout.expert_tp * layout.ep / ranks
     on_gpu = share * (1 - host_share) * 30 / (cluster.gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
     copied = share * host_share * 6 / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
     return on_gpu + copied + share * host_share * 28 / HOST_ADAM_BYTES

@@ -48,7 +48,7 @@ def sent(store, rank: int, config: Config, folder: Path) -> tuple[Holder, dict[s
     """Returns what a refit would take of the rank, the second time."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for _ in range(2):
-        worker.quantise()
+        worker.prepare_refit()
     weights = worker._refit_weights.items()
     # torch pickles no fp8 tensors.
     return worker.holder, {n: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t.clone() for n, t in weights}

@@ -233,7 +233,7 @@ class TrainerSide:
         return self.worker.holder
 
     def quantise(self):
-        self.worker.quantise()
+        self.worker.prepare_refit()
 
     def publish(self, for_refit):
         return self.worker.publish(for_refit)

@@ -17,11 +17,14 @@ from megarl.cluster.rank_batch import RankBatch, Scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
-from megarl.config.schema import Config, Role
+from megarl.config.schema import Config, Lora, Role
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.types import TokenTotals
+from megarl.data.model_folder import read_config
+from megarl.resharding.families.adapters import adapter_holder, peft_holder
 from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.rank_files import RankFiles
 from megarl.resharding.transports.shared_memory import SharedMemory
 
@@ -56,6 +59,8 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
     def __init__(self, session: Session, config: Config, role: Role, model_folder: Path, processes: Sequence[Process]):
         super().__init__(session, config, role, model_folder, processes)
         self.offloads = frozenset(config.placed(role).offload)
+        self._model_folder, lora = model_folder, config.placed(role).adapters
+        self._exports_adapters = lora if lora is not None and lora.export == "adapters" else None
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
         """Loads the checkpoint on all ranks. Raises UserError that names a damaged file, before any rank reads more
@@ -76,9 +81,9 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             )
         )
 
-    def quantise(self) -> Pending[list[None]]:
-        """Quantises the weights as they are, for engines that have theirs so."""
-        return self._submit("quantising weights", "refit", "quantise", lambda worker: worker.quantise())
+    def prepare_refit(self) -> Pending[list[None]]:
+        """Makes of the weights as they are what engines take in their place."""
+        return self._submit("preparing weights", "refit", "prepare_refit", lambda worker: worker.prepare_refit())
 
     def publish(self, for_refit: bool) -> Pending[dict[str, Published]]:
         """Publishes the weights, or what a refit sends in their place. The result has the place of each live parameter
@@ -232,8 +237,11 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         )
 
     def export(self, plan: Plan, out: Path) -> None:
-        """Makes the first rank write the whole model as a Hugging Face folder, a few tensors at a time. It reads the
-        others' where they lie, or, where some are on other nodes, from files that they have written beside `out`."""
+        """Makes the first rank write the whole model as a Hugging Face folder, a few tensors at a time, or its adapters
+        as a PEFT folder, where the recipe asks for it. It reads the others' where they lie, or, where some are on other
+        nodes, from files that they have written beside `out`."""
+        if self._exports_adapters is not None:
+            plan = self._plan_of_adapters(self._exports_adapters)
         transport: Transport
         if len({process.node.number for process in self._processes}) == 1:
             transport = SharedMemory(self.publish(for_refit=False).result())
@@ -244,6 +252,10 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             self._write_parts(CompactPlan.of(plan), folders).result()
             transport = RankFiles({h.name: folder for h, folder in zip(self.holders, folders, strict=True)})
         self._write_model(plan, transport, out).result()
+
+    def _plan_of_adapters(self, lora: Lora) -> Plan:
+        holders = [adapter_holder(holder, lora.rank, lora.share_experts) for holder in self.holders]
+        return make_plan(holders, [peft_holder(read_config(self._model_folder), lora.rank, lora.share_experts)])
 
     def _write_model(self, plan: Plan, transport: Transport, out: Path) -> Pending[None]:
         return self._submit_to_first(

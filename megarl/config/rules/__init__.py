@@ -21,6 +21,7 @@ from megarl.config.rules import (
     evaluation,
     kl,
     layout,
+    lora,
     objective,
     placed,
     reward_model,
@@ -36,7 +37,7 @@ from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 
 SECTIONS = (
-    *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, critic, reward_model, rewards),
+    *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, lora, critic, reward_model, rewards),
     *(environment, sandbox, evaluation, cluster, run),
 )
 

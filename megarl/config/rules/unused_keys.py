@@ -46,6 +46,7 @@ BELONGS = (
         lambda config: not config.actor_has_values,
         but=("trunk", "warmup_steps"),  # the latter has a rule of its own
     ),
+    Belongs(("actor.lora",), "actor.lora.rank", lambda config: config.actor.adapters is not None),
     Belongs(("environment",), "environment.class", lambda config: config.plays_in_environments),
     Belongs(("reward_model",), "reward_model.path", lambda config: config.has_reward_model),
     Belongs(

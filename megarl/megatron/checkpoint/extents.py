@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megarl.resharding.checkpoint import Extent
-from megarl.resharding.piece import Rectangle, whole
+from megarl.resharding.piece import Piece, Rectangle, whole
 
-Shard = ShardedTensor | ShardedTensorFactory
-"""Megatron's description of a parameter; a factory's parameter is saved as several tensors, or in several places."""
+
+@dataclass(frozen=True, slots=True)
+class CanonicalShard:
+    """A parameter of which each piece is saved in its canonical tensor, whatever the layout.
+
+    key          the parameter's name
+    replica_id   as Megatron counts replicas: by pipeline stage, by tensor-parallel and by data-parallel rank
+    pieces       those of the parameter
+    shapes       canonical tensor -> its shape
+    """
+
+    key: str
+    data: torch.Tensor
+    replica_id: tuple[int, int, int]
+    pieces: tuple[Piece, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def extents(self) -> list[Extent]:
+        return [
+            Extent(
+                parameter=self.key,
+                rectangle=piece.local_rectangle,
+                key=piece.canonical,
+                global_shape=self.shapes[piece.canonical],
+                offset=tuple(start for start, _ in piece.canonical_rectangle),
+                resizable=False,
+            )
+            for piece in self.pieces
+        ]
+
+
+Shard = ShardedTensor | ShardedTensorFactory | CanonicalShard
+"""The description of a parameter: Megatron's, or ours of an adapter's. A factory's parameter is saved as several
+tensors, or in several places."""
 
 
 def extents_of(shard: Shard, parameter: str) -> list[Extent]:
     """Returns the extents that make up a parameter. parameter: the name that they have it under."""
+    if isinstance(shard, CanonicalShard):
+        return shard.extents()
     if isinstance(shard, ShardedTensor):
         return [_extent(shard, parameter, whole(tuple(shard.local_shape)))]
     # Without elements, because only the places of its views count.

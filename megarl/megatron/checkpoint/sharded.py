@@ -38,7 +38,7 @@ from megarl.core.checkpoint import FileRecord, seal, write_note
 from megarl.core.errors import UserError
 from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
-from megarl.megatron.checkpoint.extents import Shard
+from megarl.megatron.checkpoint.extents import CanonicalShard, Shard
 from megarl.megatron.checkpoint.optimizer_state import OnDevice
 from megarl.megatron.model.build import named_tensors
 from megarl.megatron.weight_snapshots import WeightSnapshots
@@ -47,6 +47,9 @@ from megarl.megatron.weight_snapshots import WeightSnapshots
 FORMAT = {"non_homogeneous_layers": True}
 BACKEND = ("torch_dist", 1)
 """Megatron's name and version of the format of the files."""
+
+ShardedAdapters = Mapping[torch.Tensor, CanonicalShard]
+"""The factors of a rank's adapters, each with its description."""
 
 SNAPSHOTS = "weight_snapshots"
 RANDOM = "random"
@@ -105,15 +108,17 @@ def save(
     counters: Mapping[str, float],
     folder: Path,
     on_device: OnDevice,
+    adapters: ShardedAdapters | None = None,
 ) -> Saving:
     """Starts saving into an empty folder, on all ranks together. Returns when everything is in host memory.
 
     counters   further values that `load` returns, the same on all ranks; num_updates among them
     on_device  see optimizer_state.sharded
+    adapters   the model's, which alone are saved then
     """
-    models = _sharded_models(chunks)
+    models = _sharded_models(chunks) if adapters is None else {}
     # This copies by itself. It looks parameters up by identity, so those of the model are copied after it.
-    own = optimizer_state.sharded(optimizer, _by_parameter(models), on_device)
+    own = optimizer_state.sharded(optimizer, adapters or _by_parameter(models), on_device)
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
     others = _untrained(models, optimizer)
     for shard in _shards([others, snapshots]):
@@ -136,14 +141,16 @@ def load(
     weight_snapshots: WeightSnapshots,
     folder: Path,
     same_layout: bool,
+    adapters: ShardedAdapters | None = None,
 ) -> dict[str, float]:
     """Loads a checkpoint of any layout in place, on all ranks together. Returns the counters. Of trained parameters
     each data-parallel rank reads its range, and gets the others' from them.
 
     same_layout: whether it was saved from this layout, so that each rank takes its random states too.
+    adapters: see `save`
     """
-    models = _sharded_models(chunks)
-    shards = _by_parameter(models)
+    models = _sharded_models(chunks) if adapters is None else {}
+    shards = adapters or _by_parameter(models)
     others = _untrained(models, optimizer)
     state = {**others, SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models)}
     if same_layout:

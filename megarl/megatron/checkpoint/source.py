@@ -24,6 +24,7 @@ from megarl.data.model_folder import read_config, resolve
 from megarl.megatron.checkpoint.blueprint import blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
+from megarl.resharding.families.adapters import PREFIX
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
@@ -100,6 +101,11 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
         # The metadata is unpickled next.
         sealed.verify(record for record in _records(sealed, path) if Path(record.path).name == METADATA)
     with TorchDistFolder(path) as folder:
+        if any(key.startswith(PREFIX) for key in folder.tensors):
+            raise UserError(
+                f"{path}: it holds adapters (actor.lora) and not their model; make a PEFT folder of them with "
+                "adapters-to-peft"
+            )
         files, hf_config = _described(path, huggingface, sealed)
         hf_config = with_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
         plan = blueprint(hf_config, Layout(**ONE_PROCESS, sequence_parallel=False), 0, _format(folder))

@@ -21,6 +21,7 @@ from megarl.megatron.model.layer_spec import block_spec, replace_activations, us
 from megarl.megatron.model.precision import precision
 from megarl.megatron.model.rope import set_rotary
 from megarl.megatron.overrides import build, checked, described
+from megarl.resharding.families.adapters import is_factor
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
 from megarl.resharding.families.shape import ModelShape
 
@@ -58,12 +59,14 @@ def build_model(
     temperature: float,
     context_length: int,
     frozen: Collection[str] = (),
+    attach: Callable[[Sequence[GPTModel]], object] = lambda chunks: None,
 ) -> list[DistributedDataParallel]:
     """Builds this rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline
     stage.
 
     frozen: parameters that are not trained, by the names of `named_parameters`. DDP must not know them as trained: it
     waits for a gradient of each parameter that it has.
+    attach: gives the chunks what they are to have beside the model's own parameters, before DDP wraps them
     """
     config = transformer_config(settings, hf_config, dtype)
     chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
@@ -72,6 +75,7 @@ def build_model(
         chunk.to(device.device())
     for name, parameter in parameters_of(chunks).items():
         parameter.requires_grad_(name not in frozen)
+    attach(chunks)
     if settings.recompute != "none" and chunks[0].pre_process:
         # Recomputed layers are only differentiated if their input is, which that of a frozen embedding is not.
         chunks[0].embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
@@ -89,7 +93,7 @@ def build_model(
 
 
 def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Returns every parameter of this rank, under the name that its holder gives it."""
+    """Returns the model's parameters on this rank, under the names that its holder gives them."""
     return parameters_of([chunk.module for chunk in chunks])
 
 
@@ -103,7 +107,16 @@ def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.
     return {name: tensor.data for name, tensor in named_tensors(chunks).items()}
 
 
+def adapter_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
+    """Returns the parameters of this rank's adapters, which are none of the model's own."""
+    return {name: p for name, p in _all_parameters([chunk.module for chunk in chunks]).items() if is_factor(name)}
+
+
 def parameters_of(models: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in _all_parameters(models).items() if not is_factor(name)}
+
+
+def _all_parameters(models: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
     return {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
 
 

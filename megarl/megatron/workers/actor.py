@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -22,8 +22,10 @@ from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
 from megarl.megatron.advantages import mean_advantages
+from megarl.megatron.lora.attach import adapters_off
 from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
 from megarl.megatron.main_weights import ChangedShare
+from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.workers.trainer import TrainerWorker
@@ -45,7 +47,7 @@ class ActorWorker(TrainerWorker):
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """The KL coefficient, which changes between steps if algorithm.kl.adaptive_target is given."""
-        if config.has_reference:
+        if config.has_reference and self.adapters is None:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
         self._token_details = TokenDetails(config.num_detailed_groups)
         self._advantages: dict[str, float] = {}
@@ -71,12 +73,17 @@ class ActorWorker(TrainerWorker):
     def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> None:
         """Makes a forward-only pass. The log-probs stay here for the update of the same samples, and so do the values
         that come with the policy's."""
-        weights = self._weight_snapshots.swapped_in("reference") if policy == "reference" else nullcontext()
-        with weights:
+        with self._reference() if policy == "reference" else nullcontext():
             scored = self._forward(batch)
         self._keep(policy, {name: columns[:, 0] for name, columns in scored.items()})
         if policy == "old" and self._config.actor_has_values:
             self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})
+
+    def _reference(self) -> AbstractContextManager[None]:
+        """Makes the model the reference while it is entered: beside adapters, that is the model itself."""
+        if self.adapters is not None:
+            return adapters_off(self.chunks)
+        return self._weight_snapshots.swapped_in("reference")
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Returns sample id -> reward of each response token for being close to the reference, float32 [R] on the host,
@@ -137,6 +144,11 @@ class ActorWorker(TrainerWorker):
 
     def _load_weights(self) -> None:
         super()._load_weights()
+        if self.adapters is not None:
+            factors, path = adapter_parameters(self.chunks), self._config.actor.lora.path
+            self.adapters.initialise(factors, self._config.run.seed)
+            if path is not None:
+                self.adapters.load(factors, Path(path))
         for chunk in self.chunks:
             if self._config.actor_has_values and chunk.module.post_process:
                 chunk.module.output_layer.value_head.initialise(self._config.run.seed)

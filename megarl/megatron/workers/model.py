@@ -19,6 +19,7 @@ from megarl.data.collate import Reads
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel, step
+from megarl.megatron.lora.adapters import Adapters
 from megarl.megatron.model.build import build_model, kernels, named_weights
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 from megarl.megatron.packing import packing_of
@@ -55,6 +56,8 @@ class ModelWorker:
         self.packing = packing_of(settings, hf_config)
         device.claim(threads)
         parallel.initialize(settings.layout, store, rank, config.run.seed, config.cluster.timeouts.longest)
+        lora = settings.adapters
+        self.adapters = None if lora is None else Adapters(lora, hf_config, self.holder)
         self.chunks = build_model(
             settings,
             hf_config,
@@ -62,6 +65,7 @@ class ModelWorker:
             self.temperature,
             config.context_of(settings)[1],
             frozen=self._frozen(),
+            **({} if self.adapters is None else {"attach": self.adapters.attach}),
         )
         self._load_weights()
         self.kernels = kernels.describe()

@@ -28,7 +28,7 @@ from megarl.megatron.checkpoint import sharded
 from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import begin_main_weights, rounded_parameters
 from megarl.megatron.metric_sums import Sums, read
-from megarl.megatron.model.build import named_parameters, named_weights
+from megarl.megatron.model.build import adapter_parameters, named_parameters, named_weights
 from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
 from megarl.megatron.offload import Offload, Part
 from megarl.megatron.optimizer import build_optimizer, set_rates
@@ -94,10 +94,18 @@ class TrainerWorker(ModelWorker, ABC):
     def objective(self) -> Loss:
         """The loss of the next update."""
 
-    def quantise(self) -> None:
-        """Quantises the weights as they are, for a refit of engines that have theirs so. All ranks call it."""
-        self._quantised_copy.fill(self.parameters(), parallel.reduce_max)
+    def prepare_refit(self) -> None:
+        """Makes of the weights as they are what engines take in their place: with adapters merged into them, and
+        quantised. All ranks call it."""
+        if self.adapters is not None:
+            self.adapters.merge(self.parameters())
+        if self._quantises:
+            self._quantised_copy.fill(self._whole_weights, parallel.reduce_max)
         device.synchronize()  # before another process reads it
+
+    @property
+    def _quantises(self) -> bool:
+        return self._config.rollout.quantization is not None and not self._config.is_offline
 
     @cached_property
     def _quantised_copy(self) -> QuantisedCopy:
@@ -110,15 +118,20 @@ class TrainerWorker(ModelWorker, ABC):
         return QuantisedCopy(self.holder.shard, quantised.shard, shapes, group_of, device.device())
 
     @property
+    def _whole_weights(self) -> Mapping[str, torch.Tensor]:
+        """The weights of the model that is trained, with the adapters merged where there are any."""
+        return self.parameters() | ({} if self.adapters is None else self.adapters.merged)
+
+    @property
     def _refit_weights(self) -> Mapping[str, torch.Tensor]:
         """The tensors that engines take, by name."""
         quantised = {} if self._config.rollout.quantization is None else self._quantised_copy.tensors
-        return self.parameters() | quantised
+        return self._whole_weights | quantised
 
     def publish(self, for_refit: bool) -> Published:
         """Moves the live parameters, or what a refit sends in their place, into shared memory, where others on this
         machine read them from now on; on GPU, a copy of them as they are."""
-        weights = self._refit_weights if for_refit else self.parameters()
+        weights = self._refit_weights if for_refit else self._exported_weights()
         self._published = {name: weight.cpu() for name, weight in weights.items()}
         return shared_memory.publish(self._published)
 
@@ -221,8 +234,21 @@ class TrainerWorker(ModelWorker, ABC):
         if self._rank in ranks:
             self._profiler.stop(folder / f"{role}-{self._rank}.json.gz")
 
+    def _exported_weights(self) -> Mapping[str, torch.Tensor]:
+        """Returns what an export reads, as it is now."""
+        if self.adapters is None:
+            return self.parameters()
+        if self._settings.adapters.export == "adapters":
+            return {name: factor.detach() for name, factor in adapter_parameters(self.chunks).items()}
+        self.adapters.merge(self.parameters())
+        return self._whole_weights
+
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
-        """Writes the model, read from all ranks by the transport, as a Hugging Face folder."""
+        """Writes the model, read from all ranks by the transport, as a Hugging Face folder, or its adapters as a PEFT
+        folder."""
+        if self.adapters is not None and self._settings.adapters.export == "adapters":
+            self.adapters.write(plan, transport, self._config.model.path, out)
+            return
         write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
 
     def write_part(self, plan: Plan, folder: Path) -> None:
@@ -230,7 +256,7 @@ class TrainerWorker(ModelWorker, ABC):
         plan: this rank's part of the export's."""
         number = plan.holders.index(self.holder.name)
         moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
-        write_parameters(self.parameters(), sorted({move.source.parameter for move in moves}), folder)
+        write_parameters(self._exported_weights(), sorted({move.source.parameter for move in moves}), folder)
 
     def check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
         """Verifies this rank's share of the role's files, under the layout that it was saved from those that the rank
@@ -252,9 +278,8 @@ class TrainerWorker(ModelWorker, ABC):
         megatron_overrides asks for it.
         """
         same_layout = self._has_layout_of(checkpoint, role)
-        counters = sharded.load(
-            self.chunks, self.optimizer, self._weight_snapshots, checkpoint.path / role, same_layout
-        )
+        folder, adapters = checkpoint.path / role, self._sharded_adapters()
+        counters = sharded.load(self.chunks, self.optimizer, self._weight_snapshots, folder, same_layout, adapters)
         self._restore_counters(counters)
         if not same_layout:
             random_state.seed_anew(self._config.run.seed, self.num_updates)
@@ -272,7 +297,11 @@ class TrainerWorker(ModelWorker, ABC):
             self._counters(),
             checkpoint / role,
             self._offload.on_device,
+            self._sharded_adapters(),
         )
+
+    def _sharded_adapters(self) -> sharded.ShardedAdapters | None:
+        return None if self.adapters is None else self.adapters.sharded(adapter_parameters(self.chunks))
 
     def checkpoint_written(self) -> bool:
         return self._saving.written
@@ -306,7 +335,7 @@ class TrainerWorker(ModelWorker, ABC):
         begin_main_weights(self.optimizer, rounded, self.holder, exact)
 
     def _frozen(self) -> Collection[str]:
-        return self._chosen("frozen", self._settings.frozen)
+        return super()._frozen() if self.adapters else self._chosen("frozen", self._settings.frozen)
 
     def _chosen(self, key: str, patterns: Sequence[str]) -> list[str]:
         """Returns this rank's parameters that the patterns (of a key of its section) choose among the model's

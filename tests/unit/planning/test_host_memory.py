@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megarl.config.load import load
@@ -27,7 +28,9 @@ ACTOR, REFERENCE, ENGINES = "actor: weights, gradients, optimizer", "reference: 
 def parts(*overrides: str, model: LlamaConfig = HF_CONFIG) -> dict[str, int]:
     hf_config = model.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
-    return least_host_bytes(config, Models.of({"actor": hf_config}), ModelParameters(hf_config))
+    return least_host_bytes(
+        config, Models.of({"actor": hf_config}, lora=config.actor.adapters), ModelParameters(hf_config)
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,16 @@ def test_bytes_of_a_parameter(overrides, actor, engines):
 def test_a_reference_is_a_copy_of_the_weights():
     found = parts("model.dtype=float32", "algorithm.kl.coefficient=0.1")
     assert found[REFERENCE] == 4 * COUNT
+
+
+def test_adapters_are_trained_in_place_of_the_model_which_is_the_reference():
+    """Their number is PEFT's; merged with the matrices, which are all but embedding, head and norms, they go to the
+    engines."""
+    adapted = get_peft_model(LlamaForCausalLM(HF_CONFIG), LoraConfig(r=4, target_modules="all-linear"))
+    adapters, _ = adapted.get_nb_trainable_parameters()
+    matrices = COUNT - 2 * 256 * 64 - 9 * 64
+    found = parts("model.dtype=bfloat16", "actor.lora.rank=4", "algorithm.kl.coefficient=0.1")
+    assert found == {ACTOR: 2 * (COUNT + matrices) + (4 + 4 + 8) * adapters, ENGINES: 2 * COUNT}
 
 
 def test_an_engine_of_fp8_blocks_and_the_copy_that_it_takes():

@@ -1,0 +1,109 @@
+"""The adapters of one rank: where they begin, and the weights of the model with their products added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megarl.config.schema import Lora
+from megarl.core import device
+from megarl.megatron import parallel
+from megarl.megatron.checkpoint.extents import CanonicalShard
+from megarl.megatron.lora.adapter import Adapter
+from megarl.megatron.lora.attach import attach_adapters
+from megarl.resharding.families.adapters import EXPERTS, SHARED, A, adapter_holder, peft_holder
+from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.peft_folder import PeftFolder, write_peft_folder
+from megarl.resharding.piece import Holder, Piece
+from megarl.resharding.planning.plan import Plan
+from megarl.resharding.transports.transport import Transport, view
+
+CHUNK = 2**24
+"""The elements that are merged at once: more would only take memory, 4 bytes each."""
+
+
+class Adapters:
+    """The adapters beside the weights of a rank.
+
+    holder   of their factors
+    whole    the holder of the whole tensors, as a PEFT folder has them
+    """
+
+    def __init__(self, lora: Lora, hf_config: Mapping[str, Any], weights: Holder):
+        """weights: the holder of the model's weights."""
+        self._lora, self._weights = lora, weights
+        self.holder = adapter_holder(weights, lora.rank, lora.share_experts)
+        self.whole = peft_holder(hf_config, lora.rank, lora.share_experts)
+        experts = ModelShape.of(hf_config).experts
+        self.num_experts = experts.count if experts else 0
+        self._by_weight: dict[str, Adapter] = {}
+
+    def attach(self, models: Sequence[GPTModel]) -> None:
+        """Attaches the adapters to this rank's chunks; their factors are zeros."""
+        self._by_weight = attach_adapters(models, self._weights, self._lora)
+
+    @torch.no_grad()
+    def initialise(self, factors: Mapping[str, torch.Tensor], seed: int) -> None:
+        """Fills the factors as PEFT does: A uniformly within ±1/√columns, B with zeros, so that nothing is added to the
+        layers at first. The numbers follow from the seed and the tensor's name: they are the same under every layout.
+        """
+        for piece in self.holder.pieces:
+            if f".{A}." in piece.canonical:
+                rows, columns = self.whole.shapes[piece.canonical]
+                generator = torch.Generator().manual_seed(crc32(f"{seed} {piece.canonical}".encode()))
+                numbers = torch.rand(rows, columns, generator=generator).mul_(2).sub_(1).div_(columns**0.5)
+                view(factors[piece.local], piece.local_rectangle).copy_(view(numbers, piece.canonical_rectangle))
+
+    @torch.no_grad()
+    def load(self, factors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        """Takes the factors that a PEFT folder has; the others stay as they are."""
+        with PeftFolder(folder, self._lora, self.whole, self.num_experts) as stored:
+            for piece in self.holder.pieces:
+                values = stored.read(piece.canonical, piece.canonical_rectangle)
+                if values is not None:
+                    view(factors[piece.local], piece.local_rectangle).copy_(values)
+
+    def write(self, plan: Plan, transport: Transport, base: str, out: Path) -> None:
+        """Writes a PEFT folder of all ranks' factors. base: the path of the model that they are for."""
+        write_peft_folder(plan, transport, self.whole, self._lora, base, self.num_experts, out)
+
+    def sharded(self, factors: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, CanonicalShard]:
+        """Returns the factors with what a checkpoint has of each: PEFT's tensors."""
+        pieces: dict[str, list[Piece]] = {}
+        for piece in self.holder.pieces:
+            pieces.setdefault(piece.local, []).append(piece)
+        return {
+            factor: CanonicalShard(name, factor, _replica(name, factor), tuple(pieces[name]), self.whole.shapes)
+            for name, factor in factors.items()
+        }
+
+    @cached_property
+    def merged(self) -> dict[str, torch.Tensor]:
+        """The weights that have an adapter, with its product added; valid from `merge` on until adapters change. They
+        lie in one storage, of which another process can be told at once."""
+        shapes = {name: self._weights.shapes[name] for name in self._by_weight}
+        [dtype] = {getattr(torch, self._weights.dtypes[name]) for name in shapes} or {torch.float32}
+        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+        memory = torch.empty(sum(sizes), dtype=dtype, device=device.device())
+        parts = zip(shapes.items(), memory.split(sizes), strict=True)
+        return {name: part.view(shape) for (name, shape), part in parts}
+
+    def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Computes the merged weights anew, from the model's own, so that no rounding adds up over the updates."""
+        for name, adapter in self._by_weight.items():
+            weight = weights[name]
+            adapter.merged(weight, self.merged[name], max(1, CHUNK // weight.shape[1]))
+
+
+def _replica(name: str, factor: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the number of a factor's replica. One that is cut has one on each rank of the group."""
+    if factor.tensor_model_parallel and not getattr(factor, "shared", False):
+        return (0, 0, 0)
+    is_of_one_expert = EXPERTS in name and SHARED not in name
+    return (0, parallel.tensor_group(is_of_one_expert).rank(), 0)

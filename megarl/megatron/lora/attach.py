@@ -1,0 +1,176 @@
+"""Puts adapters beside the linear layers of a model, before DDP wraps it.
+
+Tensor parallelism cuts one factor of an adapter as it cuts the layer's weight; the other is whole on all ranks of the
+group. Between both products the ranks exchange the few columns that A gives:
+
+    rows are cut      (query, key, value; gate, up): a rank has all inputs of a token, and needs all of what A gives
+    columns are cut   (output and down projections): a rank has a part of the inputs, and the parts that A gives are
+                      summed
+    an expert         ranks exchange tokens before and after, and nothing in between
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch.distributed import ProcessGroup
+
+from megarl.config.schema import Lora
+from megarl.core import device
+from megarl.megatron.lora.adapter import Adapter, Between, Factor, OuterFactor
+from megarl.resharding.families.adapters import EXPERTS, A, AdaptedWeight, B, adapted_weights
+from megarl.resharding.piece import Holder
+
+
+def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> dict[str, Adapter]:
+    """Attaches adapters to the models, this rank's chunks, and returns them by the weights that they are beside. Their
+    factors are zeros. holder: of the models' weights."""
+    adapters = {}
+    for adapted in adapted_weights(holder, lora.share_experts):
+        chunk, _, path = adapted.weight.partition(".")
+        path, _, name = path.rpartition(".")
+        model = models[int(chunk.removeprefix("chunk"))]
+        layer = model.get_submodule(path)
+        adapter = _adapter(model, layer, getattr(layer, name), adapted, lora)
+        adapters[adapted.weight] = adapter
+        if name == "weight":
+            layer.adapter = adapter
+            layer.register_forward_hook(_add)
+        else:  # one of the experts whose weights a layer has
+            if not hasattr(layer, "adapter"):
+                layer.adapter = torch.nn.ModuleList()
+                layer.register_forward_hook(_add_of_experts)
+            layer.adapter.append(adapter)
+    return adapters
+
+
+@contextmanager
+def adapters_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Makes the models compute without their adapters while it is inside."""
+    adapters = [module for model in models for module in model.modules() if isinstance(module, Adapter)]
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
+
+
+def _add(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
+    """Adds what the layer's adapter gives to what the layer gives."""
+    if not layer.adapter.is_on:
+        return None
+    hidden, *others = outputs
+    return (hidden + layer.adapter(_normed(layer, inputs[0])), *others)
+
+
+def _add_of_experts(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
+    """Does the same for a layer of several experts, whose tokens follow each other."""
+    if not layer.adapter[0].is_on:
+        return None
+    tokens, counts = inputs
+    parts = tokens.split([int(count) for count in counts])
+    added = [adapter(part) for adapter, part in zip(layer.adapter, parts, strict=True)]
+    hidden, *others = outputs
+    return (hidden + torch.cat(added), *others)
+
+
+def _normed(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns what a layer multiplies with its weight: Transformer Engine's may have the norm before it in them."""
+    weight = getattr(layer, "layer_norm_weight", None)
+    if weight is None:
+        return hidden
+    return F.rms_norm(hidden.float(), hidden.shape[-1:], weight.float(), layer.eps).to(hidden.dtype)
+
+
+def _adapter(
+    model: GPTModel, layer: torch.nn.Module, weight: torch.nn.Parameter, adapted: AdaptedWeight, lora: Lora
+) -> Adapter:
+    count, cut = len(adapted.projections), _cut(layer)
+    group, in_sequence = _group(layer), model.config.sequence_parallel
+    is_expert = EXPERTS in adapted.weight
+    factors = {
+        A: Factor(count * lora.rank, weight.shape[1], device.device()),
+        B: OuterFactor(adapted.rows, count, lora.rank, device.device()),
+    }
+    for name, factor in factors.items():
+        is_cut = cut == ("columns" if name == A else "rows")
+        if is_expert:
+            _mark_of_expert(factor, is_cut, group, weight.allreduce)
+        else:
+            factor.weight.tensor_model_parallel = is_cut
+            # Each rank sees its part of the tokens, and so gives a part of the gradient.
+            factor.weight.sequence_parallel = not is_cut and in_sequence
+    if adapted.shared is not None:
+        factors[adapted.shared] = _shared_by_experts(model, adapted, factors[adapted.shared])
+    between = _between(None if is_expert else cut, in_sequence, group)
+    return Adapter(factors[A], factors[B], lora.scale, between, adapted.shared)
+
+
+def _cut(layer: torch.nn.Module) -> str | None:
+    """Returns what of a layer's weight tensor parallelism cuts: rows or columns."""
+    names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be there
+    if "ColumnParallel" in names:
+        return "rows"
+    return "columns" if "RowParallel" in names else None
+
+
+def _group(layer: torch.nn.Module) -> ProcessGroup | None:
+    """Returns the ranks over which a layer's weight is cut, None where every rank has it whole."""
+    if _cut(layer) is None:
+        return None
+    return layer._tp_group if hasattr(layer, "_tp_group") else layer.tp_group
+
+
+def _between(cut: str | None, in_sequence: bool, group: ProcessGroup | None) -> Between:
+    """Returns what ranks do between the products. in_sequence: whether they share out tokens outside of the layers."""
+    if cut is None or group is None or group.size() == 1:
+        return lambda hidden: hidden
+    exchanges = {
+        ("rows", False): copy_to_tensor_model_parallel_region,
+        ("rows", True): gather_from_sequence_parallel_region,
+        ("columns", False): reduce_from_tensor_model_parallel_region,
+        ("columns", True): reduce_scatter_to_sequence_parallel_region,
+    }
+    return partial(exchanges[cut, in_sequence], group=group)
+
+
+def _mark_of_expert(factor: Factor, is_cut: bool, group: ProcessGroup, reduced_with_dense: bool) -> None:
+    """Says whose gradients make up an expert's factor, and which of the ranks that have it count it in the norm."""
+    factor.weight.allreduce = reduced_with_dense
+    factor.weight.tensor_model_parallel = is_cut or group.rank() == 0
+    factor.weight.shared = not factor.weight.tensor_model_parallel
+    if not is_cut and group.size() > 1:
+        factor.partial_over = group
+
+
+def _shared_by_experts(model: GPTModel, adapted: AdaptedWeight, new: Factor) -> Factor:
+    """Returns the factor that all experts of the layer share: that of those before, or the new one.
+
+    All ranks of a pipeline stage have it, and each gives the part of the gradient that its experts make of its tokens:
+    data-parallel ranks sum these, and so do tensor-parallel ranks, as they do of what they have the same of.
+    """
+    path, _, name = adapted.factors[adapted.shared].removesuffix(".weight").partition(".")[2].rpartition(".")
+    path = path.removesuffix(".shared_factors")
+    experts = model.get_submodule(path)
+    if not hasattr(experts, "shared_factors"):
+        experts.shared_factors = torch.nn.ModuleDict()
+    if name not in experts.shared_factors:
+        weight = new.weight
+        weight.allreduce, weight.shared, weight.tensor_model_parallel = True, False, False
+        weight.sequence_parallel = model.config.sequence_parallel
+        new.partial_over = None
+        experts.shared_factors[name] = new
+    return experts.shared_factors[name]

@@ -1,0 +1,405 @@
+"""Adapters in every layout: losses, gradients, updates and what engines are sent, against PEFT in one plain process."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl.config.peft import WEIGHTS
+from megarl.config.schema import Config
+from megarl.core.checkpoint import Checkpoint
+from megarl.data.model_folder import read_config
+from megarl.megatron.checkpoint.adapters import adapters_to_peft
+from megarl.megatron.checkpoint.description import describe
+from megarl.megatron.model.build import adapter_parameters
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.planning.checkpoint_size import checkpoint_bytes
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder
+from megarl.resharding.families.adapters import of_each_expert, peft_holder
+from megarl.resharding.folder import write_folder
+from megarl.resharding.peft_folder import save_adapters, write_peft_folder
+from megarl.resharding.piece import Holder
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.local import LocalMemory
+from megarl.run.checkpoints import Checkpoints
+from tests.forked import run_ranks
+from tests.lora_reference import MergedReference, PeftReference, write_adapters
+from tests.marks import newest_of
+from tests.parity import (
+    EPS,
+    LR,
+    TEMPERATURE,
+    TOLERANCE,
+    assert_equal,
+    branching_group,
+    config_of,
+    own_batch,
+    random_groups,
+    reduced_gradients,
+    whole_tensors,
+)
+from tests.paths import ROOT
+from tests.tiny_model import write_tiny_experts, write_tiny_llama
+
+UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
+KL, RANK, ALPHA = 0.05, 3, 6
+DENSE = {
+    "one process": "dp: 1",
+    "DP2": "dp: 2",
+    "TP2": "tp: 2",
+    "TP2, SP": "tp: 2, sequence_parallel: true",
+    "PP2": "pp: 2",
+    "TP2, PP2, VPP2, SP": "tp: 2, pp: 2, vpp: 2, sequence_parallel: true",
+    "CP2, DP2": "cp: 2, dp: 2",
+    "CP2, TP2, SP": "cp: 2, tp: 2, sequence_parallel: true",
+}
+EXPERTS = {
+    "one process": "dp: 1",
+    "EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "EP2, TP2, ETP2": "tp: 2, sequence_parallel: true, dp: 2, ep: 2, etp: 2",
+    "TP2, SP": "tp: 2, sequence_parallel: true",
+    "EP2, CP2": "cp: 2, ep: 2",
+    "EP2, PP2, VPP2": "dp: 2, pp: 2, vpp: 2, ep: 2",
+    "EP2, DP4, ETP2": "dp: 4, ep: 2, etp: 2",
+}
+
+
+@dataclass(frozen=True)
+class AdapterResult:
+    """What a rank has after its updates, with the gradients of the last one."""
+
+    holder: Holder
+    adapter_holder: Holder
+    whole: Holder
+    gradients: dict[str, torch.Tensor]
+    factors: dict[str, torch.Tensor]
+    base: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    reported: dict[str, float]
+
+
+def train_adapters(store, rank: int, config: Config, folder: Path, updates: list) -> AdapterResult:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    gradients: dict[str, torch.Tensor] = {}
+    step = worker.optimizer.step
+
+    def step_and_copy():
+        reduced_gradients(worker)
+        gradients.update({n: p.main_grad.clone() for n, p in adapter_parameters(worker.chunks).items()})
+        return step()
+
+    worker.optimizer.step = step_and_copy
+    metrics = {}
+    for groups in updates:
+        batch = own_batch(config, worker, groups, None)
+        worker.keep_log_probs("reference", batch)
+        metrics = worker.update(batch)
+        worker.end_step()
+    worker.prepare_refit()
+    return AdapterResult(
+        worker.holder,
+        worker.adapters.holder,
+        worker.adapters.whole,
+        gradients,
+        {name: p.detach().clone() for name, p in adapter_parameters(worker.chunks).items()},
+        {name: p.clone() for name, p in worker.parameters().items()},
+        {name: p.clone() for name, p in worker._refit_weights.items()},
+        {name: metric.value for name, metric in metrics.items()},
+    )
+
+
+def whole_factors(ranks: list[AdapterResult], what: str) -> dict[str, torch.Tensor]:
+    """Returns whole "gradients" or "factors" by PEFT's names."""
+    target = ranks[0].whole
+    plan = make_plan([rank.adapter_holder for rank in ranks], [target])
+    whole = {name: torch.full(shape, torch.nan) for name, shape in target.shapes.items()}
+    transport = LocalMemory({rank.adapter_holder.name: getattr(rank, what) for rank in ranks})
+    execute(plan.into(target.name), whole, transport)
+    return whole
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("dense"), num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
+
+
+@pytest.fixture(scope="module")
+def dense_adapters(tmp_path_factory, dense: Path) -> Path:
+    return write_adapters(tmp_path_factory.mktemp("adapters"), dense, RANK, ALPHA)
+
+
+@pytest.fixture(scope="module")
+def dense_outcome(dense: Path, dense_adapters: Path):
+    return outcome_of(PeftReference(dense, dense_adapters, LR, EPS, TEMPERATURE))
+
+
+def config_with(folder: Path, adapters: Path, layout: str, *overrides: str) -> Config:
+    lora = f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}"
+    return config_of(folder, lora, f"algorithm.kl.coefficient={KL}", f"actor.layout={{{layout}}}", *overrides)
+
+
+@pytest.mark.parametrize("layout", newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"))
+def test_dense_model(dense, dense_adapters, dense_outcome, layout):
+    check(dense, config_with(dense, dense_adapters, DENSE[layout]), dense_outcome)
+
+
+@pytest.mark.parametrize("override", ["actor.recompute=full", "actor.overlap_communication=false"])
+def test_other_ways_to_train(dense, dense_adapters, dense_outcome, override):
+    check(dense, config_with(dense, dense_adapters, DENSE["TP2, SP"], override), dense_outcome)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own factors", "shared factors"])
+def expert_case(tmp_path_factory, request, experts: Path):
+    """Whether experts share factors, their adapters, and what comes of these in plain torch."""
+    shares, reference = request.param, merged_reference(experts, request.param)
+    config = config_of(experts, f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, share_experts: {shares}}}".lower())
+    folder = tmp_path_factory.mktemp("adapters") / "peft"
+    save_adapters(reference.factors(), config.actor.lora, "base", 4, folder)
+    return shares, folder, outcome_of(reference)
+
+
+def merged_reference(experts: Path, shares: bool) -> MergedReference:
+    random = torch.Generator().manual_seed(2)
+    whole = peft_holder(read_config(experts), RANK, shares)
+    factors = {
+        name: torch.randn(shape, generator=random) * (0.1 if "lora_A" in name else 0.05)
+        for name, shape in whole.shapes.items()
+    }
+    return MergedReference(experts, factors, ALPHA / RANK, LR, EPS, TEMPERATURE)
+
+
+@pytest.mark.parametrize("layout", newest_of(EXPERTS, "EP2, TP2, ETP2", "EP2, PP2, VPP2"))
+def test_mixture_of_experts(experts, expert_case, layout):
+    shares, adapters, outcome = expert_case
+    check(
+        experts, config_with(experts, adapters, EXPERTS[layout], f"actor.lora.share_experts={shares}".lower()), outcome
+    )
+
+
+def outcome_of(reference: PeftReference | MergedReference, updates: Sequence[list] = UPDATES):
+    for groups in updates:
+        loss, gradients, norm = reference.update(groups, KL, clip_norm=1.0)
+    return loss, norm, gradients, reference.factors(), reference.merged()
+
+
+def check(folder: Path, config: Config, outcome) -> None:
+    """Trains, and compares the ranks with the outcome in one plain process."""
+    assert_same(folder, run_ranks(config.actor.layout.world_size, train_adapters, config, folder, UPDATES), outcome)
+
+
+def assert_same(folder: Path, ranks: list[AdapterResult], outcome) -> None:
+    loss, norm, gradients, factors, merged = outcome
+    reported = [rank.reported for rank in ranks if rank.reported]
+    assert sum(metrics["policy/loss"] for metrics in reported) == pytest.approx(loss, rel=TOLERANCE, abs=1e-7)
+    assert reported[0]["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+    assert_equal(whole_factors(ranks, "gradients"), gradients, "gradient")
+    assert_equal(whole_factors(ranks, "factors"), factors, "factor")
+    hf_config, start = read_config(folder), load_file(folder / "model.safetensors")
+    assert all(torch.equal(weight, start[name]) for name, weight in whole_tensors(hf_config, ranks, "base").items())
+    assert_equal(whole_tensors(hf_config, ranks, "weights"), merged, "merged weight")
+
+
+def test_layers_of_transformer_engine(dense, dense_adapters, experts, expert_case, tmp_path):
+    """Norms are in its linear layers, and all experts of a rank in two; see test_transformer_engine."""
+    shares, of_experts, _ = expert_case
+    keys = (f"algorithm.kl.coefficient={KL}", f"actor.lora.share_experts={shares}".lower())
+    cases = {
+        name: (str(folder), [f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}", *keys], {})
+        for name, folder, adapters in (("dense", dense, dense_adapters), ("experts", experts, of_experts))
+    }
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.transformer_engine_training", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    trained = pickle.loads((tmp_path / "trained").read_bytes())
+    assert all(case.kernels.startswith("layers of Transformer Engine") for case in trained.values())
+    references = {
+        "dense": PeftReference(dense, dense_adapters, LR, EPS, TEMPERATURE),
+        "experts": merged_reference(experts, shares),
+    }
+    for name, folder in (("dense", dense), ("experts", experts)):
+        assert_same(folder, [trained[name].rank], outcome_of(references[name], UPDATES[:1]))
+
+
+def resumed_update(worker: ActorWorker, config: Config) -> dict[str, torch.Tensor]:
+    """Makes a third update; returns the factors after it and what engines would get."""
+    batch = own_batch(config, worker, random_groups(2), None)
+    worker.keep_log_probs("reference", batch)
+    worker.update(batch)
+    worker.end_step()
+    worker.prepare_refit()
+    factors = {name: p.detach().clone() for name, p in adapter_parameters(worker.chunks).items()}
+    return factors | {name: p.clone() for name, p in worker._refit_weights.items()}
+
+
+def save_adapters_of(store, rank: int, config: Config, folder: Path, hidden: Path, before: Checkpoint | None):
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    if before is not None:
+        worker.load_checkpoint(before, "actor")
+    else:
+        for groups in UPDATES:
+            worker.update(own_batch(config, worker, groups, None))
+            worker.end_step()
+    worker.save_checkpoint(hidden, "actor")
+    later = resumed_update(worker, config)
+    return worker.finish_checkpoint(hidden), later
+
+
+def go_on(store, rank: int, config: Config, folder: Path, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    worker.check_checkpoint(checkpoint, "actor")
+    worker.load_checkpoint(checkpoint, "actor")
+    return resumed_update(worker, config)
+
+
+def saved(config: Config, folder: Path, runs: Path, before: Checkpoint | None = None):
+    """Saves on all ranks. Returns what each has one update later, and the checkpoint."""
+    checkpoints = Checkpoints(runs)
+    hidden = checkpoints.begin(2)
+    (hidden / "actor").mkdir()
+    ranks = run_ranks(config.actor.layout.world_size, save_adapters_of, config, folder, hidden, before)
+    files = [record for records, _ in ranks for record in records]
+    checkpoint = checkpoints.commit(2, {"config": config.model_dump()}, files)
+    expected = checkpoint_bytes(config, {"actor": read_config(folder)})
+    assert sum(record.num_bytes for record in files) == pytest.approx(expected, rel=0.05)
+    return [later for _, later in ranks], checkpoint
+
+
+PAIRS = {
+    "dense": [("tp: 2, pp: 2, sequence_parallel: true", "dp: 2", "false")],
+    "experts": [
+        ("tp: 2, sequence_parallel: true, dp: 2, ep: 2, etp: 2", "dp: 2", "false"),
+        ("tp: 2, sequence_parallel: true, ep: 2, etp: 1", "dp: 2, ep: 2", "true"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("model", "pair"), [(model, pair) for model, pairs in PAIRS.items() for pair in pairs])
+def test_adapters_go_on_bit_for_bit_and_through_another_layout(request, tmp_path, model, pair):
+    *layouts, shares = pair
+    folder = request.getfixturevalue(model)
+    lora = f"actor.lora={{rank: {RANK}, share_experts: {shares}}}"
+    first, second = (
+        config_of(folder, lora, "model.dtype=bfloat16", "algorithm.kl.coefficient=1", f"actor.layout={{{layout}}}")
+        for layout in layouts
+    )
+    uninterrupted, checkpoint = saved(first, folder, tmp_path / "first")
+    tensors = describe(checkpoint.path / "actor").tensors
+    assert all("lora_" in name for name in tensors if not name.startswith(("random", "common")))
+    _, converted = saved(second, folder, tmp_path / "second", checkpoint)
+    folders = []
+    for name, source in (("a", checkpoint), ("b", converted)):
+        adapters_to_peft(source.path, tmp_path / name)
+        folders.append(load_file(tmp_path / name / WEIGHTS))
+    assert folders[0].keys() == folders[1].keys()
+    assert all(torch.equal(factor, folders[1][name]) for name, factor in folders[0].items())
+    loading = config_of(folder, lora.replace("}", f", path: {tmp_path / 'a'}}}"))
+    loaded = whole_factors(run_ranks(1, train_adapters, loading, folder, []), "factors")
+    assert all(torch.equal(factor, folders[0][of_each_expert(name, 4)[-1]]) for name, factor in loaded.items())
+    for source in (checkpoint, converted):
+        resumed = run_ranks(first.actor.layout.world_size, go_on, first, folder, source)
+        for one, other in zip(uninterrupted, resumed, strict=True):
+            assert one.keys() == other.keys()
+            assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def test_adapters_begin_alike_in_every_layout(dense, tmp_path):
+    """A as PEFT's: uniform within 1/√columns; B zeros."""
+    begun = []
+    for layout in ("dp: 1", "tp: 2, pp: 2"):
+        config = config_of(dense, f"actor.lora.rank={RANK}", f"actor.layout={{{layout}}}")
+        begun.append(
+            whole_factors(run_ranks(config.actor.layout.world_size, train_adapters, config, dense, []), "factors")
+        )
+    for name, one in begun[0].items():
+        assert torch.equal(one, begun[1][name])
+        bound = one.shape[1] ** -0.5
+        assert one.abs().max() <= bound if "lora_A" in name else not one.any()
+        assert one.abs().max() > 0.9 * bound or "lora_B" in name
+
+
+def exported(store, rank: int, config: Config, folder: Path) -> tuple[Holder, dict[str, torch.Tensor]]:
+    """Makes an update; returns what an export reads of the rank."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    worker.update(own_batch(config, worker, random_groups(0), None))
+    worker.end_step()
+    is_whole = config.actor.lora.export == "merged"
+    holder = worker.holder if is_whole else worker.adapters.holder
+    return holder, {name: tensor.clone() for name, tensor in worker._exported_weights().items()}
+
+
+def export(config: Config, folder: Path, out: Path) -> Path:
+    """Writes what a run exports after an update."""
+    ranks = run_ranks(config.actor.layout.world_size, exported, config, folder)
+    transport = LocalMemory({holder.name: tensors for holder, tensors in ranks})
+    holders, lora, hf_config = [holder for holder, _ in ranks], config.actor.lora, read_config(folder)
+    if lora.export == "merged":
+        plan = make_plan(holders, [huggingface_holder(hf_config, "float32")])
+        write_folder(plan, transport, hf_config, folder, out)
+    else:
+        whole = peft_holder(hf_config, lora.rank, lora.share_experts)
+        write_peft_folder(make_plan(holders, [whole]), transport, whole, lora, str(folder), 4, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def experts_alone(tmp_path_factory) -> Path:
+    """Experts in every layer: PEFT leaves out adapters of the dense layers beside them."""
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), dense_layers=())
+
+
+@pytest.mark.parametrize(
+    ("model", "shares"), [("dense", ""), ("experts_alone", ""), ("experts_alone", "share_experts: true, ")]
+)
+def test_peft_computes_with_the_adapters_of_a_run_what_its_merged_model_does(request, tmp_path, model, shares):
+    folder, ids = request.getfixturevalue(model), torch.arange(6, 40)[None]
+    layout = "actor.layout={tp: 2, sequence_parallel: true}"
+    lora = f"actor.lora={{rank: {RANK}, {shares}export: EXPORT}}"
+    merged, adapters = (
+        export(config_of(folder, lora.replace("EXPORT", kind), layout), folder, tmp_path / kind)
+        for kind in ("merged", "adapters")
+    )
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    theirs = load(merged)(ids).logits
+    ours = PeftModel.from_pretrained(load(folder), adapters)(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert (theirs - load(folder)(ids).logits).abs().max() > 1e-2
+
+    again = config_of(folder, lora.replace("EXPORT", "adapters"), layout, f"actor.lora.path={adapters}")
+    loaded = whole_factors(run_ranks(2, train_adapters, again, folder, []), "factors")
+    stored = load_file(adapters / WEIGHTS)
+    assert loaded
+    for name, factor in loaded.items():
+        assert all(torch.equal(factor, stored[each]) for each in of_each_expert(name, 4))
+
+
+def test_adapters_of_some_layers_leave_the_others_as_they_begin(dense, tmp_path):
+    adapters = write_adapters(tmp_path / "some", dense, RANK, ALPHA, ["q_proj", "down_proj"])
+    begun, loaded = (
+        whole_factors(run_ranks(1, train_adapters, config_of(dense, lora), dense, []), "factors")
+        for lora in (
+            f"actor.lora={{rank: {RANK}, alpha: {ALPHA}}}",
+            f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}",
+        )
+    )
+    stored = load_file(adapters / WEIGHTS)
+    assert all(torch.equal(factor, stored.get(name, begun[name])) for name, factor in loaded.items())
+    assert stored.keys() < loaded.keys()

@@ -1,0 +1,110 @@
+"""GRPO on adapters in plain torch: PEFT's own, and for experts sums of weights and products."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from tests.grpo_reference import GrpoReference
+
+
+class PeftReference(GrpoReference):
+    """A model with PEFT's adapters, which alone are trained. The reference of a KL is the model without them."""
+
+    def __init__(self, folder: Path, adapters: Path, lr: float, eps: float, temperature: float):
+        super().__init__(folder, lr, eps, temperature)
+        self.model = PeftModel.from_pretrained(self.model, adapters, is_trainable=True)
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, betas=(0.9, 0.999), eps=eps, weight_decay=0.0)
+
+    def update(self, groups, kl_coefficient: float, clip_norm: float, old=None):
+        self.optimizer.zero_grad()
+        loss = self.loss(groups, kl_coefficient, old or {})
+        loss.backward()
+        gradients = {plain_name(name): p.grad.clone() for name, p in self.trained.items()}
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), clip_norm)
+        self.optimizer.step()
+        return loss.item(), gradients, norm.item()
+
+    def factors(self) -> dict[str, torch.Tensor]:
+        return {plain_name(name): p.detach() for name, p in self.trained.items()}
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """Returns all weights by the checkpoint's names; afterwards there are no adapters."""
+        return self.model.merge_and_unload().state_dict()
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a parameter of PEFT's as its folders have it."""
+    return name.replace(".default.", ".")
+
+
+def write_adapters(folder: Path, model: Path, rank: int, alpha: int, modules: str | list[str] = "all-linear") -> Path:
+    """Writes random adapters, of which B is none of zeros, by PEFT."""
+    base = GrpoReference(model, 1.0, 1.0, 1.0).model
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    adapted = get_peft_model(base, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+class MergedReference(GrpoReference):
+    """A model of whose linear layers each weight is a sum, W + scale · B · A, in plain torch. For experts, which PEFT
+    adapts all at once.
+
+    factors: by the names of a PEFT folder; one that the experts of a layer share has no expert's number in its name
+    """
+
+    def __init__(
+        self, folder: Path, factors: dict[str, torch.Tensor], scale: float, lr: float, eps: float, temperature
+    ):
+        super().__init__(folder, lr, eps, temperature)
+        self.base, self.model, self.scale = self.model, self._forward, scale
+        self.stored = load_file(folder / "model.safetensors")
+        self.trained = {name: factor.clone().requires_grad_() for name, factor in factors.items()}
+        self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, betas=(0.9, 0.999), eps=eps, weight_decay=0.0)
+
+    def update(self, groups, kl_coefficient: float, clip_norm: float, old=None):
+        self.optimizer.zero_grad()
+        loss = self.loss(groups, kl_coefficient, old or {})
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in self.trained.items()}
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), clip_norm)
+        self.optimizer.step()
+        return loss.item(), gradients, norm.item()
+
+    def factors(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in self.trained.items()}
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """Returns all weights by the checkpoint's names."""
+        return {name: self._merged(name, weight) for name, weight in self.stored.items()}
+
+    def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        inner, outer = (self._factor(name, factor) for factor in ("lora_A", "lora_B"))
+        return weight if inner is None else weight + self.scale * outer @ inner
+
+    def _factor(self, name: str, factor: str) -> torch.Tensor | None:
+        own = f"base_model.model.{name.removesuffix('.weight')}.{factor}.weight"
+        return self.trained.get(own, self.trained.get(re.sub(r"\.experts\.\d+\.", ".experts.", own)))
+
+    def _forward(self, ids: torch.Tensor):
+        weights = self.merged()
+        layers = {name.partition(".experts.")[0] for name in weights if ".experts." in name}
+        for layer in layers:
+            experts = f"{layer}.experts."
+            count = len({name for name in weights if name.startswith(experts) and "gate_proj" in name})
+            gate, up, down = (
+                torch.stack([weights.pop(f"{experts}{i}.{part}_proj.weight") for i in range(count)])
+                for part in ("gate", "up", "down")
+            )
+            weights |= {f"{experts}gate_up_proj": torch.cat((gate, up), 1), f"{experts}down_proj": down}
+        return torch.func.functional_call(self.base, weights, (ids,))

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import errors
+
+LORA = "actor.lora.rank=8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (['actor.frozen=["model.norm.*"]'], "actor.frozen=['model.norm.*']: with actor.lora.rank=8 the whole model is"),
+        (
+            ['actor.optimizer.no_weight_decay=["model.norm.*"]'],
+            "actor.optimizer.no_weight_decay=['model.norm.*']: it names tensors of the model, which are frozen with",
+        ),
+        (
+            ["algorithm.objective.name=reward_model", "data.rows=preferences"],
+            "actor.lora.rank=8: with algorithm.objective.name=reward_model the actor has a new score head, which would",
+        ),
+        (
+            ["algorithm.advantage.estimator=gae", "critic.trunk=actor"],
+            "actor.lora.rank=8: with critic.trunk=actor the actor has a new value head, which would not be trained",
+        ),
+        (
+            ["model.dtype=bfloat16", "actor.fp8=blockwise"],
+            "actor.fp8=blockwise: with actor.lora.rank=8 engines get the sum of each weight and its adapter, which",
+        ),
+        (
+            ["algorithm.kl={coefficient: 0.1, renew_steps: 2}"],
+            "algorithm.kl.renew_steps=2: with actor.lora.rank=8 the reference is the model without its adapters, which",
+        ),
+    ],
+)
+def test_broken_rule_is_reported(overrides: list[str], message: str) -> None:
+    assert any(message in line for line in errors(LORA, *overrides))
+
+
+def test_keys_of_adapters_are_read_with_a_rank_only() -> None:
+    (line,) = errors("actor.lora.alpha=16")
+    assert "actor.lora.alpha=16.0: nothing reads it without actor.lora.rank" in line
