@@ -31,6 +31,7 @@ ADDED: dict[int, dict[str, Any]] = {
     5: {"cluster.roles": dict.fromkeys(("actor", "critic", "implicit_reward", "reward_model", "rollout"))},
     6: {"rollout.quantization": None},
     7: {
+        "actor.experts": {"replay_routes": False, "router": "free"},
         "rollout.stop": [],
         "environment": {
             "class": None,

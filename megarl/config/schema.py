@@ -94,6 +94,10 @@ class Optimizer(Section):
     nonfinite_limit: PositiveInt
 
 
+ROUTERS = "*.gate.weight"
+"""A pattern of the routers' weights, by their Hugging Face names in every family that has experts."""
+
+
 class MegatronOverrides(Section):
     model: dict[str, Any]
     optimizer: dict[str, Any]
@@ -117,9 +121,25 @@ class Trained(Section):
     threads: PositiveInt | None
     megatron_overrides: MegatronOverrides
 
+    @property
+    def frozen_patterns(self) -> list[str]:
+        """Patterns of the tensors that are not trained, by whichever key."""
+        return self.frozen
+
+
+class Experts(Section):
+    replay_routes: bool
+    router: Literal["free", "frozen"]
+
 
 class Actor(Trained):
     section = "actor"
+
+    experts: Experts
+
+    @property
+    def frozen_patterns(self) -> list[str]:
+        return [*self.frozen, *([ROUTERS] if self.experts.router == "frozen" else [])]
 
 
 class Critic(Trained):

@@ -73,12 +73,14 @@ class EngineActor(VllmActor):
         from megarl.rollout.vllm.engine import rollout_arguments
 
         config = self._config
-        return rollout_arguments(config.rollout, self._model_folder, config.model.dtype, config.run.seed)
+        return rollout_arguments(
+            config.rollout, self._model_folder, config.model.dtype, config.run.seed, config.actor.experts.replay_routes
+        )
 
     def _load(self, arguments: Mapping[str, Any]) -> VllmEngine:
         from megarl.rollout.vllm.engine import VllmEngine
 
-        return VllmEngine(self._config.rollout, arguments)
+        return VllmEngine(self._config.rollout, arguments, self._config.actor.experts.replay_routes)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
         with self._whole():

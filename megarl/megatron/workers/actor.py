@@ -35,6 +35,7 @@ Policy = Literal["old", "reference"]
 class ActorWorker(TrainerWorker):
     role = "actor"
     metrics = "policy"
+    replays = True
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         hf_config = read_config(model_folder)
@@ -73,7 +74,7 @@ class ActorWorker(TrainerWorker):
         that come with the policy's."""
         weights = self._weight_snapshots.swapped_in("reference") if policy == "reference" else nullcontext()
         with weights:
-            scored = self._forward(batch)
+            scored = self._forward(batch, replays=policy == "old")
         self._keep(policy, {name: columns[:, 0] for name, columns in scored.items()})
         if policy == "old" and self._config.actor_has_values:
             self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from megarl.config.huggingface import completed, experts
+from megarl.config.huggingface import Experts, completed, experts
 from megarl.config.schema import Rollout
 from megarl.core import device
 from megarl.core.errors import UserError
-from megarl.core.types import CandidateIds, Completion, Sample, VersionRun
+from megarl.core.types import NO_ROUTE, CandidateIds, Completion, Sample, VersionRun
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import response_text
 from megarl.planning.reserves import batched_tokens
@@ -39,8 +40,13 @@ PAUSE_S = 0.05
 """The interval at which samples under way look whether a failed refit has been made good."""
 
 
-def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int) -> dict[str, Any]:
-    """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does."""
+def rollout_arguments(
+    config: Rollout, model_folder: Path, dtype: str, seed: int, returns_routes: bool = False
+) -> dict[str, Any]:
+    """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does.
+
+    returns_routes   whether its completions come with the experts that their tokens went to
+    """
     quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
     return engine_arguments(
         "rollout",
@@ -62,7 +68,13 @@ def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int
         # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.
         enable_sleep_mode=config.sleep and device.on_cuda(),
         seed=seed,
+        **(_route_arguments() if returns_routes else {}),
     )
+
+
+def _route_arguments() -> dict[str, Any]:
+    """Returns the arguments by which vLLM tells experts, or on CPU, where it cannot, RouteCapture does."""
+    return dict(enable_return_routed_experts=True) if device.on_cuda() else dict(enable_prefix_caching=False)
 
 
 def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
@@ -93,8 +105,8 @@ class VllmEngine:
     done between two steps of vLLM.
     """
 
-    def __init__(self, config: Rollout, arguments: Mapping[str, Any]):
-        """arguments: those of `rollout_arguments`."""
+    def __init__(self, config: Rollout, arguments: Mapping[str, Any], returns_routes: bool = False):
+        """arguments: those of `rollout_arguments`, for the same `returns_routes`."""
         self.version: int | None = None
         self._config = config
         self._under_way: dict[str, _UnderWay] = {}
@@ -103,6 +115,10 @@ class VllmEngine:
         self._num_refits = 0
         self._llm = LLM(**arguments)
         self._tokenizer = self._llm.get_tokenizer()
+        self._routed = experts(completed(read_config(Path(arguments["model"])))) if returns_routes else None
+        """The experts whose numbers completions come with."""
+        if self._captures_routes:
+            self._ask_workers(RefitExtension.capture_routes)
         for rank, description in enumerate(self._ask_workers(RefitExtension.describe)):
             print(f"engine: rank {rank} is {description}", flush=True)
 
@@ -229,10 +245,31 @@ class VllmEngine:
         self._llm.llm_engine.abort_request([self._under_way[name].vllm_id for name in names], internal=True)
 
     def _step(self) -> None:
-        for output in self._llm.llm_engine.step():
-            item = self._under_way.get(output.request_id)
-            if item is not None and not item.completion.done():
-                item.completion.set_result(_completion(output))
+        outputs = [output for output in self._llm.llm_engine.step() if output.request_id in self._under_way]
+        for output, routes in zip(outputs, self._routes_of(outputs), strict=True):
+            item = self._under_way[output.request_id]
+            if not item.completion.done():
+                item.completion.set_result(_completion(output, routes))
+
+    @property
+    def _captures_routes(self) -> bool:
+        """Whether routes are not vLLM's own to tell."""
+        return self._routed is not None and not device.on_cuda()
+
+    def _routes_of(self, outputs: Sequence[RequestOutput]) -> list[NDArray[np.signedinteger] | None]:
+        """Returns the routes of the tokens of requests that have ended, as in Completion."""
+        if self._routed is None or not outputs:
+            return [None] * len(outputs)
+        if self._captures_routes:
+            names = [self._under_way[output.request_id].vllm_id for output in outputs]
+            computed = self._ask_workers(RefitExtension.take_routes, names)[0]
+        else:
+            layers = np.flatnonzero(self._routed.layers)
+            computed = [output.outputs[0].routed_experts[:, layers] for output in outputs]
+        return [
+            whole_routes(self._routed, routes, len(output.prompt_token_ids) + len(output.outputs[0].token_ids))
+            for routes, output in zip(computed, outputs, strict=True)
+        ]
 
     def _sample(self, request: SamplingRequest, completion: Completion) -> Sample:
         ids = completion.token_ids
@@ -246,6 +283,7 @@ class VllmEngine:
             finish_reason=completion.finish_reason,
             text=response_text(self._tokenizer, request.prompt.token_ids.tolist(), completion.text_ids.tolist()),
             candidate_ids=completion.candidate_ids,
+            routes=completion.routes,
         )
 
     def _pause(self) -> None:
@@ -296,7 +334,29 @@ def _given(own: T | None, of_all: T) -> T:
     return of_all if own is None else own
 
 
-def _completion(output: RequestOutput) -> Completion:
+def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int) -> NDArray[np.signedinteger]:
+    """Returns the routes of `num_tokens` tokens, of which the engine has computed the first: the last one was sampled,
+    and nothing after it.
+
+    computed   int [tokens, layers with experts, experts per token]
+
+    Raises RuntimeError for numbers that are no experts of a token: trained on, they would go unseen.
+    """
+    layers = sum(routed.layers)
+    assert computed.shape[1:] == (layers, routed.active), f"routes of shape {computed.shape}"
+    names_one_twice = (computed[..., 0] == computed[..., -1]).any() and routed.active > 1
+    if names_one_twice or computed.max(initial=0) >= routed.count or computed.min(initial=0) < 0:
+        raise RuntimeError(
+            f"the engine's routes are not {routed.active} of {routed.count} experts for each token and layer; set "
+            "actor.experts.replay_routes=false"
+        )
+    # int8 has the numbers of 128 experts and NO_ROUTE.
+    routes = np.full((num_tokens, *computed.shape[1:]), NO_ROUTE, np.int8 if routed.count <= 128 else np.int16)
+    routes[: len(computed)] = computed[:num_tokens]
+    return routes
+
+
+def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None) -> Completion:
     [found] = output.outputs
     assert found.finish_reason in ("stop", "length"), f"request {output.request_id}: {found.finish_reason}"
     logprobs = found.logprobs  # flat: for each position the sampled token, then the most likely ones
@@ -308,6 +368,7 @@ def _completion(output: RequestOutput) -> Completion:
         candidate_ids=_candidate_ids(logprobs),
         stop=found.stop_reason if isinstance(found.stop_reason, str) else None,
         num_cached_tokens=output.num_cached_tokens or 0,
+        routes=routes,
     )
 
 
