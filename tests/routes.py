@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,17 +81,32 @@ class ReplayedGrpo(GrpoReference):
     def __init__(self, folder: Path, **settings: float):
         super().__init__(folder, **settings)
         self._replayed = Replayed(self.model)
+        self.choices: list[tuple[Sample, list[torch.Tensor]]] = []
+        """The samples of the last update, and the experts that routers would have chosen for them."""
+
+    def update(self, *arguments, **keys) -> tuple[float, dict, float]:
+        self.choices = []
+        return super().update(*arguments, **keys)
 
     def logits(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
         self._replayed.by(sample.routes)
-        return super().logits(model, sample)
+        logits = super().logits(model, sample)
+        if model is self.model:
+            self.choices.append((sample, self._replayed.own))
+        return logits
 
-
-def differing(own: Sequence[torch.Tensor], routes: np.ndarray) -> Mapping[str, int]:
-    """Counts the tokens and layers that have routes, and those of them where a router chooses another set."""
-    replayed = differs = 0
-    for number, chosen in enumerate(own):
-        for mine, given in zip(chosen.tolist(), routes[:, number].tolist(), strict=True):
-            replayed += NO_ROUTE not in given
-            differs += NO_ROUTE not in given and {*mine} != {*given}
-    return {"replayed": replayed, "differs": differs}
+    def metrics(self) -> dict[str, float]:
+        """Counted one token after the other, over the samples of the last update."""
+        num_layers, num_experts = len(self.choices[0][1]), self.model.config.num_experts
+        loads = [[0] * num_experts for _ in range(num_layers)]
+        replayed = differs = 0
+        for sample, own in self.choices:
+            for layer, choices in enumerate(own):
+                for mine, given in zip(choices.tolist(), sample.routes[:, layer].tolist(), strict=True):
+                    is_known = NO_ROUTE not in given
+                    replayed += is_known
+                    differs += is_known and {*mine} != {*given}
+                    for expert in given if is_known else mine:
+                        loads[layer][expert] += 1
+        violations = [max(load) * num_experts / sum(load) - 1 for load in loads]
+        return {"max_vio": sum(violations) / num_layers, "routes_differ": differs / replayed}

@@ -17,11 +17,11 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from megarl.config.huggingface import Experts, completed, experts
+from megarl.config.huggingface import completed, experts
 from megarl.config.schema import Rollout
 from megarl.core import device
 from megarl.core.errors import UserError
-from megarl.core.types import NO_ROUTE, CandidateIds, Completion, Sample, VersionRun
+from megarl.core.types import CandidateIds, Completion, Sample, VersionRun
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import response_text
 from megarl.planning.reserves import batched_tokens
@@ -31,6 +31,7 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import Refitted, SamplingRequest, TurnRequest
+from megarl.rollout.routes import of_layers_with_experts, whole_routes
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
@@ -264,8 +265,7 @@ class VllmEngine:
             names = [self._under_way[output.request_id].vllm_id for output in outputs]
             computed = self._ask_workers(RefitExtension.take_routes, names)[0]
         else:
-            layers = np.flatnonzero(self._routed.layers)
-            computed = [output.outputs[0].routed_experts[:, layers] for output in outputs]
+            computed = [of_layers_with_experts(self._routed, output.outputs[0].routed_experts) for output in outputs]
         return [
             whole_routes(self._routed, routes, len(output.prompt_token_ids) + len(output.outputs[0].token_ids))
             for routes, output in zip(computed, outputs, strict=True)
@@ -332,28 +332,6 @@ class VllmEngine:
 
 def _given(own: T | None, of_all: T) -> T:
     return of_all if own is None else own
-
-
-def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int) -> NDArray[np.signedinteger]:
-    """Returns the routes of `num_tokens` tokens, of which the engine has computed the first: the last one was sampled,
-    and nothing after it.
-
-    computed   int [tokens, layers with experts, experts per token]
-
-    Raises RuntimeError for numbers that are no experts of a token: trained on, they would go unseen.
-    """
-    layers = sum(routed.layers)
-    assert computed.shape[1:] == (layers, routed.active), f"routes of shape {computed.shape}"
-    names_one_twice = (computed[..., 0] == computed[..., -1]).any() and routed.active > 1
-    if names_one_twice or computed.max(initial=0) >= routed.count or computed.min(initial=0) < 0:
-        raise RuntimeError(
-            f"the engine's routes are not {routed.active} of {routed.count} experts for each token and layer; set "
-            "actor.experts.replay_routes=false"
-        )
-    # int8 has the numbers of 128 experts and NO_ROUTE.
-    routes = np.full((num_tokens, *computed.shape[1:]), NO_ROUTE, np.int8 if routed.count <= 128 else np.int16)
-    routes[: len(computed)] = computed[:num_tokens]
-    return routes
 
 
 def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None) -> Completion:
