@@ -31,7 +31,6 @@ def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int
             f"the engine's routes are not {routed.active} of {routed.count} experts for each token and layer; set "
             "actor.experts.replay_routes=false"
         )
-    # int8 has the numbers of 128 experts and NO_ROUTE.
-    routes = np.full((num_tokens, *computed.shape[1:]), NO_ROUTE, np.int8 if routed.count <= 128 else np.int16)
+    routes = np.full((num_tokens, *computed.shape[1:]), NO_ROUTE, f"int{8 * routed.number_bytes}")
     routes[: len(computed)] = computed[:num_tokens]
     return routes
