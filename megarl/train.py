@@ -41,7 +41,7 @@ def run(config: Config, scratch: Path) -> None:
     found = preflight(config)
     with Loop.prepare(config, found.models, found.data, given, found.evaluation) as loop:
         elapsed = ElapsedTime()
-        with Session(config, loop.folder.logs, scratch, loop.folder.nodes) as session:
+        with Session(config, loop.folder.logs, scratch, loop.folder.nodes, found.models.experts) as session:
             elapsed.print("Ray: started")
             workers = launch_workers(session, config, found.models, loop.placement, loop.resume_point.checkpoint)
             learn(config, workers, loop)

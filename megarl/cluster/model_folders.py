@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from megarl.config.huggingface import left_out
+from megarl.config.huggingface import Experts, completed, experts, left_out
 from megarl.config.peft import check_adapter_config
 from megarl.config.rules.model import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
 from megarl.config.schema import Config, Role
@@ -42,6 +42,11 @@ class ModelFolders:
     def hf_config(self) -> dict[str, Any]:
         """The config.json of the actor's model."""
         return read_config(self.actor)
+
+    @property
+    def experts(self) -> Experts | None:
+        """Those of the actor's model."""
+        return experts(completed(self.hf_config))
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
         """Returns the config of each model that the run trains, with the head that it is trained with."""

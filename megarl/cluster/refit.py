@@ -43,7 +43,7 @@ class Refit:
         self._export_plan = export_plan
         self._quantises = config.rollout.quantization is not None
         verify = config.rollout.verify_refit
-        self._arrival = None if verify == "off" else Arrival(self._checksums, verify, config.actor.frozen)
+        self._arrival = None if verify == "off" else Arrival(self._checksums, verify, config.actor.frozen_patterns)
         self._connected: Collection[Incarnation] = ()
         self._plan: Plan | None = None
         self._compact: CompactPlan | None = None

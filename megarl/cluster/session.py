@@ -26,6 +26,7 @@ from megarl.cluster.placement import Process
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.cluster.trace import Trace
+from megarl.config.huggingface import Experts
 from megarl.config.schema import Config, Limit
 from megarl.core import device
 from megarl.core.cores import usable_cores
@@ -57,9 +58,17 @@ class Session:
     """Ray for one run: starts it, and looks after the remote calls that are under way, each with a deadline and a
     diagnosis. It runs inside `supervised`, which ends what is left of its processes."""
 
-    def __init__(self, config: Config, logs: Path, scratch: Path, meeting: Path | None = None):
+    def __init__(
+        self,
+        config: Config,
+        logs: Path,
+        scratch: Path,
+        meeting: Path | None = None,
+        routed: Experts | None = None,
+    ):
         """scratch   the folder for files that are not needed after the run
         meeting   the folder where the nodes of a run of several meet
+        routed    the experts of the actor, whose numbers samples may have
 
         Raises UserError for a node that cannot join, and RunFailure where some are missing in time.
         """
@@ -80,7 +89,7 @@ class Session:
             os.environ.update(socket_environment(address))
             print(f"node {own_name()}: {address} ({interface_of(address)})", flush=True)
         terminate = signal.getsignal(signal.SIGTERM)
-        store_bytes = object_store_bytes(config)
+        store_bytes = object_store_bytes(config, routed)
         ray.init(
             address="local",
             num_cpus=usable_cores(),
@@ -278,10 +287,10 @@ class Session:
         return {pings[ref]: error for ref in answered if (error := outcome(ref)[1]) is not None}
 
 
-def object_store_bytes(config: Config) -> int:
+def object_store_bytes(config: Config, routed: Experts | None) -> int:
     """Returns the size of Ray's object store. One that follows from the batch is at most nine tenths of the free shared
     memory of the machine, as Ray would put a larger store on the disk."""
-    wanted = object_store_mib(config)
+    wanted = object_store_mib(config, routed)
     if config.cluster.object_store_mib is None:
         wanted = min(wanted, max(FLOOR_MIB, 9 * shutil.disk_usage(segments.SHARED_MEMORY).free // 10 // 2**20))
     return wanted * 2**20

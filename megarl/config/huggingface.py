@@ -104,6 +104,16 @@ class Experts:
     shared_intermediate: int
     layers: tuple[bool, ...]
 
+    @property
+    def number_bytes(self) -> int:
+        """The bytes of an expert's number in a token's route, where −1 stands for none."""
+        return 1 if self.count <= 128 else 2
+
+    @property
+    def route_bytes(self) -> int:
+        """The bytes of a token's route through all layers."""
+        return sum(self.layers) * self.active * self.number_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:

@@ -34,6 +34,7 @@ ADDED: dict[int, dict[str, Any]] = {
         "actor.lora": {
             **dict(rank=None, alpha=32.0, targets="all_linear", share_experts=False, path=None, export="merged"),
         },
+        "actor.experts": {"replay_routes": False, "router": "free"},
         "rollout.stop": [],
         "rollout.max_staleness": 0,
         "environment": {

@@ -95,6 +95,10 @@ class Optimizer(Section):
     nonfinite_limit: PositiveInt
 
 
+ROUTERS = "*.gate.weight"
+"""A pattern of the routers' weights, by their Hugging Face names in every family that has experts."""
+
+
 class MegatronOverrides(Section):
     model: dict[str, Any]
     optimizer: dict[str, Any]
@@ -139,15 +143,30 @@ class Trained(Section):
         """The adapters that are trained in place of the model's own weights, None without them."""
         return None
 
+    @property
+    def frozen_patterns(self) -> list[str]:
+        """Patterns of the tensors that are not trained, by whichever key."""
+        return self.frozen
+
+
+class Experts(Section):
+    replay_routes: bool
+    router: Literal["free", "frozen"]
+
 
 class Actor(Trained):
     section = "actor"
 
     lora: Lora
+    experts: Experts
 
     @property
     def adapters(self) -> Lora | None:
         return None if self.lora.rank is None else self.lora
+
+    @property
+    def frozen_patterns(self) -> list[str]:
+        return [*self.frozen, *([ROUTERS] if self.experts.router == "frozen" else [])]
 
 
 class Critic(Trained):

@@ -31,6 +31,7 @@ GIVEN: dict[EngineSection, dict[str, str | None]] = {
         "kv_cache_memory_bytes": "rollout.kv_cache_gib",
         "max_logprobs": "rollout.top_k",
         "enable_sleep_mode": "rollout.sleep",
+        "enable_return_routed_experts": "actor.experts.replay_routes",
         "logprobs_mode": None,
         "moe_backend": None,
         "hf_overrides": None,
@@ -53,6 +54,7 @@ ADJUSTABLE = frozenset(
     {
         "attention_backend",
         "disable_log_stats",
+        "enable_prefix_caching",
         "enforce_eager",
         "gpu_memory_utilization",
         "load_format",

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 
+NO_ROUTE = -1
+"""The number in place of an expert's where a token has no route."""
+
 FAILED = "failed"
 """The stop reason of a rollout whose environment raised an error, hung, or ended its process."""
 
@@ -38,10 +41,10 @@ class _HoldsArrays:
 
     __hash__ = None
 
-    def _freeze(self, name: str, dtype: DTypeLike) -> None:
+    def _freeze(self, name: str, dtype: DTypeLike, axes: int = 1) -> None:
         """Replaces a field's values, of any sequence, by an array that cannot be written."""
         array = np.asarray(getattr(self, name), dtype).view()
-        assert array.ndim == 1, f"{name} has shape {array.shape}"
+        assert array.ndim == axes, f"{name} has shape {array.shape}"
         array.setflags(write=False)
         object.__setattr__(self, name, array)
 
@@ -127,6 +130,7 @@ class Completion(_HoldsArrays):
 
     stop                the text that ended it, which it ends with; None if a token or its limit did
     num_cached_tokens   the tokens before them whose keys and values the engine had already
+    routes              those of all tokens before them, and of theirs
     """
 
     token_ids: NDArray[np.int32]
@@ -136,10 +140,13 @@ class Completion(_HoldsArrays):
     candidate_ids: CandidateIds | None = None
     stop: str | None = None
     num_cached_tokens: int = 0
+    routes: NDArray[np.signedinteger] | None = None
 
     def __post_init__(self) -> None:
         self._freeze("token_ids", np.int32)
         self._freeze("logprobs", np.float32)
+        if self.routes is not None:
+            self._freeze("routes", self.routes.dtype, axes=3)
 
     @property
     def text_ids(self) -> NDArray[np.int32]:
@@ -218,6 +225,10 @@ class Sample(_HoldsArrays):
     candidate_ids       None if the engine kept the whole vocabulary at every token
     rollout_id          the rollout that it is of, which may have several samples; "" stands for the sample's own id
     episode             None without an environment
+    routes              int8 or int16 [P + R, layers, experts per token]: the numbers of the experts that each token of
+                        prompt and response went to in the engine, in each layer that has experts; NO_ROUTE for all of
+                        a token whose experts are not known, such as the last one, from which nothing was sampled. None
+                        if the run does not replay routes
     """
 
     id: str
@@ -231,12 +242,16 @@ class Sample(_HoldsArrays):
     candidate_ids: CandidateIds | None = None
     rollout_id: str = ""
     episode: Episode | None = None
+    routes: NDArray[np.signedinteger] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
         self._freeze("response_ids", np.int32)
         self._freeze("response_logprobs", np.float32)
         self._freeze("response_mask", np.bool_)
+        if self.routes is not None:
+            self._freeze("routes", self.routes.dtype, axes=3)
+            assert len(self.routes) == self.num_tokens, f"sample {self.id}: {len(self.routes)} tokens have routes"
         lengths = {len(self.response_ids), len(self.response_logprobs), len(self.response_mask)}
         lengths.add(sum(run.count for run in self.versions))
         lengths.add(len(self.response_ids if self.candidate_ids is None else self.candidate_ids))
@@ -252,6 +267,7 @@ class Sample(_HoldsArrays):
             np.packbits(self.response_mask),
             *(self.id, self.prompt, self.response_ids, self.response_logprobs),
             *(self.versions, self.finish_reason, self.text, self.candidate_ids, self.rollout_id, self.episode),
+            self.routes,
         )
 
     @property
@@ -279,7 +295,8 @@ class SampleInfo:
     prompt_id    the prompt's, which the samples of a group have in common
     rollout_id   as Sample's
     rollout      the numbers of its rollout; None without an environment
-    beginning    tells the prompts' tokens apart where an environment gives samples of one prompt different ones
+    beginning    tells the prompts' tokens apart where an environment gives samples of one prompt different ones, and
+                 their routes where an engine does
     """
 
     id: str
@@ -319,8 +336,14 @@ class SampleInfo:
             version_newest=max((run.version for run in sample.versions), default=0),
             rollout_id=sample.rollout_id,
             rollout=None if sample.episode is None else sample.episode.info,
-            beginning=0 if sample.episode is None else zlib.crc32(sample.prompt.token_ids),
+            beginning=_beginning(sample),
         )
+
+
+def _beginning(sample: Sample) -> int:
+    tokens = b"" if sample.episode is None else sample.prompt.token_ids.tobytes()
+    routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
+    return zlib.crc32(routes, zlib.crc32(tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +473,7 @@ class TokenBatch:
     imitation_weight  float32 [N]    share of the update's loss of positive examples; None: nobody reads it
     candidate_ids     int64 [N, K]   the tokens that the engine sampled from, padded with −1; a row of −1 alone stands
                                      for the whole vocabulary; None: every row does
+    routes            int8 or int16 [T, layers, experts per token]: as in Sample; None: no sample has any
     """
 
     tokens: torch.Tensor
@@ -478,6 +502,7 @@ class TokenBatch:
     selected: torch.Tensor | None = None
     imitation_weight: torch.Tensor | None = None
     candidate_ids: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -504,6 +529,7 @@ class TokenBatch:
             shape = tuple(getattr(self, name).shape)
             assert shape == (num_samples,), f"{name} has shape {shape}, expected ({num_samples},)"
         assert tuple(self.positions.shape) == (num_tokens,), "one position per token"
+        assert self.routes is None or len(self.routes) == num_tokens, "routes of each token"
         assert int(self.boundaries[0]) == 0 and int(self.boundaries[-1]) == len(self.document_tokens), "documents"
         stands = self.tokens.new_zeros(num_tokens, dtype=bool)
         stands[self.document_tokens] = True

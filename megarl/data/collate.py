@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megarl.core.types import CandidateIds, Sample, TokenBatch, TrainingSample
+from megarl.core.types import NO_ROUTE, CandidateIds, Sample, TokenBatch, TrainingSample
 from megarl.data.packing import Packing, round_up
 from megarl.data.prefixes import place_runs
 
@@ -34,12 +34,14 @@ def collate(
     packing: Packing,
     reads: Reads = "states",
     truncates: bool = True,
+    replays: bool = True,
     **scores: Mapping[str, torch.Tensor],
 ) -> TokenBatch:
     """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
 
     samples     none for an empty microbatch, which consists of padding
     truncates   whether log-probs are of the tokens only that the engine kept
+    replays     whether tokens go to the experts that the engine sent them to
     scores      as in TokenScores
     """
     members = [item.sample for item in samples]
@@ -58,6 +60,7 @@ def collate(
         rollout_logprobs=torch.from_numpy(_concatenate((sample.response_logprobs for sample in members), np.float32)),
         mask=mask,
         candidate_ids=_candidate_ids(members) if truncates else None,
+        routes=layout.routes(members) if replays else None,
         **_scalars(samples, row_sample, mask),
     )
     batch = with_scores(batch, samples, scores)
@@ -158,6 +161,18 @@ class _Layout:
         tokens = np.full(self.num_tokens, PADDING, np.int64)
         tokens[self.document_tokens[: len(values)]] = values
         return tokens
+
+    def routes(self, samples: Sequence[Sample]) -> torch.Tensor | None:
+        """Returns the routes of the pack's tokens, none for padding. Samples share a token only where they agree."""
+        routed = [(sample.routes, first) for sample, first in zip(samples, self.boundaries, strict=False)]
+        known = [(routes, first) for routes, first in routed if routes is not None]
+        if not known:
+            return None
+        per_token = known[0][0].shape[1:]
+        packed = np.full((self.num_tokens, *per_token), NO_ROUTE, np.result_type(*(routes for routes, _ in known)))
+        for routes, first in known:
+            packed[self.document_tokens[first : first + len(routes)]] = routes
+        return torch.from_numpy(packed)
 
     def positions(self) -> NDArray[np.int64]:
         """Returns each token's position within its documents, the same in all that share it."""

@@ -18,18 +18,21 @@ class LocalBatch:
     def __init__(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]):
         self.samples = tuple(samples)
         self.microbatches = tuple(microbatches)
-        self._collated: dict[tuple[Packing, Reads, bool, torch.device], list[TokenBatch]] = {}
+        self._collated: dict[tuple[Packing, Reads, bool, bool, torch.device], list[TokenBatch]] = {}
 
     @property
     def members(self) -> list[list[TrainingSample]]:
         """The samples of each microbatch."""
         return [[self.samples[index] for index in microbatch] for microbatch in self.microbatches]
 
-    def token_batches(self, packing: Packing, reads: Reads, truncates: bool, device: torch.device) -> list[TokenBatch]:
+    def token_batches(
+        self, packing: Packing, reads: Reads, truncates: bool, replays: bool, device: torch.device
+    ) -> list[TokenBatch]:
         """Returns the microbatches as `collate` makes them, on the device."""
-        key = packing, reads, truncates, device
+        key = packing, reads, truncates, replays, device
         if key not in self._collated:
-            self._collated[key] = [collate(members, packing, reads, truncates).to(device) for members in self.members]
+            collated = [collate(members, packing, reads, truncates, replays) for members in self.members]
+            self._collated[key] = [batch.to(device) for batch in collated]
         return self._collated[key]
 
     def renewed(self, samples: Sequence[TrainingSample]) -> LocalBatch:

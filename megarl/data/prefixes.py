@@ -1,7 +1,8 @@
 """Finds what samples of a microbatch begin with alike, which then stands in their pack once.
 
 The samples of a prompt are a tree of runs of tokens. They share the prompt; samples of one rollout, of which each goes
-on from an earlier one, share all of its turns; branches share what was before they parted.
+on from an earlier one, share all of its turns; branches share what was before they parted. Tokens that are replayed
+through other experts are other tokens here: what follows them would attend to other keys and values.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[R
     tree = _Tree(samples, packing)
     groups: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):
-        # An environment may give rollouts of one prompt other beginnings.
-        prompt = sample.prompt.id, sample.prompt.token_ids.tobytes()
+        # An environment may give rollouts of one prompt other beginnings, and an engine its tokens other experts.
+        routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
+        prompt = sample.prompt.id, sample.prompt.token_ids.tobytes(), routes
         groups.setdefault(prompt if packing.shares_prompts else index, []).append(index)
     for members in groups.values():
         tree.add_prompt(members)
@@ -80,6 +82,10 @@ class _Tree:
         a, b = self._ids[one][depth:], self._ids[other][depth:]
         length = min(len(a), len(b))
         differing = a[:length] != b[:length]
+        routes, others = self._samples[one].routes, self._samples[other].routes
+        if routes is not None and others is not None:
+            end = depth + length
+            differing |= (routes[depth:end] != others[depth:end]).any(axis=(1, 2))
         return depth + (int(differing.argmax()) if differing.any() else length)
 
 

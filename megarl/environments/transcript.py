@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megarl.core.types import CandidateIds, Completion, Episode, FinishReason, Prompt, Sample, VersionRun
+from megarl.core.types import NO_ROUTE, CandidateIds, Completion, Episode, FinishReason, Prompt, Sample, VersionRun
 
 
 class Transcript:
@@ -85,7 +86,20 @@ class Transcript:
             candidate_ids=CandidateIds.of(candidates) if truncates else None,
             rollout_id=rollout_id,
             episode=episode,
+            routes=self._routes(end),
         )
+
+    def _routes(self, end: int) -> NDArray[np.signedinteger] | None:
+        """Returns the routes of the tokens before `end`. A token has those of the first turn that knows some: the
+        experts by which what came after it was sampled. A later turn's may be of newer weights."""
+        turns = [turn.routes for _, turn in self._turns if turn.routes is not None]
+        if not turns:
+            return None
+        routes = np.full((end, *turns[0].shape[1:]), NO_ROUTE, turns[0].dtype)
+        for known in turns:
+            is_missing = (routes[: len(known)] == NO_ROUTE).all(axis=(1, 2))
+            routes[: len(known)][is_missing] = known[is_missing]
+        return routes
 
 
 def _merged(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:

@@ -82,6 +82,13 @@ def destroy() -> None:
     dist.destroy_process_group()
 
 
+def own_part(tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a sequence's tokens that sequence parallelism gives this tensor-parallel rank."""
+    return tokens.chunk(parallel_state.get_tensor_model_parallel_world_size())[
+        parallel_state.get_tensor_model_parallel_rank()
+    ]
+
+
 def tensor_group(is_expert: bool) -> dist.ProcessGroup:
     """Returns the group of the ranks that have parts of the same tensors: those of experts are cut among others."""
     if is_expert:

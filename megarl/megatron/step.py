@@ -21,6 +21,7 @@ from megarl.core.types import TokenBatch
 from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.inputs import ModelInput
+from megarl.megatron.routes import routed
 
 
 def accumulate_gradients(
@@ -39,7 +40,7 @@ def accumulate_gradients(
     for chunk in chunks:
         chunk.zero_grad_buffer()
         chunk.train()
-    with _inputs(batches) as inputs:
+    with _inputs(chunks, batches) as inputs:
         return get_forward_backward_func()(**_schedule(chunks, batches, inputs, compute_loss), forward_only=False)
 
 
@@ -72,7 +73,7 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
 
     for chunk in chunks:
         chunk.eval()
-    with torch.no_grad(), _inputs(batches) as inputs:
+    with torch.no_grad(), _inputs(chunks, batches) as inputs:
         return get_forward_backward_func()(**_schedule(chunks, batches, inputs, keep), forward_only=True)
 
 
@@ -87,12 +88,13 @@ def _schedule(
         unwrapped = unwrap_model(chunk)
         if unwrapped.post_process:
             unwrapped.output_layer.request = item.head
-        output = chunk(
-            input_ids=item.tokens,
-            position_ids=item.positions,
-            attention_mask=None,
-            packed_seq_params=item.attention,
-        )
+        with routed(unwrapped, item.routes):
+            output = chunk(
+                input_ids=item.tokens,
+                position_ids=item.positions,
+                attention_mask=None,
+                packed_seq_params=item.attention,
+            )
         return output, partial(compute_loss, item)
 
     return dict(
@@ -107,21 +109,21 @@ def _schedule(
 
 
 @contextmanager
-def _inputs(batches: Sequence[TokenBatch]) -> Iterator[_Inputs]:
+def _inputs(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> Iterator[_Inputs]:
     with ThreadPoolExecutor(max_workers=1, initializer=device.claim, initargs=(None,)) as thread:
-        yield _Inputs(batches, thread)
+        yield _Inputs(batches, chunks[0].config.sequence_parallel, thread)
 
 
 class _Inputs:
     """The model's inputs of each microbatch, shared by the chunks of a model. The thread prepares the next one while
     this one is computed; it has no collectives."""
 
-    def __init__(self, batches: Sequence[TokenBatch], thread: Executor):
-        self._batches, self._thread = batches, thread
+    def __init__(self, batches: Sequence[TokenBatch], sequence_parallel: bool, thread: Executor):
+        self._batches, self._sequence_parallel, self._thread = batches, sequence_parallel, thread
         self._prepared: list[Future[ModelInput]] = []
 
     def __iter__(self) -> Iterator[ModelInput]:
         for number in range(len(self._batches)):
             for batch in self._batches[len(self._prepared) : number + 2]:
-                self._prepared.append(self._thread.submit(ModelInput.of, batch))
+                self._prepared.append(self._thread.submit(ModelInput.of, batch, self._sequence_parallel))
             yield self._prepared[number].result()

@@ -95,6 +95,6 @@ def _elements(holder: Holder) -> dict[str, int]:
 def _trained(settings: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
     """Returns the parameters that an optimizer has states of: a router's bias follows no gradient."""
     key = f"{settings.section}.frozen"
-    selected = select_tensors(key, settings.frozen, huggingface_holder(hf_config).shapes)
+    selected = select_tensors(key, settings.frozen_patterns, huggingface_holder(hf_config).shapes)
     frozen = set(whole_parameters(key, selected, holder))
     return [name for name in holder.shapes if name not in frozen and not name.endswith(".router.expert_bias")]

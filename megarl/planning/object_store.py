@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megarl.config.huggingface import Experts
 from megarl.config.schema import Config
 
 FLOOR_MIB = 256
@@ -24,14 +25,17 @@ OBJECT_BYTES = 2048
 compare with."""
 
 
-def object_store_mib(config: Config) -> int:
+def object_store_mib(config: Config, experts: Experts | None) -> int:
     """Returns cluster.object_store_mib, or what follows from the batch: room for all samples of a step, each as long as
     it may be, with the scores of its tokens. Shorter ones leave some of it unused, which takes no memory then. Ray
-    writes to the disk what finds no room."""
+    writes to the disk what finds no room.
+
+    experts: those of the actor, if it has some, which a token may bring with it.
+    """
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
     at_once = max(num_samples(config), most_evaluated(config))
-    return FLOOR_MIB + math.ceil(at_once * sample_bytes(config) / 2**20)
+    return FLOOR_MIB + math.ceil(at_once * sample_bytes(config, experts) / 2**20)
 
 
 def num_samples(config: Config) -> int:
@@ -49,7 +53,7 @@ def most_evaluated(config: Config) -> int:
     return max(((given.size or 0) * given.samples_per_prompt for given in config.evaluation.sets), default=0)
 
 
-def sample_bytes(config: Config) -> float:
+def sample_bytes(config: Config, experts: Experts | None) -> float:
     """Returns the bytes of one sample as long as it may be, pickled, its scores included."""
     context = config.rollout.context_length
     response = context if config.is_offline else min(config.rollout.max_new_tokens, context)
@@ -57,6 +61,8 @@ def sample_bytes(config: Config) -> float:
     tokens = context * (ID_BYTES + TEXT_BYTES) + response * (LOGPROB_BYTES + FLAG_BYTES + num_scores * SCORE_BYTES)
     if config.rollout.top_k is not None:
         tokens += response * (OFFSET_BYTES + config.rollout.top_k * ID_BYTES)
+    if experts is not None and config.actor.experts.replay_routes:
+        tokens += context * experts.route_bytes
     reading = 0.0
     if config.has_reward_model and config.reward_model.reads != "ids":  # the sample in tokens of its own
         _, longest = config.context_of(config.reward_model)

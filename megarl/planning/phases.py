@@ -215,7 +215,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
     if not workload.is_offline:
         if config.rollout.sleep and _engines_keep_weights(config):
             _add(parts, "sleeping engines: weights", ranks * models.actor.engine_bytes(config))
-        _add(parts, "samples of a step", object_store_mib(config) * 2**20)
+        _add(parts, "samples of a step", object_store_mib(config, models.actor.shape.experts) * 2**20)
     return parts
 
 

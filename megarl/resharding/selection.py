@@ -29,11 +29,11 @@ def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
     key = f"{trained.section}.optimizer.no_weight_decay"
     whole_parameters(key, select_tensors(key, trained.optimizer.no_weight_decay, names), holder)
     key = f"{trained.section}.frozen"
-    selected = select_tensors(key, trained.frozen, names)
+    selected = select_tensors(key, trained.frozen_patterns, names)
     _refuse_single_experts(key, selected, names)
     frozen = whole_parameters(key, selected, holder)
     if len(frozen) == len(holder.shapes):
-        raise UserError(f"{key}={trained.frozen}: nothing is left to train; match fewer tensors")
+        raise UserError(f"{key}={trained.frozen_patterns}: nothing is left to train; match fewer tensors")
 
 
 def _refuse_single_experts(key: str, selected: Collection[str], names: Collection[str]) -> None:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import NO_BASELINE, Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import NO_BASELINE, NO_ROUTE, Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron.workers.actor import ActorWorker
@@ -140,7 +141,8 @@ class EngineSide:
 
         extra = dict(config.rollout.vllm_overrides) | ({"load_format": "auto"} if start_with_weights else {})
         rollout = config.rollout.model_copy(update={"vllm_overrides": extra})
-        self.engine = VllmEngine(rollout, rollout_arguments(rollout, folder, config.model.dtype, seed=0))
+        routes = config.actor.experts.replay_routes
+        self.engine = VllmEngine(rollout, rollout_arguments(rollout, folder, config.model.dtype, 0, routes), routes)
         if start_with_weights:
             self.engine.hold(0)
 
@@ -410,6 +412,7 @@ CASES = [
     for name, tp in [*((name, 1) for name in MODELS), *((name, 2) for name in OVER_TWO_WORKERS)]
 ]
 IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
+REPLAYED = [("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1)]
 
 
 class Trainers:
@@ -461,7 +464,8 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     model_type, changes, layout = MODELS[name]
     folder = write_tiny_model(tmp_path / "model", model_type, **SIZES | changes)
     truncated = [] if (name, tp) in IN_FLIGHT else ["rollout.top_k=7", "rollout.top_p=0.8"]
-    config, hf_config = config_of(folder, layout, tp, truncated), read_config(folder)
+    routes = ["actor.experts.replay_routes=true"] if (name, tp) in REPLAYED else []
+    config, hf_config = config_of(folder, layout, tp, [*truncated, *routes]), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes(engine_context(), EngineSide, config, folder, False)
     padded = padded_experts(engine.call("parameters")[0])
@@ -488,6 +492,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         assert bool(kept) == bool(truncated) and all(1 <= len(ids) <= 7 for ids in kept)
         trainers.call("update", samples)
         engine.call("refit", version)
+    check_routes(samples, bool(routes), changes)
     exported = trainers.export(hf_config, shared_memory, tmp_path / "exported")
     of_new_weights: list[Sample] = []
     if (name, tp) in IN_FLIGHT:
@@ -517,6 +522,20 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     assert [remote.call("greedy", prompts()) for remote in engines] == [after, after]
     check_refit_after_sleep(trainers, engines, after)
     check_a_lost_worker_is_noticed(engine, tp)
+
+
+def check_routes(samples: list[Sample], are_told: bool, changes) -> None:
+    """Checks that each token but the last has its experts in every layer that has some, and not always the same."""
+    if not are_told:
+        assert all(sample.routes is None for sample in samples)
+        return
+    layers = SIZES["num_hidden_layers"] - len(changes.get("mlp_only_layers", ()))
+    for sample in samples:
+        assert sample.routes.shape == (sample.num_tokens, layers, 2)
+        assert (sample.routes[-1] == NO_ROUTE).all()
+        assert (sample.routes[:-1, :, 0] != sample.routes[:-1, :, 1]).all()
+    routes = np.concatenate([sample.routes[:-1] for sample in samples])
+    assert all({*routes[:, layer].flat} == {0, 1, 2, 3} for layer in range(layers))
 
 
 def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sample], reference: Remote) -> None:

@@ -74,12 +74,14 @@ class EngineActor(VllmActor):
         from megarl.rollout.vllm.engine import rollout_arguments
 
         config = self._config
-        return rollout_arguments(config.rollout, self._model_folder, config.model.dtype, config.run.seed)
+        return rollout_arguments(
+            config.rollout, self._model_folder, config.model.dtype, config.run.seed, config.actor.experts.replay_routes
+        )
 
     def _load(self, arguments: Mapping[str, Any]) -> VllmEngine:
         from megarl.rollout.vllm.engine import VllmEngine
 
-        engine = VllmEngine(self._config.rollout, arguments)
+        engine = VllmEngine(self._config.rollout, arguments, self._config.actor.experts.replay_routes)
         self._turns = defaultdict(lambda: EngineTurns(engine))
         return engine
 

@@ -19,6 +19,7 @@ from megarl.config.rules import (
     data,
     environment,
     evaluation,
+    experts,
     kl,
     layout,
     lora,
@@ -38,7 +39,7 @@ from megarl.config.violations import raise_all
 
 SECTIONS = (
     *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, lora, critic, reward_model, rewards),
-    *(environment, sandbox, evaluation, cluster, run),
+    *(environment, sandbox, evaluation, cluster, run, experts),
 )
 
 

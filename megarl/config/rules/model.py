@@ -28,6 +28,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Checks the keys against the content of the model's config.json. Raises UserError with a line per broken rule."""
     model = _completed(config, config.actor, hf_config)
     actor_violations = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
+    actor_violations.append(keys_of_experts_have_some(config, model))
     head = score_head_of(model)
     if config.is_offline:
         labels = has_one_label(config, config.actor, head.num_labels) if config.trains_reward_model and head else None
@@ -130,6 +131,18 @@ def expert_mlp_divides_by_etp(config: Config, placed: Placed, hf: Mapping[str, A
     layout, rows = placed.layout, mixture.intermediate
     key = f"{role}.layout.tp" if layout.etp is None else f"{role}.layout.etp"
     return does_not_divide(key, layout.expert_tp, "MLP rows of an expert", rows, divisors(rows))
+
+
+def keys_of_experts_have_some(config: Config, hf: Mapping[str, Any]) -> str | None:
+    chosen = config.actor.experts
+    if experts(hf) is not None:
+        return None
+    lines = []
+    if chosen.replay_routes:
+        lines.append("actor.experts.replay_routes=true: {} has no experts; set actor.experts.replay_routes=false")
+    if chosen.router != "free":
+        lines.append("actor.experts.router=frozen: {} has no routers; set actor.experts.router=free")
+    return "\n".join(line.format(_model(config, config.actor)) for line in lines) or None
 
 
 def shared_experts_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:

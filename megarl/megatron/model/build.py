@@ -21,6 +21,7 @@ from megarl.megatron.model.layer_spec import block_spec, replace_activations, us
 from megarl.megatron.model.precision import precision
 from megarl.megatron.model.rope import set_rotary
 from megarl.megatron.overrides import build, checked, described
+from megarl.megatron.routes import install_routers
 from megarl.resharding.families.adapters import is_factor
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
 from megarl.resharding.families.shape import ModelShape
@@ -72,6 +73,7 @@ def build_model(
     chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
     for chunk in chunks:
         replace_output_layer(chunk, hf_config, temperature)
+        install_routers(chunk, ModelShape.of(hf_config))
         chunk.to(device.device())
     for name, parameter in parameters_of(chunks).items():
         parameter.requires_grad_(name not in frozen)

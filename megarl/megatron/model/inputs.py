@@ -10,6 +10,7 @@ from megarl.core.types import TokenBatch
 from megarl.megatron.context_parallel import ContextShares, context_shares, sum_over_ranks
 from megarl.megatron.model.head import HeadRequest
 from megarl.megatron.model.layer_spec import PackedDocuments, uses_transformer_engine
+from megarl.megatron.routes import Routes
 from megarl.ops.packed_attention import documents_of
 from megarl.ops.shared_attention import pack_mask
 
@@ -21,6 +22,7 @@ class ModelInput:
     tokens, positions   int64 [1, T/cp], those of this context-parallel rank
     attention           the description of which tokens attend to each other
     head                the rows to score among this rank's tokens
+    routes              the experts of this rank's tokens, which dense models do not read
     rows                the batch with the fields of these rows only, N' of its N, which the loss reads
     row_numbers         int64 [N']: their numbers in the batch
     num_rows            N
@@ -30,12 +32,13 @@ class ModelInput:
     positions: torch.Tensor
     attention: PackedDocuments
     head: HeadRequest
+    routes: Routes
     rows: TokenBatch
     row_numbers: torch.Tensor
     num_rows: int
 
     @classmethod
-    def of(cls, batch: TokenBatch) -> ModelInput:
+    def of(cls, batch: TokenBatch, sequence_parallel: bool) -> ModelInput:
         shares = context_shares(batch)
         numbers, places = shares.rows(batch)
         rows = batch.take_rows(numbers)
@@ -44,6 +47,7 @@ class ModelInput:
             positions=batch.positions[shares.own][None],
             attention=_attention(batch, shares),
             head=HeadRequest(places, rows.targets, rows.candidate_ids),
+            routes=Routes.of(batch, shares.own, sequence_parallel),
             rows=rows,
             row_numbers=numbers,
             num_rows=len(batch.rows),

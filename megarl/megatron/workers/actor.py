@@ -37,6 +37,7 @@ Policy = Literal["old", "reference"]
 class ActorWorker(TrainerWorker):
     role = "actor"
     metrics = "policy"
+    replays = True
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         hf_config = read_config(model_folder)
@@ -74,7 +75,7 @@ class ActorWorker(TrainerWorker):
         """Makes a forward-only pass. The log-probs stay here for the update of the same samples, and so do the values
         that come with the policy's."""
         with self._reference() if policy == "reference" else nullcontext():
-            scored = self._forward(batch)
+            scored = self._forward(batch, replays=policy == "old")
         self._keep(policy, {name: columns[:, 0] for name, columns in scored.items()})
         if policy == "old" and self._config.actor_has_values:
             self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})

@@ -40,6 +40,10 @@ class ModelWorker:
     truncates: bool = True
     """Whether the distribution of a token is over the candidates that the engine kept when it sampled."""
 
+    replays: bool = False
+    """Whether tokens go to the experts that the engine sent them to: the policy's, which the engine has, and no other
+    model's."""
+
     def __init__(
         self,
         config: Config,
@@ -118,15 +122,16 @@ class ModelWorker:
         with SafetensorsFolder(self._folder) as transport:
             yield transport, transport.described(huggingface_holder(read_config(self._folder)))
 
-    def _forward(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
+    def _forward(self, batch: LocalBatch, replays: bool | None = None) -> dict[str, torch.Tensor]:
         """Returns sample id -> the head's output for its response tokens, float32 [R, columns], by a forward-only pass;
-        empty before the last stage."""
-        scored = step.score(self.chunks, self._collate(batch))
+        empty before the last stage. replays: None for `self.replays`."""
+        scored = step.score(self.chunks, self._collate(batch, replays))
         results = {}
         for members, columns in zip(batch.members, scored, strict=False):
             parts = columns.split([len(item.sample.response_ids) for item in members])
             results |= {item.sample.id: part for item, part in zip(members, parts, strict=True)}
         return results
 
-    def _collate(self, batch: LocalBatch) -> list[TokenBatch]:
-        return batch.token_batches(self.packing, self.reads, self.truncates, device.device())
+    def _collate(self, batch: LocalBatch, replays: bool | None = None) -> list[TokenBatch]:
+        replays = self.replays if replays is None else replays
+        return batch.token_batches(self.packing, self.reads, self.truncates, replays, device.device())

@@ -33,12 +33,14 @@ from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_wor
 from megarl.megatron.offload import Offload, Part
 from megarl.megatron.optimizer import build_optimizer, set_rates
 from megarl.megatron.profile import Profiler
+from megarl.megatron.routes import route_metrics
 from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
 from megarl.planning.device_spans import is_alone
 from megarl.planning.memory import EXPERTS
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, quantised_sources
+from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan
@@ -170,6 +172,7 @@ class TrainerWorker(ModelWorker, ABC):
         set_rates(self.optimizer, rate, optimizer.weight_decay)
         biases = RouterBiases(self.chunks)
         sums = step.accumulate_gradients(self.chunks, self.objective, batches)
+        routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
         grad_norm = step.apply_gradients(self.optimizer)
         is_skipped = not math.isfinite(grad_norm)
         self._skipped.add(is_skipped)
@@ -185,7 +188,7 @@ class TrainerWorker(ModelWorker, ABC):
         if is_skipped:
             return metrics
         metrics |= {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
-        return merge(map(read, sums)) | metrics
+        return merge(map(read, sums)) | routes | metrics
 
     def _check_limit(self, batch: LocalBatch, sums: Sequence[Sums], grad_norm: float) -> None:
         """Checks the updates skipped in a row, the last of which had these samples, metrics and gradient norm."""
@@ -335,7 +338,7 @@ class TrainerWorker(ModelWorker, ABC):
         begin_main_weights(self.optimizer, rounded, self.holder, exact)
 
     def _frozen(self) -> Collection[str]:
-        return super()._frozen() if self.adapters else self._chosen("frozen", self._settings.frozen)
+        return super()._frozen() if self.adapters else self._chosen("frozen", self._settings.frozen_patterns)
 
     def _chosen(self, key: str, patterns: Sequence[str]) -> list[str]:
         """Returns this rank's parameters that the patterns (of a key of its section) choose among the model's

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
@@ -31,6 +32,7 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import Refitted, Sampling, SamplingRequest, TurnRequest
+from megarl.rollout.routes import of_layers_with_experts, whole_routes
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
@@ -43,8 +45,13 @@ PAUSE_S = 0.05
 """The interval at which samples under way look whether a failed refit has been made good."""
 
 
-def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int) -> dict[str, Any]:
-    """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does."""
+def rollout_arguments(
+    config: Rollout, model_folder: Path, dtype: str, seed: int, returns_routes: bool = False
+) -> dict[str, Any]:
+    """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does.
+
+    returns_routes   whether its completions come with the experts that their tokens went to
+    """
     quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
     return engine_arguments(
         "rollout",
@@ -66,7 +73,13 @@ def rollout_arguments(config: Rollout, model_folder: Path, dtype: str, seed: int
         # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.
         enable_sleep_mode=config.sleep and device.on_cuda(),
         seed=seed,
+        **(_route_arguments() if returns_routes else {}),
     )
+
+
+def _route_arguments() -> dict[str, Any]:
+    """Returns the arguments by which vLLM tells experts, or on CPU, where it cannot, RouteCapture does."""
+    return dict(enable_return_routed_experts=True) if device.on_cuda() else dict(enable_prefix_caching=False)
 
 
 def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
@@ -97,8 +110,8 @@ class VllmEngine:
     done between two steps of vLLM.
     """
 
-    def __init__(self, config: Rollout, arguments: Mapping[str, Any]):
-        """arguments: those of `rollout_arguments`."""
+    def __init__(self, config: Rollout, arguments: Mapping[str, Any], returns_routes: bool = False):
+        """arguments: those of `rollout_arguments`, for the same `returns_routes`."""
         self.version: int | None = None
         self._config = config
         self._under_way: dict[str, _UnderWay] = {}
@@ -109,6 +122,10 @@ class VllmEngine:
         self._num_refits = 0
         self._llm = LLM(**arguments)
         self._tokenizer = self._llm.get_tokenizer()
+        self._routed = experts(completed(read_config(Path(arguments["model"])))) if returns_routes else None
+        """The experts whose numbers completions come with."""
+        if self._captures_routes:
+            self._ask_workers(RefitExtension.capture_routes)
         for rank, description in enumerate(self._ask_workers(RefitExtension.describe)):
             print(f"engine: rank {rank} is {description}", flush=True)
 
@@ -257,10 +274,30 @@ class VllmEngine:
         self._llm.llm_engine.abort_request([self._under_way[name].vllm_id for name in names], internal=True)
 
     def _step(self) -> None:
-        for output in self._llm.llm_engine.step():
-            item = self._under_way.get(output.request_id)
-            if item is not None and not item.completion.done():
-                item.completion.set_result(_completion(output))
+        outputs = [output for output in self._llm.llm_engine.step() if output.request_id in self._under_way]
+        for output, routes in zip(outputs, self._routes_of(outputs), strict=True):
+            item = self._under_way[output.request_id]
+            if not item.completion.done():
+                item.completion.set_result(_completion(output, routes))
+
+    @property
+    def _captures_routes(self) -> bool:
+        """Whether routes are not vLLM's own to tell."""
+        return self._routed is not None and not device.on_cuda()
+
+    def _routes_of(self, outputs: Sequence[RequestOutput]) -> list[NDArray[np.signedinteger] | None]:
+        """Returns the routes of the tokens of requests that have ended, as in Completion."""
+        if self._routed is None or not outputs:
+            return [None] * len(outputs)
+        if self._captures_routes:
+            names = [self._under_way[output.request_id].vllm_id for output in outputs]
+            computed = self._ask_workers(RefitExtension.take_routes, names)[0]
+        else:
+            computed = [of_layers_with_experts(self._routed, output.outputs[0].routed_experts) for output in outputs]
+        return [
+            whole_routes(self._routed, routes, len(output.prompt_token_ids) + len(output.outputs[0].token_ids))
+            for routes, output in zip(computed, outputs, strict=True)
+        ]
 
     def _sample(self, request: SamplingRequest, completion: Completion) -> Sample:
         ids = completion.token_ids
@@ -274,6 +311,7 @@ class VllmEngine:
             finish_reason=completion.finish_reason,
             text=response_text(self._tokenizer, request.prompt.token_ids.tolist(), completion.text_ids.tolist()),
             candidate_ids=completion.candidate_ids,
+            routes=completion.routes,
         )
 
     def _pause(self) -> None:
@@ -325,7 +363,7 @@ def _given(own: T | None, of_all: T) -> T:
     return of_all if own is None else own
 
 
-def _completion(output: RequestOutput) -> Completion:
+def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None) -> Completion:
     [found] = output.outputs
     assert found.finish_reason in ("stop", "length"), f"request {output.request_id}: {found.finish_reason}"
     logprobs = found.logprobs  # flat: for each position the sampled token, then the most likely ones
@@ -337,6 +375,7 @@ def _completion(output: RequestOutput) -> Completion:
         candidate_ids=_candidate_ids(logprobs),
         stop=found.stop_reason if isinstance(found.stop_reason, str) else None,
         num_cached_tokens=output.num_cached_tokens or 0,
+        routes=routes,
     )
 
 

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import vllm
+from numpy.typing import NDArray
 from vllm.model_executor.kernels.linear import (
     CutlassFp8BlockScaledMMKernel,
     DeepGemmFp8BlockScaledMMKernel,
@@ -36,6 +38,7 @@ from megarl.resharding.verification import Checksum, Region, check_weights
 from megarl.rollout.engine import Refitted
 from megarl.rollout.vllm import cpu_support
 from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
+from megarl.rollout.vllm.route_capture import RouteCapture
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -163,6 +166,14 @@ class RefitExtension:
     def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns the parameters that a refit writes: name -> shape and dtype."""
         return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
+
+    def capture_routes(self) -> None:
+        """Keeps from now on the experts that each token goes to. All ranks choose the same; the first tells them."""
+        self._routes = RouteCapture(self.model_runner) if self.rank == 0 else None
+
+    def take_routes(self, names: Sequence[str]) -> list[NDArray[np.int64]] | None:
+        """Returns the routes of requests that have ended, as RouteCapture.take does."""
+        return None if self._routes is None else self._routes.take(names)
 
     def repacking(self) -> list[str]:
         """Returns why the parameters, although they are described rightly, cannot be written in place; a line for each

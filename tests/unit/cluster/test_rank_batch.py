@@ -65,7 +65,7 @@ def collated(monkeypatch) -> list[int]:
 
 
 def token_batches(batch: local_batch.LocalBatch):
-    return batch.token_batches(packing(), "states", True, torch.device("cpu"))
+    return batch.token_batches(packing(), "states", True, True, torch.device("cpu"))
 
 
 def test_scores_of_a_pass_are_one_object(monkeypatch):

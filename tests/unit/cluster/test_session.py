@@ -296,5 +296,5 @@ def test_the_object_store_has_room_for_the_batch_as_far_as_there_is_shared_memor
 ):
     config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-    expected = object_store_mib(config) * 2**20 if expected is None else expected
-    assert module.object_store_bytes(config) == expected
+    expected = object_store_mib(config, None) * 2**20 if expected is None else expected
+    assert module.object_store_bytes(config, None) == expected

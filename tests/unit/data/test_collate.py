@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, SampleInfo, TrainingSample, VersionRun
 from megarl.data.collate import collate
+from megarl.data.packing import Lengths, bundle
 from tests.packing import packing
 
 
@@ -95,3 +97,29 @@ def test_every_row_is_of_a_sample():
     batch = collate(two_of_one_prompt(), packing(1, True))
     with pytest.raises(AssertionError, match="a row of no sample"):
         replace(batch, row_sample=batch.row_sample + 1).validate()
+
+
+def routed(item, routes):
+    return replace(item, sample=replace(item.sample, routes=np.array(routes, np.int8).reshape(-1, 1, 2)))
+
+
+def test_routes_lie_where_their_tokens_do():
+    """A sample without any is replayed nowhere, and neither is padding."""
+    first, second = two_of_one_prompt()
+    batch = collate([routed(first, [[k, k + 1] for k in range(5)]), second], packing(4, False))
+    places = batch.document_tokens.tolist()
+    assert batch.routes[places[:5]].tolist() == [[[k, k + 1]] for k in range(5)]
+    assert batch.routes[places[5:]].tolist() == [[[-1, -1]]] * 7
+    assert collate([first, second], packing(4, False)).routes is None
+    assert collate([routed(first, [[0, 1]] * 5)], packing(4, False), replays=False).routes is None
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_prompt_is_shared_where_its_tokens_go_to_the_same_experts(alike):
+    """The driver counts on the same tokens as the rank that packs them."""
+    one, other = [[[1, 2]] * 5, [[1, 2] if alike else [2, 3]] + [[1, 2]] * 5]
+    samples = [routed(item, routes) for item, routes in zip(two_of_one_prompt(), (one, other), strict=True)]
+    batch = collate(samples, packing(1, True))
+    assert len(batch.tokens) == (8 if alike else 11)
+    [counted] = bundle([Lengths.of(SampleInfo.of(item.sample)) for item in samples], packing(1, True))[:1]
+    assert counted.num_tokens == (8 if alike else 5)

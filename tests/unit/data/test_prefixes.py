@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,3 +81,16 @@ def test_responses_that_begin_alike_share_what_is_worth_it(alike, tokens):
     samples = [sample(f"{k}", prompt, begin + (1000 + k,) * (40 - alike)) for k in range(2)]
     assert place_runs(samples, packing())[1] == tokens
     assert place_runs(samples, packing(shares_prompts=False))[1] == 2 * 50
+
+
+@pytest.mark.parametrize("differs_at", [25, 39, None])
+def test_tokens_that_go_to_other_experts_are_not_shared(differs_at):
+    """Of two samples with the same 10 + 30 tokens, and then others."""
+    prompt, begin = Prompt("p", "", range(10)), tuple(range(50, 80))
+    samples = [sample(f"{k}", prompt, (*begin, 1000 + k)) for k in range(2)]
+    routes = np.zeros((2, 41, 3, 2), np.int8)
+    if differs_at is not None:
+        routes[1, differs_at, 2] = 1
+    routed = [replace(item, routes=own) for item, own in zip(samples, routes, strict=True)]
+    shared = {25: 10, 39: 39, None: 40}[differs_at]  # 15 tokens after the prompt are no run
+    assert place_runs(routed, packing())[1] == 2 * 41 - shared

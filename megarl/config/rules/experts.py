@@ -1,0 +1,56 @@
+"""The rules of section `actor.experts`; that the model has experts is one of `model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megarl.config.document import show
+from megarl.config.schema import Config
+
+REPLAYED = "actor.experts.replay_routes=true"
+
+CACHE = "rollout.vllm_overrides.enable_prefix_caching"
+
+
+def replayed_routes_are_of_an_engine(config: Config) -> str | None:
+    if not config.actor.experts.replay_routes or not config.is_offline:
+        return None
+    return (
+        f"{REPLAYED}: the routes are those of the engines that sampled, and with data.rows={config.data.rows} nothing "
+        "is sampled; set actor.experts.replay_routes=false"
+    )
+
+
+def routers_take_replayed_routes(config: Config) -> str | None:
+    extra, lines = config.actor.megatron_overrides.model, []
+    for name in extra if config.actor.experts.replay_routes else ():
+        if name == "moe_router_fusion" and extra[name]:
+            why = "the fused router chooses and weighs experts in one kernel"
+        elif name == "moe_router_load_balancing_type" and extra[name] == "sinkhorn":
+            why = "sinkhorn chooses experts by itself"
+        elif "cuda_graph" in name and extra[name] not in (False, None, "none"):
+            why = "a graph would send every microbatch where the first one went"
+        else:
+            continue
+        lines.append(
+            f"actor.megatron_overrides.model.{name}={show(extra[name])}: {why}, and {REPLAYED} gives other experts; "
+            "leave it out, or set actor.experts.replay_routes=false"
+        )
+    return "\n".join(lines) or None
+
+
+def engine_caches_what_returns_routes(config: Config) -> str | None:
+    extra = config.rollout.vllm_overrides
+    if not config.actor.experts.replay_routes or "enable_prefix_caching" not in extra:
+        return None
+    return (
+        f"{CACHE}={show(extra['enable_prefix_caching'])}: with {REPLAYED} this follows from how vLLM tells experts, on "
+        "GPUs by its cache and on CPU without; leave it out"
+    )
+
+
+RULES: tuple[Callable[[Config], str | None], ...] = (
+    replayed_routes_are_of_an_engine,
+    routers_take_replayed_routes,
+    engine_caches_what_returns_routes,
+)

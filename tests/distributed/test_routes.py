@@ -1,0 +1,167 @@
+"""Replayed routes: one answer in every layout, that of a plain model of transformers whose routers go by them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl.core.types import NO_ROUTE, Sample
+from megarl.megatron.workers.actor import ActorWorker
+from tests.forked import run_ranks
+from tests.marks import newest_of
+from tests.parity import (
+    EPS,
+    LR,
+    TEMPERATURE,
+    Outcome,
+    assert_same_training,
+    branching_group,
+    canonical,
+    config_of,
+    own_batch,
+    plain_outcome,
+    random_groups,
+    train,
+    train_variants,
+)
+from tests.routes import Replayed, ReplayedGrpo, with_routes
+from tests.tiny_model import write_tiny_experts, write_tiny_model
+
+KL = 0.05
+LAYOUTS = {
+    "one process": "dp: 1",
+    "TP2, SP, EP2": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "PP2, VPP2, EP2": "dp: 2, pp: 2, vpp: 2, ep: 2",
+    "CP2, TP2, SP": "cp: 2, tp: 2, sequence_parallel: true",
+    "CP2, EP2": "cp: 2, ep: 2",
+    "PP2": "pp: 2",
+}
+VARIANTS = {
+    "packed": ([], {}),
+    "nothing shared": ([], dict(shares_prompts=False)),
+    "padded": (["actor.tokens_per_microbatch=128"], dict(shares_prompts=False, document_multiple=64)),
+    "full recompute": (["actor.recompute=full"], {}),
+    "selective recompute": (["actor.recompute=selective", "actor.tokens_per_microbatch=256"], {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Its second layer is dense."""
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4)
+
+
+@cache
+def updates(folder: Path) -> list:
+    """Of the second, the policy is no longer its reference."""
+    return [with_routes(folder, [*random_groups(seed), branching_group(seed)]) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> ReplayedGrpo:
+    return ReplayedGrpo(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
+
+
+@pytest.fixture(scope="module")
+def outcome(folder: Path, reference: ReplayedGrpo) -> Outcome:
+    return plain_outcome(reference, updates(folder), KL)
+
+
+@cache
+def trained(folder: Path, layout: str) -> list:
+    cases = {
+        name: (config_of(folder, f"algorithm.kl.coefficient={KL}", f"actor.layout={{{layout}}}", *keys), packing)
+        for name, (keys, packing) in VARIANTS.items()
+    }
+    world_size = cases["packed"][0].actor.layout.world_size
+    return run_ranks(world_size, train_variants, cases, folder, updates(folder))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", newest_of(LAYOUTS, "TP2, SP, EP2", "PP2, VPP2, EP2"))
+def test_replayed_training_is_that_of_a_plain_model(folder, outcome, layout, variant):
+    """Also the gradient of the routers, which have no other than that of the scores of the replayed experts."""
+    ranks = [rank[variant] for rank in trained(folder, LAYOUTS[layout])]
+    assert_same_training(folder, ranks, outcome)
+
+
+@pytest.mark.parametrize("layout", newest_of(LAYOUTS, "TP2, SP, EP2"))
+def test_metrics_are_counted_over_all_ranks(folder, outcome, reference, layout):
+    """Where no sample shares tokens with others, all layouts count the same ones."""
+    reported = [rank["nothing shared"].metrics for rank in trained(folder, LAYOUTS[layout])]
+    for metrics in filter(None, reported):
+        assert {name: metrics[f"policy/{name}"].value for name in reference.metrics()} == pytest.approx(
+            reference.metrics()
+        )
+    assert reference.metrics()["routes_differ"] > 0.7  # of six pairs of experts, five are others
+
+
+def test_frozen_routers_stay_and_all_else_is_trained(folder):
+    start = load_file(folder / "model.safetensors")
+    config = config_of(folder, "actor.experts.router=frozen", "actor.layout={dp: 2, ep: 2}")
+    weights = canonical(folder, run_ranks(2, train, config, folder, updates(folder)), "weights")
+    same = {name for name, weight in start.items() if torch.equal(weights[name], weight)}
+    assert same == {f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 2, 3)}
+
+
+MANY = dict(
+    vocab_size=128,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_hidden_layers=4,
+    intermediate_size=96,
+    max_position_embeddings=64,
+    moe_intermediate_size=32,
+    num_experts=32,
+    num_experts_per_tok=4,
+    mlp_only_layers=[0],
+)
+
+
+def sampled_by_an_engine(folder: Path, groups: list) -> list:
+    """The samples with the log-probs and the routes of an engine: transformers, whose routers read bfloat16, unlike the
+    trainer's. Where two experts score nearly alike, that decides."""
+    engine = Replayed(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    for layer in engine.model.model.layers[1:]:
+        layer.mlp.gate.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16().float(),))
+
+    @torch.no_grad()
+    def sampled(sample: Sample) -> Sample:
+        engine.by(None)
+        logits = engine.model(torch.tensor(sample.token_ids[None]).long()).logits[0].float() / TEMPERATURE
+        first = len(sample.prompt.token_ids) - 1
+        log_probs = logits[first:-1].log_softmax(-1).gather(1, torch.tensor(sample.response_ids).long()[:, None])[:, 0]
+        routes = np.stack([own.numpy() for own in engine.own], axis=1).astype(np.int8)
+        routes[-1] = NO_ROUTE
+        return replace(sample, response_logprobs=log_probs.numpy(), routes=routes)
+
+    return [[(sampled(sample), reward) for sample, reward in group] for group in groups]
+
+
+def log_probs(store, rank: int, config, folder: Path, groups: list) -> dict[str, dict[str, torch.Tensor]]:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    batch = own_batch(config, worker, groups, None)
+    return {name: worker._forward(batch, replays) for name, replays in (("own", False), ("replayed", True))}
+
+
+def test_replay_brings_the_trainer_nearer_to_the_engine(tmp_path):
+    folder = write_tiny_model(tmp_path, "qwen3_moe", **MANY)
+    groups = sampled_by_an_engine(folder, random_groups(0))
+    [found] = run_ranks(1, log_probs, config_of(folder), folder, groups)
+    samples = [sample for group in groups for sample, _ in group]
+
+    def mean_difference(name: str) -> float:
+        apart = [found[name][s.id][:, 0].cpu() - torch.tensor(s.response_logprobs) for s in samples]
+        return float(torch.cat(apart).abs().mean())
+
+    print(mean_difference("own"), mean_difference("replayed"))
+    assert mean_difference("replayed") < 0.5 * mean_difference("own")

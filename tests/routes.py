@@ -1,0 +1,112 @@
+"""Routes of samples other than a router would choose, and a plain model of transformers that goes by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megarl.config.huggingface import completed, experts
+from megarl.core.types import NO_ROUTE, Sample
+from megarl.data.model_folder import read_config
+from tests.grpo_reference import GrpoReference
+
+
+def random_routes(folder: Path, num_tokens: int, seed: int) -> np.ndarray:
+    """Random experts, which a router rarely chooses, in every layer that has some; of the last token, none, and of some
+    others none either."""
+    mixture = experts(completed(read_config(folder)))
+    source = np.random.default_rng(seed)
+    scores = source.random((num_tokens, sum(mixture.layers), mixture.count))
+    routes = scores.argsort(axis=-1)[..., : mixture.active].astype(np.int8)
+    routes[source.random(num_tokens) < 0.1] = NO_ROUTE
+    routes[-1] = NO_ROUTE
+    return routes
+
+
+def with_routes(folder: Path, groups: Sequence[Sequence[tuple[Sample, float]]]) -> list[list[tuple[Sample, float]]]:
+    """Gives the samples routes. A group's samples begin with the same ones, as far as their tokens are the same."""
+    routed = []
+    for number, group in enumerate(groups):
+        known: dict[bytes, np.ndarray] = {}
+        members = []
+        for index, (sample, reward) in enumerate(group):
+            routes = random_routes(folder, sample.num_tokens, seed=100 * number + index)
+            for end in range(1, sample.num_tokens):
+                beginning = sample.token_ids[:end].tobytes()
+                routes[end - 1] = known.setdefault(beginning, routes[end - 1])
+            members.append((replace(sample, routes=routes), reward))
+        routed.append(members)
+    return routed
+
+
+class Replayed:
+    """A model of transformers whose routers send the tokens of one sequence where `routes` says, weighted as they weigh
+    their own choice."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        self.routes: np.ndarray | None = None
+        self.own: list[torch.Tensor] = []
+        """The experts that the routers would have chosen in the last pass."""
+        gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+        for number, gate in enumerate(gates):
+            self._replace(gate, number)
+
+    def _replace(self, gate: torch.nn.Module, number: int) -> None:
+        forward, norm = gate.forward, getattr(gate, "norm_topk_prob", True)
+
+        def routed(hidden: torch.Tensor):
+            logits, weights, own = forward(hidden)
+            self.own.append(own)
+            if self.routes is None:
+                return logits, weights, own
+            given = torch.tensor(self.routes[:, number]).long()
+            chosen = torch.where(given < 0, own, given)
+            scores = logits.float().softmax(-1).gather(1, chosen)
+            return logits, scores / scores.sum(-1, keepdim=True) if norm else scores, chosen
+
+        gate.forward = routed
+
+    def by(self, routes: np.ndarray | None) -> None:
+        self.routes, self.own = routes, []
+
+
+class ReplayedGrpo(GrpoReference):
+    """GRPO of a model that replays its samples' routes; the reference chooses by itself."""
+
+    def __init__(self, folder: Path, **settings: float):
+        super().__init__(folder, **settings)
+        self._replayed = Replayed(self.model)
+        self.choices: list[tuple[Sample, list[torch.Tensor]]] = []
+        """The samples of the last update, and the experts that routers would have chosen for them."""
+
+    def update(self, *arguments, **keys) -> tuple[float, dict, float]:
+        self.choices = []
+        return super().update(*arguments, **keys)
+
+    def logits(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
+        self._replayed.by(sample.routes)
+        logits = super().logits(model, sample)
+        if model is self.model:
+            self.choices.append((sample, self._replayed.own))
+        return logits
+
+    def metrics(self) -> dict[str, float]:
+        """Counted one token after the other, over the samples of the last update."""
+        num_layers, num_experts = len(self.choices[0][1]), self.model.config.num_experts
+        loads = [[0] * num_experts for _ in range(num_layers)]
+        replayed = differs = 0
+        for sample, own in self.choices:
+            for layer, choices in enumerate(own):
+                for mine, given in zip(choices.tolist(), sample.routes[:, layer].tolist(), strict=True):
+                    is_known = NO_ROUTE not in given
+                    replayed += is_known
+                    differs += is_known and {*mine} != {*given}
+                    for expert in given if is_known else mine:
+                        loads[layer][expert] += 1
+        violations = [max(load) * num_experts / sum(load) - 1 for load in loads]
+        return {"max_vio": sum(violations) / num_layers, "routes_differ": differs / replayed}
