@@ -64,7 +64,7 @@ test-ranks: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
 
-test-learn: $(DONE)
+test-learn: $(DONE) $(VERIFIERS_DONE)
 	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) | sed --unbuffered 's/^/learn | /'
 
 test-exhaustive: $(DONE)

@@ -99,14 +99,17 @@ def write_tiny_experts(folder: Path, num_layers: int = 2, dense_layers: Sequence
 
 
 def tiny_tokenizer(
-    vocab_size: int = 128, words: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE
+    vocab_size: int = 128,
+    words: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
+    characters: str = CHARACTERS,
 ) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, and for each of the words, which are no special tokens; other characters
-    are dropped; ids above those are never encoded to.
+    """One token for each of the characters, all printable ASCII ones as it comes, and for each of the words, which are
+    no special tokens; other characters are dropped; ids above those are never encoded to.
 
     Byte-level BPE without merges: what transformers' own Qwen2 tokenizer makes of the same vocabulary.
     """
-    tokens = [*SPECIAL_TOKENS, *CHARACTERS, *words]
+    tokens = [*SPECIAL_TOKENS, *characters, *words]
     assert vocab_size >= len(tokens), f"vocab_size {vocab_size} < {len(tokens)}"
     tokens += [f"<filler{i}>" for i in range(len(tokens), vocab_size)]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))

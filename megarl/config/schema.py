@@ -269,6 +269,7 @@ class Data(Section):
     rows: Literal["prompts", "messages", "preferences"]
     size: PositiveInt | None
     prompt_column: str
+    system_prompt: Annotated[str, Field(min_length=1)] | None
     answer_column: str
     source_column: Annotated[str, Field(min_length=1)] | None
     messages_column: str

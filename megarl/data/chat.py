@@ -17,6 +17,19 @@ def as_messages(said: str | list[Message], role: str) -> list[Message]:
     return [{"role": role, "content": said}] if isinstance(said, str) else said
 
 
+def after_system_prompt(system_prompt: str | None, prompt: str | list[Message], place: str) -> str | list[Message]:
+    """Returns the prompt after a message of the system, or as it is without one. Raises UserError for a prompt that has
+    such a message already."""
+    if system_prompt is None:
+        return prompt
+    messages = as_messages(prompt, "user")
+    if any(message["role"] == "system" for message in messages):
+        raise UserError(
+            f"{place}: the prompt has a system message of its own beside data.system_prompt; remove one of them"
+        )
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, *, for_answer: bool
 ) -> list[int]:

@@ -16,7 +16,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
-from megarl.data.chat import as_messages, prompt_ids
+from megarl.data.chat import after_system_prompt, as_messages, prompt_ids
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
 from megarl.data.row import Row
 from megarl.data.tokenizer import load_tokenizer
@@ -128,7 +128,8 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
     place = f"{config.data.source}:{row.number}"
     if config.data.source == OWN_TASKS:
         return Prompt(f"{OWN_TASKS}:{row.number}", "", [])
-    token_ids = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
+    asked = after_system_prompt(config.data.system_prompt, row.prompt, place)
+    token_ids = prompt_ids(tokenizer, asked, config.data.chat_template, place)
     if too_long(len(token_ids), "the prompt", config, place):
         return None
     return Prompt(
@@ -136,7 +137,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
         text=tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         token_ids=token_ids,
         answer=row.answer,
-        messages=tuple(as_messages(row.prompt, "user")),
+        messages=tuple(as_messages(asked, "user")),
         columns=row.columns,
     )
 

@@ -14,7 +14,7 @@ from random import Random
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer, write_tiny_llama
+from tests.tiny_model import CHARACTERS, CHAT_TEMPLATE, tiny_tokenizer, write_tiny_llama
 
 Text = Sequence[tuple[str, bool]]
 """The parts of a rollout, each with whether the policy says it."""
@@ -32,20 +32,24 @@ class Agent:
     """A model to be made.
 
     demonstrate   makes a rollout of random choices
+    rollouts      how many of them each update imitates
+    characters    those that are tokens beside the words; others are not seen
     """
 
     words: Sequence[str]
     demonstrate: Callable[[Random], Text]
     updates: int
     template: str = CHAT_TEMPLATE
+    rollouts: int = 32
+    characters: str = CHARACTERS
 
     def write(self, folder: Path) -> Path:
         """Writes the model into the folder. Returns it."""
         write_tiny_llama(folder, num_kv_heads=2)
-        tokenizer = tiny_tokenizer(128, self.words, self.template)
+        tokenizer = tiny_tokenizer(128, self.words, self.template, self.characters)
         tokenizer.save_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder)
-        imitate(model, tokenizer, self.demonstrate, self.updates)
+        imitate(model, tokenizer, self.demonstrate, self.updates, self.rollouts)
         model.save_pretrained(folder)
         return folder
 
@@ -55,7 +59,7 @@ def imitate(
     tokenizer: PreTrainedTokenizerFast,
     demonstrate: Callable[[Random], Text],
     updates: int,
-    rollouts: int = 32,
+    rollouts: int,
 ) -> None:
     """Trains the model on what the policy says in so many rollouts an update."""
     torch.set_num_threads(1)  # matrices are small, and cores are for others, too
@@ -98,6 +102,15 @@ def seldom_searched(random: Random) -> Text:
     ]
 
 
+def seldom_placed(random: Random) -> Text:
+    """Returns a rollout that now and then says the place of a letter in the alphabet, else any number."""
+    parts: list[tuple[str, bool]] = []
+    for letter in random.sample(LETTERS, 2):
+        said = DIGITS[LETTERS.index(letter)] if random.random() < 0.35 else random.choice(DIGITS)
+        parts += [(f"<|user|>{letter}<eos><|assistant|>", False), (f"{said}<eos>", True)]
+    return parts
+
+
 def seldom_calculated(random: Random) -> Text:
     """Returns a rollout that calls one tool or two with the right numbers, a little more often the right one than the
     other, and answers the last result."""
@@ -115,3 +128,4 @@ def seldom_calculated(random: Random) -> Text:
 
 SEARCHER = Agent(SEARCH_WORDS, seldom_searched, updates=200)
 CALCULATOR = Agent((*CALL, *NAMES, *ARGUMENTS), seldom_calculated, updates=500, template=TOOL_TEMPLATE)
+SPELLER = Agent((), seldom_placed, updates=200)

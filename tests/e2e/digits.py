@@ -2,6 +2,9 @@
 
 from random import Random
 
+from megarl.rewards.knights_knaves import knights_knaves
+from megarl.rewards.think_answer import think_answer_format
+
 SEEN: list[float] = []
 CHOICE = Random(0)
 
@@ -28,9 +31,19 @@ def even_share(prompt: str, response: str, answer: object) -> float:
 def even_share_of_another(prompt: str, response: str, answer: object) -> float:
     """Returns the reward of a response scored shortly before, drawn at random: rewards of the same distribution that
     say nothing."""
-    SEEN.append(even_share(prompt, response, answer))
+    return another(even_share(prompt, response, answer))
+
+
+def another(reward: float) -> float:
+    SEEN.append(reward)
     del SEEN[:-64]
     return CHOICE.choice(SEEN[:-1] or SEEN)
+
+
+def logic_of_another(prompt: str, response: str, answer: object) -> float:
+    """Returns the same of Logic-RL's rewards."""
+    own = think_answer_format(prompt, response, answer, wrong=-1.0) + knights_knaves(prompt, response, answer)
+    return another(own)
 
 
 def judge(prompt: str, first: str, second: str, answer: object) -> float:

@@ -10,10 +10,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tests.e2e.agents import CALCULATOR, LETTERS, SEARCHER, Agent
-from tests.e2e.learning_tasks import Task, write_rows
+from tests.e2e.agents import CALCULATOR, DIGITS, LETTERS, SEARCHER, SPELLER, Agent
+from tests.e2e.learning_tasks import Task, sampled_rows, write_rows
+from tests.paths import VERIFIERS
 
 AIMLESS = Path(__file__).with_name("aimless.py")
+PACKAGES = Path(__file__).with_name("verifiers_packages")
 
 
 class InEnvironment(Task):
@@ -21,22 +23,25 @@ class InEnvironment(Task):
 
     agent: Agent
     environment: str
-    aimless: str
+    aimless: str = ""
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
         model = folder.parent / f"{self.environment} model"  # the control's, too
         if not model.exists():
             self.agent.write(model)
-        name = f"{AIMLESS}:{self.aimless}" if shuffled else self.environment
         return [
             f"model.path={model}",
-            f"environment.class={name}",
+            *self.world(shuffled),
             "rewards.functions=[]",
             "rollout.context_length=160",
             "rollout.max_new_tokens=128",
             "run.export=false",
             *self.own(folder),
         ]
+
+    def world(self, shuffled: bool) -> list[str]:
+        """Returns the keys that name the environment; shuffled: one whose rewards are drawn at random."""
+        return [f"environment.class={f'{AIMLESS}:{self.aimless}' if shuffled else self.environment}"]
 
     @abstractmethod
     def own(self, folder: Path) -> list[str]:
@@ -47,9 +52,7 @@ class InEnvironment(Task):
         """Returns whether a rollout, as the file has it, is right, whatever its reward."""
 
     def shares(self, start: Path, run: Path) -> list[float]:
-        files = sorted((run / "rollouts").glob("step_*.jsonl"))
-        steps = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-        return [fmean(self.is_right(row) for row in step) for step in steps]
+        return [fmean(map(self.is_right, step)) for step in sampled_rows(run)]
 
 
 class Search(InEnvironment):
@@ -94,3 +97,26 @@ class Calculation(InEnvironment):
         question = next(message["content"] for message in row["messages"] if message["role"] == "user")
         expected = eval(re.fullmatch(r"What is (.*)\?", question)[1])
         return row["response"].strip() == str(expected)
+
+
+class Letters(InEnvironment):
+    """An environment of the library verifiers, with a harness of its own: two letters, one after the other, whose
+    places in the alphabet are to be said. Near 0.2 at the start, which mostly says any number."""
+
+    agent, environment = SPELLER, "verifiers"
+
+    def world(self, shuffled: bool) -> list[str]:
+        env = {
+            "taskset": {"id": "letters", "aimless": shuffled},
+            "agent": {"harness": {"id": "letters"}, "runtime": {"type": "subprocess"}},
+        }
+        options = {"env": env, "path": [str(VERIFIERS), str(PACKAGES)]}
+        return [f"environment.class={self.environment}", f"environment.options={json.dumps(options)}"]
+
+    def own(self, folder: Path) -> list[str]:
+        return ["data.source=environment", "environment.max_turns=2", "environment.turn_tokens=4"]
+
+    def is_right(self, row: dict[str, Any]) -> bool:
+        asked = [message["content"] for message in row["messages"] if message["role"] == "user"]
+        said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        return said == [DIGITS[LETTERS.index(letter)] for letter in asked]

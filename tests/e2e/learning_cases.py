@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.e2e.environment_tasks import Calculation, Search
+from tests.e2e.environment_tasks import Calculation, Letters, Search
+from tests.e2e.knights import Knights
 from tests.e2e.learning_tasks import (
     Answers,
     Bandit,
@@ -149,6 +150,19 @@ CASES: dict[str, Case] = {
         *("batch.prompts_per_step=16", "batch.prompts_per_update=16", "actor.optimizer.lr=0.001", TO_ITS_END),
         steps=50,
         task=Calculation(),
+        has_control=True,
+        start=0.25,
+    ),
+    "environment: verifiers": estimator(
+        "grpo", "actor.optimizer.lr=0.002", TO_ITS_END, steps=20, task=Letters(), has_control=True, start=0.25
+    ),
+    "Logic-RL": estimator(
+        "reinforce_plus_plus",
+        *("batch={prompts_per_step: 128, prompts_per_update: 128, samples_per_prompt: 1}", "actor.optimizer.lr=0.001"),
+        "algorithm.kl={placement: reward, estimator: k1, coefficient: 0.001}",
+        *("algorithm.objective.aggregation=token_mean", TO_ITS_END),
+        steps=40,
+        task=Knights(),
         has_control=True,
         start=0.25,
     ),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -36,6 +37,16 @@ class Task(ABC):
         """Returns the share of the optimum in each step; or, where only models are measured, that of the model at the
         start and that of the exported one."""
 
+    def parts(self, run: Path) -> dict[str, list[float]]:
+        """Returns what else is measured in each step, by its name."""
+        return {}
+
+
+def sampled_rows(run: Path) -> list[list[dict[str, Any]]]:
+    """Returns the rows of the rollouts' files, step by step."""
+    files = sorted((run / "rollouts").glob("step_*.jsonl"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
 
 def reward(shuffled: bool) -> str:
     """Returns the override that rewards even digits; shuffled: those of another sample."""
@@ -51,8 +62,7 @@ class EvenDigits(Task):
 
     def shares(self, start: Path, run: Path) -> list[float]:
         """Returns the shares of what was sampled, as the rollouts' files have it."""
-        files = sorted((run / "rollouts").glob("step_*.jsonl"))
-        rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        rows = sampled_rows(run)
         sampled = [[row for row in step if not row["sample_id"].endswith("greedy")] for step in rows]
         return [fmean(even_share("", row["response"], None) for row in step) for step in sampled]
 

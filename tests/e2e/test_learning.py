@@ -93,6 +93,11 @@ def shares(model: Path, case: Case, run: tuple[Path, Future[None]]) -> list[floa
     return case.task.shares(model, folder / "runs" / "tiny")
 
 
+def parts(case: Case, folder: Path) -> dict[str, dict[str, float]]:
+    found = case.task.parts(folder / "runs" / "tiny")
+    return {name: {"first": shares[0], "last": last(shares, case)} for name, shares in found.items()}
+
+
 def last(shares: list[float], case: Case) -> float:
     return fmean(shares[-3:]) if len(shares) == case.steps else shares[-1]
 
@@ -118,6 +123,7 @@ def test_it_learns(runs, model, table, name):
         "steps": case.steps,
         "steps_to_optimum": until,
         "control_last": last(shares(model, case, runs[name].control), case) if case.has_control else None,
+        "parts": parts(case, runs[name].learning[0]),
     }
     print(name, table[name])
     assert learned[0] <= case.start

@@ -1,9 +1,13 @@
-"""The measures of the learning runs: known optima, and scores that are known for each token."""
+"""The measures of the learning runs: optima and scores that are known, and puzzles that have one solution."""
+
+from itertools import product
 
 import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
+from megarl.rewards.knights_knaves import knights_knaves
+from tests.e2e.knights import FITS, NOT, PEOPLE, answer, puzzles, thought
 from tests.e2e.learning_tasks import of_forward_kl, of_reverse_kl, write_token_scorer
 
 
@@ -41,3 +45,14 @@ def test_a_token_has_its_score_whatever_comes_before(tmp_path):
     with torch.no_grad():
         scores = model(ids).logits[0, :, 0]
     torch.testing.assert_close(scores, torch.tensor([0.0, 1, 0, 1, 1, 0, 1]), rtol=0, atol=1e-5)
+
+
+def test_of_all_that_can_be_supposed_of_a_puzzle_its_solution_alone_fits():
+    """The solution is that of reasoning-gym, and the reward is the one that the runs have."""
+    for puzzle in puzzles(40, seed=3):
+        thoughts = {roles: thought(puzzle.statements, roles) for roles in product((True, False), repeat=len(PEOPLE))}
+        assert all(text.endswith((FITS, NOT)) for text in thoughts.values())
+        [fitting] = [roles for roles, text in thoughts.items() if text.endswith(FITS)]
+        for roles, text in thoughts.items():
+            response = f"<think>{text}</think><answer>{answer(roles)}</answer>"
+            assert knights_knaves("", response, puzzle.answer) == (2.0 if roles == fitting else -1.5)

@@ -136,6 +136,8 @@ def learning() -> str:
         until = str(run["steps_to_optimum"] or f"at most {run['steps']}")
         control = "" if run["control_last"] is None else f"{run['control_last']:.2f}"
         rows.append([name, f"{run['first']:.2f}", f"{run['last']:.2f}", until, control])
+        for part, shares in run.get("parts", {}).items():
+            rows.append([f"{name}: {part}", f"{shares['first']:.2f}", f"{shares['last']:.2f}", "", ""])
     return table(header, rows)
 
 

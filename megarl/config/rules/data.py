@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.config.schema import Config
+from megarl.config.sources import OWN_TASKS
 
 
 def messages_have_a_chat_template(config: Config) -> str | None:
@@ -14,6 +15,24 @@ def messages_have_a_chat_template(config: Config) -> str | None:
         "data.chat_template=false: with data.rows=messages it is the chat template that says how turns are written; "
         "set data.chat_template=true"
     )
+
+
+def system_prompts_are_of_prompts_in_a_chat_template(config: Config) -> str | None:
+    data = config.data
+    if data.system_prompt is None:
+        return None
+    if data.rows != "prompts" or data.source == OWN_TASKS:
+        rows = f"rows={data.rows}" if data.rows != "prompts" else f"source={data.source}"
+        return (
+            f"data.system_prompt: it stands before prompts of rows, and with data.{rows} there are none; remove it, "
+            "and write system messages where the conversations come from"
+        )
+    if not data.chat_template:
+        return (
+            "data.system_prompt: with data.chat_template=false nothing says how a system message is written; set "
+            "data.chat_template=true, or put the text into the prompts"
+        )
+    return None
 
 
 def options_are_of_a_reasoning_task(config: Config) -> str | None:
@@ -62,6 +81,7 @@ def sources_have_a_column(config: Config) -> str | None:
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
     messages_have_a_chat_template,
+    system_prompts_are_of_prompts_in_a_chat_template,
     options_are_of_a_reasoning_task,
     reasoning_tasks_are_prompts,
     stages_come_in_their_order,

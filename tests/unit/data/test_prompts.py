@@ -10,6 +10,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from megarl.config.schema import Config
+from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
 from tests.paths import BASE
 from tests.tiny_model import tiny_tokenizer
@@ -147,3 +148,19 @@ def test_torch_is_not_needed(model_folder):
     )
     config = config_of("arithmetic", size=2).model_dump_json()
     assert subprocess.run([sys.executable, "-c", code, config, str(model_folder)]).returncode == 0
+
+
+def test_a_system_prompt_stands_before_each_prompt(model_folder, tmp_path):
+    asked = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "V"}]
+    prompts = load_prompts(config_of(jsonl(tmp_path, "Hi", asked), system_prompt="Be brief."), model_folder)
+    assert [prompt.text for prompt in prompts] == [
+        "<|system|>Be brief.<eos><|user|>Hi<eos><|assistant|>",
+        "<|system|>Be brief.<eos><|user|>U<eos><|assistant|>A<eos><|user|>V<eos><|assistant|>",
+    ]
+    assert prompts[0].messages[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_a_row_with_a_system_message_of_its_own_is_refused_beside_a_system_prompt(model_folder, tmp_path):
+    path = jsonl(tmp_path, "Hi", [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
+    with pytest.raises(UserError, match=r"train.jsonl:2: the prompt has a system message of its own beside data"):
+        load_prompts(config_of(path, system_prompt="Be brief."), model_folder)
