@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.kl import KL_ESTIMATORS, metric_name
+from megarl.algorithms.kl import KL_ESTIMATORS, metric_name, usual_estimator
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec, Option, Options
 from megarl.config.fields import FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Share
@@ -101,13 +101,22 @@ class Value(Section):
 class KL(Section):
     placement: Literal["loss", "reward"]
     level: Literal["token", "sequence"]
-    estimator: KLEstimatorName
+    estimator: KLEstimatorName | None
+    """Never None once the configuration is loaded."""
     straight_through: bool
+    limit: PositiveFloat | None
     coefficient: NonNegativeFloat
     adaptive_target: PositiveFloat | None
     adaptive_horizon: PositiveInt
     renew_steps: PositiveInt | None
     renew_share: Annotated[float, Field(gt=0, le=1)]
+
+    @model_validator(mode="after")
+    def _estimator_of_its_place(self) -> Self:
+        """Decides estimator=null: the estimator that the papers have at this place."""
+        if self.estimator is not None:
+            return self
+        return self.model_copy(update={"estimator": usual_estimator(self.placement, self.level)})
 
     def renews_after(self, step: int) -> bool:
         return self.renew_steps is not None and step % self.renew_steps == 0

@@ -40,7 +40,7 @@ VERL = {
     "hybrid_engine": "cluster.placement",
     "input_tokenizer": "reward_model.reads (ids, text or chat)",
     "kl_loss_coef": "algorithm.kl.coefficient",
-    "kl_loss_type": "algorithm.kl.estimator",
+    "kl_loss_type": "algorithm.kl.estimator (low_var_kl: k3 with limit=10)",
     "kl_penalty": "algorithm.kl.estimator",
     "lam": "algorithm.advantage.gae_lambda",
     "loss_agg_mode": "algorithm.objective.aggregation",

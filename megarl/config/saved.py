@@ -32,6 +32,7 @@ ADDED: dict[int, dict[str, Any]] = {
     6: {"rollout.quantization": None},
     7: {
         "rollout.stop": [],
+        "algorithm.kl.limit": None,
         "environment": {
             "class": None,
             "options": {},

@@ -74,7 +74,8 @@ def _kl(config: KL, batch: TokenBatch, log_prob: torch.Tensor, samples: SampleSe
         assert batch.old is not None, "the batch has no old log-probs"
         log_prob = batch.old
     log_ratio = log_prob - _at_trained(batch, batch.reference, log_prob)
-    return kl.estimate(config.estimator, samples.at_level(config.level, log_ratio), config.straight_through)
+    log_ratio = samples.at_level(config.level, log_ratio)
+    return kl.estimate(config.estimator, log_ratio, config.straight_through, config.limit)
 
 
 def _old(config: Correction, batch: TokenBatch, log_prob: torch.Tensor) -> torch.Tensor:

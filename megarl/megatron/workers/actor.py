@@ -92,6 +92,7 @@ class ActorWorker(TrainerWorker):
                 self.kl_coefficient,
                 settings.estimator,
                 settings.level,
+                settings.limit,
             )
             for name, mask in ((item.sample.id, item.sample.response_mask) for item in batch.samples)
         }
