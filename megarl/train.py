@@ -22,7 +22,7 @@ from megarl.step.agreement import warn_of_disagreement
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import dispatch, updates_of
 from megarl.step.evaluation import evaluate
-from megarl.step.metrics import step_metrics, update_rate
+from megarl.step.metrics import step_metrics, update_rate, with_explained_variance
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
 from megarl.step.profile import profiled
@@ -93,7 +93,7 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
     totals = rewards.token_reward_totals, rewards.kl_reward_totals
     samples = [attach_baselines(config, update, *totals, average) for update in updates]
     metrics = rewards.metrics | update_reward_average(config, rollouts.chosen, *totals, average)
-    metrics |= update_models(config, workers, samples, rewards.scores, number)
+    metrics |= with_explained_variance(update_models(config, workers, samples, rewards.scores, number))
     if config.trains_actor_in(number):
         follow_policy(config, workers.actor, number, metrics, sum(map(len, rollouts.chosen)))
     return metrics

@@ -68,7 +68,7 @@ class EstimatorSpec:
     @property
     def options(self) -> Options:
         """Every key of algorithm.advantage that it reads besides `estimator`."""
-        whitening = {"whiten": self.whitens, "whiten_std": "sample", "whiten_epsilon": 1e-6}
+        whitening = {"whiten": self.whitens, "whiten_over": "update", "whiten_std": "sample", "whiten_epsilon": 1e-6}
         return {**self.arguments, **self.shared_options(), **whitening}
 
     def shared_options(self) -> Options:

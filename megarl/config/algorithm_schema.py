@@ -44,12 +44,13 @@ class Advantage(Chosen):
     length_alpha: PositiveFloat | None
     credit: Literal["whole", "to_go"] | None
     whiten: bool | None
+    whiten_over: Literal["update", "step"] | None
     whiten_std: Literal["sample", "population", "none"] | None
     whiten_epsilon: NonNegativeFloat | None
     std: Literal["sample", "population", "none"] | None
     std_epsilon: NonNegativeFloat | None
     group_of_one: Literal["zero", "reward"] | None
-    baseline_decay: Annotated[float, Field(ge=0, lt=1)] | None
+    baseline_decay: Share | None
     k: PositiveInt | None
     pass_at_k_baseline: Literal["all", "without"] | None
 
@@ -72,6 +73,7 @@ class Objective(Chosen):
     tau_positive: PositiveFloat | None
     tau_negative: PositiveFloat | None
     divergence_limit: PositiveFloat | None
+    divergence_limit_negative: PositiveFloat | None
     covariance_low: FiniteFloat | None
     covariance_high: FiniteFloat | None
     covariance_share: Annotated[float, Field(gt=0, le=1)] | None
@@ -127,6 +129,7 @@ class Correction(Section):
     weight: Literal["auto", "token", "sequence", "geometric"] | None
     """Never "auto" once the whole configuration is loaded."""
     weight_limit: PositiveFloat | None
+    weight_floor: PositiveFloat | None
     mask: Literal["token", "sequence", "geometric"] | None
     mask_low: NonNegativeFloat
     mask_high: PositiveFloat
@@ -138,6 +141,13 @@ class Algorithm(Section):
     correction: Correction
     value: Value
     kl: KL
+
+    @property
+    def whitens_step(self) -> bool:
+        """Whether advantages are whitened over all updates of a step."""
+        advantage = self.advantage
+        is_read = self.objective.spec.is_policy_objective and advantage.option("whiten")
+        return bool(is_read) and advantage.option("whiten_over") == "step"
 
     @property
     def kl_metric(self) -> str:

@@ -69,7 +69,7 @@ def _lines() -> Iterator[str]:
     yield from _kl()
     yield "algorithm.correction, of what lies between the policy that sampled and the old one"
     yield from (f"    {_choices(Correction, key)}" for key in ("old", "weight", "mask"))
-    yield "    weight_limit with a weight, mask_low and mask_high with a mask"
+    yield "    weight_limit and weight_floor with a weight, mask_low and mask_high with a mask"
 
 
 def _advantages() -> Iterator[str]:

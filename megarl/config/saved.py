@@ -33,6 +33,9 @@ ADDED: dict[int, dict[str, Any]] = {
     7: {
         "rollout.stop": [],
         "algorithm.kl.limit": None,
+        "algorithm.advantage.whiten_over": None,
+        "algorithm.objective.divergence_limit_negative": None,
+        "algorithm.correction.weight_floor": None,
         "environment": {
             "class": None,
             "options": {},

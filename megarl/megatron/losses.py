@@ -96,6 +96,7 @@ def _correction(
         config.mask,
         config.mask_low,
         config.mask_high,
+        config.weight_floor,
     )
 
 
@@ -123,6 +124,18 @@ def value_loss(config: Value, batch: TokenBatch, scored: torch.Tensor) -> tuple[
         "value/return_mean": mean(batch.returns, batch.mask),
         "value/error_abs_mean": mean((value - batch.returns).abs(), batch.mask),
         "value/clip_share": mean(error.clipped, batch.mask),
+        **_moments(batch),
+    }
+
+
+def _moments(batch: TokenBatch) -> Sums:
+    """Returns the moments that `explained_variance` follows from: of returns, and of what the values before the step
+    lack of them."""
+    error = batch.returns - batch.values
+    return {
+        "value/return_square_mean": mean(batch.returns.double().square(), batch.mask),
+        "value/residual_mean": mean(error.double(), batch.mask),
+        "value/residual_square_mean": mean(error.double().square(), batch.mask),
     }
 
 

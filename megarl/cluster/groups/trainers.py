@@ -56,6 +56,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
     def __init__(self, session: Session, config: Config, role: Role, model_folder: Path, processes: Sequence[Process]):
         super().__init__(session, config, role, model_folder, processes)
         self.offloads = frozenset(config.placed(role).offload)
+        self._notes_advantages = role == "actor" and config.algorithm.whitens_step
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
         """Loads the checkpoint on all ranks. Raises UserError that names a damaged file, before any rank reads more
@@ -157,6 +158,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
     def train(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[dict[str, Metric]]:
         """Submits one optimizer step for each update, and the end of the step. The result has the metrics over all
         ranks and updates."""
+        noted = self._note_advantages(updates) if self._notes_advantages else []
         trained = [
             self._submit_batches(
                 f"{self._role} update",
@@ -168,8 +170,22 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             for batches in updates
         ]
         ended = self.end_step()
-        metrics = join(trained).then(lambda parts: merge_updates([merge(ranks) for ranks in parts]))
+        done = join([*noted, *trained]).then(lambda parts: parts[len(noted) :])
+        metrics = done.then(lambda parts: merge_updates([merge(ranks) for ranks in parts]))
         return metrics.then(lambda merged: ended.then(lambda _: merged))
+
+    def _note_advantages(self, updates: Sequence[Sequence[RankBatch]]) -> list[Pending[list[None]]]:
+        """Submits the estimates of all updates' advantages, whose moments whiten those of each update."""
+        return [
+            self._submit_batches(
+                f"{self._role}: advantages",
+                "update",
+                "note_advantages",
+                lambda worker, batch: worker.note_advantages(batch),
+                batches,
+            )
+            for batches in updates
+        ]
 
     def take_advantages(self) -> Pending[dict[str, float]]:
         """Takes from the ranks the mean advantage over the trained tokens of each sample of the step's updates."""

@@ -60,7 +60,7 @@ BELONGS = (
         lambda config: config.evaluation.best.metric is not None,
     ),
     Belongs(
-        ("algorithm.correction.weight_limit",),
+        ("algorithm.correction.weight_limit", "algorithm.correction.weight_floor"),
         "algorithm.correction.weight",
         lambda config: config.algorithm.correction.weight is not None,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,13 @@ from megarl.core.types import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
-from megarl.megatron.advantages import mean_advantages
+from megarl.megatron.advantages import (
+    estimate_advantages,
+    mean_advantages,
+    moments,
+    sum_over_replicas,
+    with_advantages,
+)
 from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
 from megarl.megatron.main_weights import ChangedShare
 from megarl.megatron.token_details import TokenDetails
@@ -50,6 +56,10 @@ class ActorWorker(TrainerWorker):
         self._token_details = TokenDetails(config.num_detailed_groups)
         self._advantages: dict[str, float] = {}
         """The mean advantages of samples that updates have learned from, until they are taken."""
+        self._own_moments: list[torch.Tensor] = []
+        """With whiten_over=step: those of this rank's advantages in each update of the step."""
+        self._step_moments: torch.Tensor | None = None
+        """Those of all updates, and of all ranks, once the first update has begun."""
 
     @property
     def objective(self) -> Loss:
@@ -96,6 +106,23 @@ class ActorWorker(TrainerWorker):
             )
             for name, mask in ((item.sample.id, item.sample.response_mask) for item in batch.samples)
         }
+
+    def note_advantages(self, batch: LocalBatch) -> None:
+        """Notes the moments of an update's advantages, before the first update of the step, which are whitened over all
+        of it."""
+        if parallel.is_last_stage(None):
+            estimated = estimate_advantages(self._config.algorithm, self._with_all_scores(batch))
+            self._own_moments.append(moments(estimated))
+
+    def _with_advantages(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+        if self._own_moments:
+            self._step_moments = sum_over_replicas(torch.stack(self._own_moments).sum(0))
+            self._own_moments.clear()
+        return with_advantages(self._config.algorithm, batches, self._step_moments)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._step_moments = None
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
         batches, algorithm = super()._training_batches(batch), self._config.algorithm
