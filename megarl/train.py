@@ -65,6 +65,7 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
     watch, number = loop.stopwatch(), loop.state.step
     file = loop.folder.rollouts(number)
     rollouts = collect_rollouts(config, workers, number, loop.take, file, watch, loop.saver.commit)
+    curriculum = loop.note_solved(rollouts.solve_rates)
     with watch.phase("train"), profiled(config, workers.trained, number, loop.folder.profile(number)):
         metrics = train(config, workers, rollouts, number, loop.state.average)
     warn_of_disagreement(config, metrics, loop.folder.logs)
@@ -73,7 +74,7 @@ def step(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
         workers.trained.present_actor()
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
     recorded.result()
-    return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)
+    return values(rollouts.metrics | metrics) | curriculum | step_metrics(config, rollouts.sampled, watch, number)
 
 
 def evaluate_due(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:

@@ -19,7 +19,7 @@ def config_of_set(config: Config, given: EvaluationSet) -> Config:
         "chat_template": given.chat_template,
     }
     data = {name: value for name, value in own.items() if value is not None} | {"size": given.size, "shuffle": False}
-    data["stages"] = []
+    data |= {"stages": [], "sort_column": None, "weight_column": None, "solved_weight": None}
     if given.source is not None:
         data["options"] = {}  # those of the run's source
     rewards = {"judge": None, "overlong_buffer": None}

@@ -56,6 +56,10 @@ ADDED: dict[int, dict[str, Any]] = {
         "data.options": {},
         "data.stages": [],
         "data.source_column": None,
+        "data.sort_column": None,
+        "data.weight_column": None,
+        "data.solved_weight": None,
+        "data.solved_above": 0.5,
         "rewards.memory_mib": None,
         "rewards.failures_in_a_row": None,
         "evaluation": {

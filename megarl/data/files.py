@@ -53,7 +53,9 @@ def file_rows(
     """
     columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
     columns += tuple(
-        Column(f"the parameter of {function}", name, ANSWER_TYPE, _is_json)
+        Column(
+            function if function.startswith("data.") else f"the parameter of {function}", name, ANSWER_TYPE, _is_json
+        )
         for name, function in further.items()
         if function is not None and name != ALL_COLUMNS
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -31,11 +32,13 @@ class PromptSet:
 
     data_hash     SHA-256 over the token ids, answers and further columns of all prompts, in order
     num_dropped   prompts that were too long
+    weights       how often each prompt comes (None: all alike)
     """
 
     prompts: tuple[Prompt, ...]
     data_hash: str
     num_dropped: int = 0
+    weights: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -54,10 +57,19 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     """
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
+    data = config.data
+    columns = {**columns, **data.ordering_columns}
     read = [_prompt(row, tokenizer, config) for row in _judged_rows(config, columns)]
     prompts = tuple(prompt for prompt in read if prompt is not None)
-    require_size(len(read), len(prompts), config.data)
-    return PromptSet(prompts, _hash(prompts), len(read) - len(prompts))
+    require_size(len(read), len(prompts), data)
+    if data.sort_column is not None:
+        prompts = tuple(sorted(prompts, key=lambda prompt: prompt.columns[data.sort_column]))
+    weights = None
+    if data.weight_column is not None:
+        weights = tuple(float(prompt.columns[data.weight_column]) for prompt in prompts)
+        if not any(weights):
+            raise UserError(f"data.weight_column={data.weight_column}: all weights are 0, so that no row would come")
+    return PromptSet(prompts, _hash(prompts), len(read) - len(prompts), weights)
 
 
 def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, model_folder: Path) -> None:
@@ -78,7 +90,18 @@ def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[
                 f"{config.data.source}:{row.number}: no function of rewards.functions has {source!r}, the row's "
                 f"{column!r}, in its sources; add it to one, or list a function without sources"
             )
+        _require_numbers(row, config.data)
         yield row
+
+
+def _require_numbers(row: Row, data: Data) -> None:
+    """Raises UserError for a row whose place in the order is none, or whose weight is below 0."""
+    for column, key in data.ordering_columns.items():
+        value = row.columns[column]
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if not is_number or (key == "data.weight_column" and value < 0):
+            wanted = "a number" if key == "data.sort_column" else "a number of at least 0"
+            raise UserError(f"{data.source}:{row.number}: column {column!r} holds {value!r}, expected {wanted} ({key})")
 
 
 def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:

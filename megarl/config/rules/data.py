@@ -60,10 +60,40 @@ def sources_have_a_column(config: Config) -> str | None:
     return f"data.source_column={data.source_column}: data.source=arithmetic has no columns; set it to null"
 
 
+def order_is_of_prompts(config: Config) -> str | None:
+    data = config.data
+    for key in ("sort_column", "weight_column", "solved_weight"):
+        if getattr(data, key) is not None and config.is_offline:
+            return f"data.{key}={getattr(data, key)}: it is of prompts, and data.rows={data.rows}; set it to null"
+    for column, key in data.ordering_columns.items():
+        if data.is_procedural and data.reasoning_task is None:
+            return f"{key}={column}: data.source={data.source} has no columns; set it to null"
+    return None
+
+
+def sorted_rows_keep_their_order(config: Config) -> str | None:
+    data = config.data
+    if data.sort_column is None:
+        return None
+    if data.draws_by_weight:
+        return (
+            f"data.sort_column={data.sort_column}: rows that are drawn by data.weight_column or data.solved_weight "
+            "come in no order; set it to null"
+        )
+    if data.shuffle:
+        return (
+            f"data.sort_column={data.sort_column}: with data.shuffle=true rows would not come in its order; set "
+            "data.shuffle=false"
+        )
+    return None
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     messages_have_a_chat_template,
     options_are_of_a_reasoning_task,
     reasoning_tasks_are_prompts,
     stages_come_in_their_order,
     sources_have_a_column,
+    order_is_of_prompts,
+    sorted_rows_keep_their_order,
 )

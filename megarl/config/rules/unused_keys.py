@@ -69,6 +69,7 @@ BELONGS = (
         "algorithm.correction.mask",
         lambda config: config.algorithm.correction.mask is not None,
     ),
+    Belongs(("data.solved_above",), "data.solved_weight", lambda config: config.data.solved_weight is not None),
     Belongs(
         ("algorithm.kl.adaptive_horizon",),
         "algorithm.kl.adaptive_target",

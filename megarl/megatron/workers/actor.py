@@ -57,9 +57,9 @@ class ActorWorker(TrainerWorker):
         self._advantages: dict[str, float] = {}
         """The mean advantages of samples that updates have learned from, until they are taken."""
         self._own_moments: list[torch.Tensor] = []
-        """With whiten_over=step: those of this rank's advantages in each update of the step."""
+        """The moments of this rank's advantages in each update of the step, with whiten_over=step."""
         self._step_moments: torch.Tensor | None = None
-        """Those of all updates, and of all ranks, once the first update has begun."""
+        """The moments of all updates and of all ranks, once the first update has begun."""
 
     @property
     def objective(self) -> Loss:

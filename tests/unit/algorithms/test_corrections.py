@@ -33,7 +33,7 @@ def test_weights_by_hand(weight, expected):
 
 
 def test_a_weight_has_a_least_value_too():
-    """Of e, e⁻³ and e^½: at least 0.6, and at most 1.6."""
+    """The ratios are e, e⁻³ and e^½: at least 0.6, and at most 1.6."""
     assert found("token", 1.6, None, 0.5, 5.0, 0.6) == pytest.approx([1.6, 0.6, 1.6])
     assert found("token", None, None, 0.5, 5.0, 0.6) == pytest.approx([math.exp(1), 0.6, math.exp(0.5)])
     out = factors(LOG_RATIO, SAMPLES, "token", 2.0, None, 0.5, 5.0, 0.6)

@@ -147,3 +147,42 @@ def test_torch_is_not_needed(model_folder):
     )
     config = config_of("arithmetic", size=2).model_dump_json()
     assert subprocess.run([sys.executable, "-c", code, config, str(model_folder)]).returncode == 0
+
+
+def levels(folder, *values):
+    path = folder / "levels.jsonl"
+    rows = ({"prompt": f"p{i}", "answer": i, "level": value} for i, value in enumerate(values))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_are_sorted_by_a_column(model_folder, tmp_path):
+    """Equal ones stay in the order of the file."""
+    config = config_of(levels(tmp_path, 2, 0.5, 2, -1), sort_column="level", shuffle=False)
+    prompts = load_prompts(config, model_folder)
+    assert [prompt.answer for prompt in prompts.prompts] == [3, 1, 0, 2]
+    assert prompts.weights is None
+    assert load_prompts(config_of(levels(tmp_path, 2, 0.5, 2, -1)), model_folder).data_hash != prompts.data_hash
+
+
+def test_weights_are_those_of_a_column(model_folder, tmp_path):
+    config = config_of(levels(tmp_path, 2, 0.5, 0), weight_column="level")
+    assert load_prompts(config, model_folder).weights == (2.0, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        ("sort_column", (1, "x"), r"levels.jsonl:2: column 'level' holds 'x', expected a number \(data.sort_column\)"),
+        ("weight_column", (1, -1), r"levels.jsonl:2: column 'level' holds -1, expected a number of at least 0"),
+        ("weight_column", (0, 0), r"data.weight_column=level: all weights are 0, so that no row would come"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(model_folder, tmp_path, key, values, message):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(config_of(levels(tmp_path, *values), **{key: "level"}), model_folder)
+
+
+def test_a_column_of_numbers_that_is_missing_is_named_with_its_key(model_folder, tmp_path):
+    with pytest.raises(ValueError, match=r"no column 'rank' .* set data.sort_column to the right one"):
+        load_prompts(config_of(levels(tmp_path, 1), sort_column="rank", shuffle=False), model_folder)

@@ -27,7 +27,7 @@ def test_tokens_that_are_treated_apart_are_selected(name):
 
 
 def test_the_critic_says_how_much_its_values_explain_of_the_returns():
-    """Over the trained tokens of two microbatches, against torch on all of them. What it says now does not matter."""
+    """Two microbatches, against torch on all of their trained tokens. What it says now does not matter."""
     keys = ["model.path=m", "data.source=arithmetic", "algorithm.advantage={estimator: gae, gamma: 0.9, whiten: false}"]
     algorithm = load(BASE, keys).algorithm
     masks = {"a": (True, False, True, True), "b": (True, True), "c": (False, True, True)}
