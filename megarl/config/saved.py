@@ -56,6 +56,8 @@ ADDED: dict[int, dict[str, Any]] = {
         "data.options": {},
         "data.stages": [],
         "data.source_column": None,
+        "data.more_sources": [],
+        "data.source_weights": {},
         "data.sort_column": None,
         "data.weight_column": None,
         "data.solved_weight": None,

@@ -226,6 +226,8 @@ class Batch(Section):
 
 class Data(Section):
     source: Annotated[str, Field(min_length=1)]
+    more_sources: list[Annotated[str, Field(min_length=1)]]
+    source_weights: dict[str, PositiveFloat]
     options: dict[str, Any]
     stages: list[dict[str, Any]]
     rows: Literal["prompts", "messages", "preferences"]
@@ -255,9 +257,14 @@ class Data(Section):
         return is_procedural(self.source)
 
     @property
+    def sources(self) -> list[str]:
+        """All files, or what the rows are made by."""
+        return [self.source, *self.more_sources]
+
+    @property
     def draws_by_weight(self) -> bool:
         """Whether prompts are drawn by weights, instead of each once in an epoch."""
-        return self.weight_column is not None or self.solved_weight is not None
+        return self.weight_column is not None or self.solved_weight is not None or bool(self.source_weights)
 
     @property
     def ordering_columns(self) -> dict[str, str]:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 from transformers import AutoTokenizer
@@ -186,3 +188,58 @@ def test_numbers_that_are_none_are_refused(model_folder, tmp_path, key, values, 
 def test_a_column_of_numbers_that_is_missing_is_named_with_its_key(model_folder, tmp_path):
     with pytest.raises(ValueError, match=r"no column 'rank' .* set data.sort_column to the right one"):
         load_prompts(config_of(levels(tmp_path, 1), sort_column="rank", shuffle=False), model_folder)
+
+
+def test_rows_of_several_files_come_one_file_after_the_other(model_folder, tmp_path):
+    """Two of them have one name, so that their rows have their paths in theirs."""
+    one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
+    for folder in (one, two, three):
+        folder.mkdir()
+    files = [jsonl(one, "a", "b"), jsonl(two, "c"), jsonl(three, "d").rename(three / "other.jsonl")]
+    config = config_of(files[0], more_sources=[str(file) for file in files[1:]])
+    prompts = load_prompts(config, model_folder)
+    assert [prompt.messages[0]["content"] for prompt in prompts.prompts] == ["a", "b", "c", "d"]
+    names = [f"{files[0]}:1", f"{files[0]}:2", f"{files[1]}:1", "other.jsonl:1"]
+    assert [prompt.id for prompt in prompts.prompts] == names
+    assert len(load_prompts(config_of(files[0], more_sources=[str(files[1])], size=3), model_folder)) == 3
+    files[2].write_text('{"prompt": 1, "answer": 2}\n')
+    with pytest.raises(ValueError, match=f"{files[2]}:1: column 'prompt' holds"):
+        load_prompts(config, model_folder)
+
+
+def test_the_rows_of_a_source_share_its_weight(model_folder, tmp_path):
+    """3 to 1: the two rows of the first file have 1.5 each. Weights of rows are parts of their file's."""
+    (tmp_path / "b").mkdir()
+    first, second = levels(tmp_path, 3, 1), levels(tmp_path / "b", 2)
+    both = {"more_sources": [str(second)], "source_weights": {str(first): 3.0, str(second): 1.0}}
+    assert load_prompts(config_of(first, **both), model_folder).weights == (1.5, 1.5, 1.0)
+    by_row = config_of(first, **both, weight_column="level")
+    assert load_prompts(by_row, model_folder).weights == (3 * 3 / 4, 3 * 1 / 4, 1.0)
+
+
+def test_a_column_says_the_source_that_has_a_weight(model_folder, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = ({"prompt": "p", "answer": 1, "info": {"of": name}} for name in ("gsm8k", "math", "gsm8k"))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(path, source_column="info.of", source_weights={"gsm8k": 1.0, "math": 4.0})
+    assert load_prompts(config, model_folder).weights == (0.5, 4.0, 0.5)
+    with pytest.raises(ValueError, match=r"data.source_weights: it has no weight of 'math', which rows are of; add it"):
+        load_prompts(config_of(path, source_column="info.of", source_weights={"gsm8k": 1.0}), model_folder)
+
+
+def test_verls_rows_are_read_as_they_are(model_folder, tmp_path):
+    """Its file has the answer inside of a column, and columns that choose the reward function and are handed to it."""
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    config = config_of(
+        tmp_path / "train.parquet", answer_column="reward_model.ground_truth", source_column="data_source"
+    )
+    [prompt] = load_prompts(config, model_folder, {"extra_info": "f"}).prompts
+    assert (prompt.answer, prompt.messages) == ("4", ({"role": "user", "content": "2+2?"},))
+    assert prompt.columns == {"data_source": "openai/gsm8k", "extra_info": {"split": "train", "index": 0}}

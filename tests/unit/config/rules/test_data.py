@@ -21,7 +21,19 @@ FILE = "data.source=rows.jsonl"
         ([FILE, "data.sort_column=level"], "data.sort_column=level: with data.shuffle=true rows would not come in its"),
         (
             [FILE, "data.sort_column=level", "data.solved_weight=0.1"],
-            "data.sort_column=level: rows that are drawn by data.weight_column or data.solved_weight come in no order",
+            "data.sort_column=level: rows that are drawn by data.weight_column, solved_weight or source_weights",
+        ),
+        (
+            ["data.more_sources=[b.jsonl]"],
+            "data.source=arithmetic: several sources are files, and its rows are made; set",
+        ),
+        (
+            [FILE, "data.more_sources=[arithmetic]"],
+            "data.more_sources=arithmetic: several sources are files, and its rows",
+        ),
+        (
+            [FILE, "data.more_sources=[b.jsonl]", "data.source_weights={rows.jsonl: 1}"],
+            "it has a weight for each file, which are rows.jsonl, b.jsonl; name these, or the column",
         ),
         (["data.solved_above=1"], "data.solved_above=1.0: nothing reads it without data.solved_weight; set that, or"),
     ],
