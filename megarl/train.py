@@ -145,10 +145,13 @@ def update_models(
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
-    """Adapts the KL coefficient and renews the reference after a step, where the config asks for it."""
+    """Adapts the KL coefficient and the objective's penalty, and renews the reference after a step, where the config
+    asks for it."""
     kl = config.algorithm.kl
     name = config.algorithm.kl_metric
     if kl.adaptive_target is not None and name in metrics:  # it is not if no token was trained
         actor.adapt_kl(metrics[name].value, num_samples).result()
+    if config.algorithm.objective.adapted_penalty_target is not None and "policy/kl_old" in metrics:
+        actor.adapt_penalty(metrics["policy/kl_old"].value).result()
     if kl.renews_after(number):
         actor.renew_reference().result()

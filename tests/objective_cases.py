@@ -280,6 +280,8 @@ class World:
             "mismatch/logprob_abs_mean": mismatch.mean(),
             "mismatch/logprob_abs_max": mismatch.max(),
         }
+        log_ratio = torch.cat([r.now - r.old for r in responses])
+        found["policy/kl_old"] = (log_ratio.exp() - 1 - log_ratio).mean()
         if "weight" in case.correction and "mask" not in case.correction:
             found["correction/weight_mean"], found["correction/weight_max"] = factor.mean(), factor.max()
             found["correction/weight_square_mean"] = factor.square().mean()

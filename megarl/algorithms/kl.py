@@ -93,6 +93,14 @@ def adapted(coefficient: float, divergence: float, target: float, num_samples: i
     return coefficient * (1 + error * num_samples / horizon)
 
 
+def adapted_penalty(penalty: float, divergence: float, target: float) -> float:
+    """Returns β / 2 where the divergence from the old policy is below target / 1.5, 2·β where it is above 1.5 · target,
+    else β: PPO's adaptive penalty (https://arxiv.org/abs/1707.06347, section 4)."""
+    if divergence < target / 1.5:
+        return penalty / 2
+    return penalty * 2 if divergence > target * 1.5 else penalty
+
+
 def metric_name(placement: str, credits_to_go: bool, level: str, estimator: str, straight_through: bool) -> str:
     """Returns the metric that names the form of the KL, such as kl/loss_token_k3, or kl/reward_to_go_token_k1 for a
     reward that counts for the tokens up to it."""

@@ -217,16 +217,18 @@ class PolicyObjective(ObjectiveSpec):
     loss        (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss
     inputs      further arguments of `loss`: the SampleSegments of the rows, or which tokens are selected
     selection   the rule by which these tokens are selected
+    of_steps    options by which arguments change from step to step -> the value that null stands for
     """
 
     loss: Callable[..., PolicyLoss]
     inputs: tuple[Literal["samples", "selected"], ...] = ()
     selection: Selection | None = None
+    of_steps: Options = field(default_factory=dict)
 
     @property
     def options(self) -> Options:
         if self.selection is None:
-            return self.arguments
+            return {**self.arguments, **self.of_steps}
         return {**self.arguments, **self.selection.arguments, "covariance_share": self.selection.share}
 
 

@@ -70,6 +70,7 @@ class Objective(Chosen):
     clip_high: PositiveFloat | None
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None
     penalty: PositiveFloat | None
+    penalty_target: PositiveFloat | None
     tau_positive: PositiveFloat | None
     tau_negative: PositiveFloat | None
     divergence_limit: PositiveFloat | None
@@ -92,6 +93,11 @@ class Objective(Chosen):
     @property
     def spec(self) -> ObjectiveSpec:
         return OBJECTIVES[self.name]
+
+    @property
+    def adapted_penalty_target(self) -> float | None:
+        """The divergence from the old policy towards which the penalty is adapted (None: it stays)."""
+        return self.option("penalty_target") if "penalty_target" in self.spec.options else None
 
 
 class Value(Section):

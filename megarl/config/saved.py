@@ -36,6 +36,7 @@ ADDED: dict[int, dict[str, Any]] = {
         "algorithm.advantage.whiten_over": None,
         "algorithm.objective.divergence_limit_negative": None,
         "algorithm.correction.weight_floor": None,
+        "algorithm.objective.penalty_target": None,
         "environment": {
             "class": None,
             "options": {},

@@ -43,6 +43,10 @@ def policy_loss(
     inputs = [{"samples": samples, "selected": batch.selected}[name] for name in spec.inputs]
     policy = spec.loss(log_prob, old, batch.advantage, *inputs, **objective.options(spec.arguments))
     sums = _policy_metrics(batch, policy, log_prob, entropy) | _start_metrics(batch, log_prob, has_moved)
+    # Its mean over tokens of the old policy is KL(π_old ‖ π).
+    sums["policy/kl_old"] = mean(kl.k3(old - log_prob), batch.mask)
+    if objective.adapted_penalty_target is not None:
+        sums["policy/penalty"] = mean(torch.full_like(log_prob, objective.option("penalty")), batch.mask)
     correction = _correction(algorithm.correction, batch, old, samples)
     loss = (batch.weight * correction.factor * policy.loss).sum()
     sums |= _correction_metrics(batch, correction)

@@ -229,6 +229,12 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             lambda worker: worker.adapt_kl(divergence, num_samples),
         )
 
+    def adapt_penalty(self, divergence: float) -> Pending[list[None]]:
+        """Moves the penalty of the actor's objective."""
+        return self._submit(
+            "change of the penalty", "update", "adapt_penalty", lambda worker: worker.adapt_penalty(divergence)
+        )
+
     def renew_reference(self) -> Pending[list[None]]:
         """Moves the actor's reference to the policy."""
         return self._submit(

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch.distributed import Store
 
-from megarl.algorithms.kl import adapted
+from megarl.algorithms.kl import adapted, adapted_penalty
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
@@ -51,6 +51,8 @@ class ActorWorker(TrainerWorker):
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """The KL coefficient, which changes between steps if algorithm.kl.adaptive_target is given."""
+        self._penalty: float | None = None
+        """The penalty of kl_penalty, once algorithm.objective.penalty_target has changed it."""
         if config.has_reference:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
         self._token_details = TokenDetails(config.num_detailed_groups)
@@ -64,6 +66,9 @@ class ActorWorker(TrainerWorker):
     @property
     def objective(self) -> Loss:
         algorithm, spec = self._config.algorithm, self._config.algorithm.objective.spec
+        if self._penalty is not None:
+            objective = algorithm.objective.model_copy(update={"penalty": self._penalty})
+            algorithm = algorithm.model_copy(update={"objective": objective})
         if spec.is_policy_objective:
             loss = partial(policy_loss, algorithm, self.kl_coefficient, has_moved=self._has_moved)
             makes_no_pass = parallel.returns_results() and not self._has_moved and self._settings.layout.cp == 1
@@ -152,12 +157,20 @@ class ActorWorker(TrainerWorker):
             self.kl_coefficient, divergence, kl.adaptive_target, num_samples, kl.adaptive_horizon
         )
 
+    def adapt_penalty(self, divergence: float) -> None:
+        """Adapts the penalty of kl_penalty after a step with this mean divergence from the old policy."""
+        objective = self._config.algorithm.objective
+        penalty = objective.option("penalty") if self._penalty is None else self._penalty
+        self._penalty = adapted_penalty(penalty, divergence, objective.adapted_penalty_target)
+
     def _counters(self) -> dict[str, float]:
-        return super()._counters() | {"kl_coefficient": self.kl_coefficient}
+        penalty = {} if self._penalty is None else {"penalty": self._penalty}
+        return super()._counters() | {"kl_coefficient": self.kl_coefficient} | penalty
 
     def _restore_counters(self, counters: Mapping[str, float]) -> None:
         super()._restore_counters(counters)
         self.kl_coefficient = counters["kl_coefficient"]
+        self._penalty = counters.get("penalty")
 
     def renew_reference(self) -> None:
         """Makes the reference take algorithm.kl.renew_share of the policy, after a step."""

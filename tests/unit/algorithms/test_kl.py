@@ -113,6 +113,13 @@ def test_the_coefficient_moves_by_at_most_a_fifth_of_the_horizons_share(divergen
     assert kl.adapted(1.0, divergence, 0.05, 100, 1000) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("divergence", "expected"), [(0.0, 0.5), (0.0066, 0.5), (0.0067, 1), (0.0149, 1), (0.0151, 2), (9.0, 2)]
+)
+def test_ppos_penalty_is_halved_or_doubled(divergence, expected):
+    assert kl.adapted_penalty(1.0, divergence, 0.01) == expected
+
+
 @pytest.mark.parametrize("adaptive_target", ["null", "0.1"])
 def test_all_forms_combine_and_each_has_a_metric_of_its_own(adaptive_target):
     """A form says where the KL is taken off or added, of what, how it is estimated, and its gradient."""
