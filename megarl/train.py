@@ -22,7 +22,7 @@ from megarl.step.agreement import warn_of_disagreement
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import dispatch, updates_of
 from megarl.step.evaluation import evaluate
-from megarl.step.metrics import step_metrics, update_rate
+from megarl.step.metrics import step_metrics, update_rate, with_explained_variance
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
 from megarl.step.profile import profiled
@@ -68,6 +68,7 @@ def step(config: Config, workers: Workers, loop: Loop, queue: RolloutQueue) -> d
     watch, number = loop.stopwatch(), loop.state.step
     file = loop.folder.rollouts(number)
     rollouts = collect_rollouts(config, workers, number, queue, file, watch, loop.saver.commit)
+    curriculum = loop.note_solved(rollouts.solve_rates)
     with watch.phase("train"), profiled(config, workers.trained, number, loop.folder.profile(number)):
         metrics = train(config, workers, rollouts, number, loop.state.average)
     warn_of_disagreement(config, metrics, loop.folder.logs)
@@ -77,7 +78,7 @@ def step(config: Config, workers: Workers, loop: Loop, queue: RolloutQueue) -> d
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
     recorded.result()
     metrics |= workers.take_idle_shares()
-    return values(rollouts.metrics | metrics) | step_metrics(config, rollouts.sampled, watch, number)
+    return values(rollouts.metrics | metrics) | curriculum | step_metrics(config, rollouts.sampled, watch, number)
 
 
 def evaluate_due(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
@@ -97,7 +98,7 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
     totals = rewards.token_reward_totals, rewards.kl_reward_totals
     samples = [attach_baselines(config, update, *totals, average) for update in updates]
     metrics = rewards.metrics | update_reward_average(config, rollouts.chosen, *totals, average)
-    metrics |= update_models(config, workers, samples, rewards.scores, number)
+    metrics |= with_explained_variance(update_models(config, workers, samples, rewards.scores, number))
     if config.trains_actor_in(number):
         follow_policy(config, workers.actor, number, metrics, sum(map(len, rollouts.chosen)))
     return metrics
@@ -148,10 +149,13 @@ def update_models(
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
-    """Adapts the KL coefficient and renews the reference after a step, where the config asks for it."""
+    """Adapts the KL coefficient and the objective's penalty, and renews the reference after a step, where the config
+    asks for it."""
     kl = config.algorithm.kl
     name = config.algorithm.kl_metric
     if kl.adaptive_target is not None and name in metrics:  # it is not if no token was trained
         actor.adapt_kl(metrics[name].value, num_samples).result()
+    if config.algorithm.objective.adapted_penalty_target is not None and "policy/kl_old" in metrics:
+        actor.adapt_penalty(metrics["policy/kl_old"].value).result()
     if kl.renews_after(number):
         actor.renew_reference().result()

@@ -84,10 +84,11 @@ def sapo(r: Response) -> Tensor:
     return -4 / tau / (1 + (-tau * (r.ratio - 1)).exp()) * r.advantage
 
 
-def dppo(divergence: Callable[[Tensor, Tensor], Tensor], limit: float) -> Loss:
+def dppo(divergence: Callable[[Tensor, Tensor], Tensor], limit: float, negative: float | None = None) -> Loss:
     def loss(r: Response) -> Tensor:
         outwards = torch.where(r.advantage > 0, r.ratio > 1, r.ratio < 1)
-        far = divergence(r.old.exp(), r.now.detach().exp()) > limit
+        limits = torch.where(r.advantage < 0, limit if negative is None else negative, limit)
+        far = divergence(r.old.exp(), r.now.detach().exp()) > limits
         return torch.where(outwards & far, 0.0, unclipped(r))
 
     return loss
@@ -157,8 +158,8 @@ def no_factor(ratio: Tensor) -> Tensor:
     return torch.ones_like(ratio)
 
 
-def truncated(level: Factor, limit: float = math.inf) -> Factor:
-    return lambda ratio: level(ratio).clamp(max=limit)
+def truncated(level: Factor, limit: float = math.inf, floor: float = 0.0) -> Factor:
+    return lambda ratio: level(ratio).clamp(floor, limit)
 
 
 def masked(level: Factor, low: float, high: float) -> Factor:
@@ -189,11 +190,11 @@ ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def divergence(estimator: str, level: str, straight_through: bool) -> Loss:
+def divergence(estimator: str, level: str, straight_through: bool, limit: float = math.inf) -> Loss:
     def loss(r: Response) -> Tensor:
         d = r.now - r.reference
         d = d.sum().expand(len(d)) if level == "sequence" else d
-        value = ESTIMATES[estimator](d)
+        value = ESTIMATES[estimator](d).clamp(-limit, limit)
         return value.detach() + d.detach() * (d - d.detach()) if straight_through else value
 
     return loss
@@ -201,6 +202,8 @@ def divergence(estimator: str, level: str, straight_through: bool) -> Loss:
 
 def aggregate(mode: str, losses: Sequence[Tensor], responses: Sequence[Response]) -> Tensor:
     """losses: of the tokens of each response; samples without trained tokens lose nothing and are counted."""
+    if mode == "token_sum":
+        return torch.cat(list(losses)).sum()
     if mode == "token_mean":
         return torch.cat(list(losses)).mean()
     if mode == "prompt_mean_of_token_means":

@@ -22,6 +22,12 @@ def sequence_mean_of_token_sums(num_tokens: Sequence[int]) -> list[float]:
     return [1.0 / len(num_tokens) if n else 0.0 for n in num_tokens]
 
 
+def token_sum(num_tokens: Sequence[int]) -> list[float]:
+    """w = 1: the sum over all tokens of an update, whose gradient grows with their number; learning rate and clipping
+    of the gradient have to be chosen for that."""
+    return [1.0 if n else 0.0 for n in num_tokens]
+
+
 def token_mean(num_tokens: Sequence[int]) -> list[float]:
     """w = 1 / Σ n_i: DAPO (https://arxiv.org/abs/2503.14476, eq. 8)."""
     total = sum(num_tokens)
@@ -77,6 +83,7 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
         "1 / tokens of the update: DAPO, arXiv 2503.14476",
         lambda num_tokens, prompts, max_tokens: token_mean(num_tokens),
     ),
+    "token_sum": Aggregation("1", lambda num_tokens, prompts, max_tokens: token_sum(num_tokens)),
 }
 
 

@@ -54,6 +54,12 @@ def standard_deviation(rewards: Sequence[float], std: str) -> float:
     return math.sqrt(math.fsum((r - average) ** 2 for r in rewards) / divisor)
 
 
+def deviations_of_others(rewards: Sequence[float], std: str) -> list[float]:
+    """Returns the standard deviation of the other rewards, of at least two rewards, for each of them; 0 where there is
+    one other. std: as in `standard_deviation`."""
+    return [standard_deviation([*rewards[:i], *rewards[i + 1 :]], std) for i in range(len(rewards))]
+
+
 @dataclass
 class MovingAverage:
     """The moving average of the mean rewards of earlier steps, without the bias of its start: Σ d^(n−s)·r_s / Σ
@@ -68,5 +74,5 @@ class MovingAverage:
         return self.total / self.weight if self.weight else 0.0
 
     def add(self, reward: float, decay: float) -> None:
-        """Takes up the mean reward of a step. decay: d, from 0 (the last step alone counts) to below 1."""
+        """Takes up the mean reward of a step. decay: d, from 0 (the last step alone counts) to 1 (all count alike)."""
         self.total, self.weight = decay * self.total + reward, decay * self.weight + 1.0

@@ -19,7 +19,7 @@ class Factors(NamedTuple):
 
     factor    float32, what the token's loss is multiplied with
     weight    float32, the importance weight as it is used (None: there is none)
-    limited   bool, where the weight was limited (None: there is none)
+    limited   bool, where the weight was limited, or raised (None: there is none)
     masked    bool, where the mask drops the token (None: there is none)
     """
 
@@ -37,8 +37,10 @@ def factors(
     mask: str | None,
     mask_low: float,
     mask_high: float,
+    weight_floor: float | None = None,
 ) -> Factors:
-    """Returns factor = min(w, weight_limit) · 1[mask_low ≤ m ≤ mask_high], w and m each the ratio π_old/μ at a level.
+    """Returns factor = max(min(w, weight_limit), weight_floor) · 1[mask_low ≤ m ≤ mask_high], w and m each the ratio
+    π_old/μ at a level.
 
     Levels: "token", the token's ratio; "sequence", the product over the sample; "geometric", the product's n-th root.
     Truncated importance sampling (https://fengyao.notion.site/off-policy-rl) has w; decoupled PPO
@@ -52,8 +54,8 @@ def factors(
     factor, used, limited, masked = log_ratio.new_ones(log_ratio.shape), None, None, None
     if weight is not None:
         full = _ratio(weight, log_ratio, samples)
-        used = full if weight_limit is None else full.clamp(max=weight_limit)
-        limited = used < full
+        used = full if weight_limit is None and weight_floor is None else full.clamp(weight_floor, weight_limit)
+        limited = used != full
         factor = factor * used
     if mask is not None:
         ratio = _ratio(mask, log_ratio, samples)

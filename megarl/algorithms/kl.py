@@ -3,6 +3,12 @@
 Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html), with r = exp(−d): k1 = d (unbiased, may
 be negative) · k2 = d²/2 (biased, but its gradient is unbiased) · k3 = r − 1 − log r (unbiased, never negative; the one
 in GRPO's loss, https://arxiv.org/abs/2402.03300, eq. 4) · abs = |d|. r is bounded as in ratio.py.
+
+Which one a paper has follows from where its KL is: k1 in the reward, whose mean is the divergence that is taken off
+(InstructGPT, https://arxiv.org/abs/2203.02155, eq. 2; RLOO, https://arxiv.org/abs/2402.14740; REINFORCE++,
+https://arxiv.org/abs/2501.03262), and k3 of tokens in the loss. Of a whole response k3 grows exponentially in the sum
+of the log-ratios, up to e²⁰ here, and one response drowns the others; k2 grows with its square, and has the gradient of
+the divergence.
 """
 
 from __future__ import annotations
@@ -48,14 +54,28 @@ KL_ESTIMATORS: Mapping[str, KLEstimator] = {
 }
 
 
-def estimate(estimator: str, log_ratio: torch.Tensor, straight_through: bool = False) -> torch.Tensor:
+def usual_estimator(placement: str, level: str) -> str:
+    """Returns the estimator of the papers whose KL is at this place: "reward" or "loss", of the "token" or the
+    "sequence"."""
+    if placement == "reward":
+        return "k1"
+    return "k3" if level == "token" else "k2"
+
+
+def estimate(
+    estimator: str, log_ratio: torch.Tensor, straight_through: bool = False, limit: float | None = None
+) -> torch.Tensor:
     """Returns the estimate of each log-ratio, float32 [N], differentiable in log_ratio.
 
     log_ratio          float32 [N], of single tokens or of the sum over whole samples
     straight_through   the estimate's value with the gradient of k2, d·∇d. Its mean over samples of π is the gradient of
                        the divergence, which no other of these has (k1's has the mean 0).
+    limit              an estimate beyond ± this is cut down to it, and has no gradient unless it is straight-through;
+                       verl's low_var_kl is k3 with 10
     """
     value = KL_ESTIMATORS[estimator].function(log_ratio)
+    if limit is not None:
+        value = value.clamp(-limit, limit)
     if not straight_through:
         return value
     surrogate = k2(log_ratio)
@@ -71,6 +91,14 @@ def adapted(coefficient: float, divergence: float, target: float, num_samples: i
     """
     error = min(max(divergence / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * num_samples / horizon)
+
+
+def adapted_penalty(penalty: float, divergence: float, target: float) -> float:
+    """Returns β / 2 where the divergence from the old policy is below target / 1.5, 2·β where it is above 1.5 · target,
+    else β: PPO's adaptive penalty (https://arxiv.org/abs/1707.06347, section 4)."""
+    if divergence < target / 1.5:
+        return penalty / 2
+    return penalty * 2 if divergence > target * 1.5 else penalty
 
 
 def metric_name(placement: str, credits_to_go: bool, level: str, estimator: str, straight_through: bool) -> str:

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
 
 def kl_reward(
-    old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, coefficient: float, estimator: str, level: str
+    old: torch.Tensor,
+    reference: torch.Tensor,
+    mask: torch.Tensor,
+    coefficient: float,
+    estimator: str,
+    level: str,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Returns −coefficient · KL of one sample's response to the reference, under the policy that sampled it.
 
@@ -22,12 +28,13 @@ def kl_reward(
 
     old, reference   float32 [R], log-probs
     mask             bool [R], the trained tokens
+    limit            of the estimates
     returns          float32 [R], 0 where the mask is False
     """
     require_one_shape(old=old, reference=reference, mask=mask)
     log_ratio = (old - reference).where(mask, 0.0)
     if level == "token":
-        return (-coefficient * estimate(estimator, log_ratio)).where(mask, 0.0)
+        return (-coefficient * estimate(estimator, log_ratio, limit=limit)).where(mask, 0.0)
     reward = old.new_zeros(old.shape)
-    reward[mask.nonzero()[-1:, 0]] = -coefficient * estimate(estimator, log_ratio.sum())
+    reward[mask.nonzero()[-1:, 0]] = -coefficient * estimate(estimator, log_ratio.sum(), limit=limit)
     return reward

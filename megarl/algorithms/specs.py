@@ -68,7 +68,7 @@ class EstimatorSpec:
     @property
     def options(self) -> Options:
         """Every key of algorithm.advantage that it reads besides `estimator`."""
-        whitening = {"whiten": self.whitens, "whiten_std": "sample", "whiten_epsilon": 1e-6}
+        whitening = {"whiten": self.whitens, "whiten_over": "update", "whiten_std": "sample", "whiten_epsilon": 1e-6}
         return {**self.arguments, **self.shared_options(), **whitening}
 
     def shared_options(self) -> Options:
@@ -217,16 +217,18 @@ class PolicyObjective(ObjectiveSpec):
     loss        (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss
     inputs      further arguments of `loss`: the SampleSegments of the rows, or which tokens are selected
     selection   the rule by which these tokens are selected
+    of_steps    options by which arguments change from step to step -> the value that null stands for
     """
 
     loss: Callable[..., PolicyLoss]
     inputs: tuple[Literal["samples", "selected"], ...] = ()
     selection: Selection | None = None
+    of_steps: Options = field(default_factory=dict)
 
     @property
     def options(self) -> Options:
         if self.selection is None:
-            return self.arguments
+            return {**self.arguments, **self.of_steps}
         return {**self.arguments, **self.selection.arguments, "covariance_share": self.selection.share}
 
 

@@ -17,6 +17,17 @@ class ValueLoss(NamedTuple):
     clipped: torch.Tensor
 
 
+def explained_variance(
+    return_mean: float, return_square_mean: float, residual_mean: float, residual_square_mean: float
+) -> float | None:
+    """Returns 1 − Var[R − V] / Var[R], 1 for values that are the returns, 0 for constant ones and below 0 for worse.
+    None where the returns are all the same. residual: R − V."""
+    variance = return_square_mean - return_mean**2
+    if variance <= 1e-9 * return_square_mean:  # less than rounding
+        return None
+    return 1 - (residual_square_mean - residual_mean**2) / variance
+
+
 def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None) -> ValueLoss:
     """Returns ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
 

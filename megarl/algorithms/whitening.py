@@ -1,4 +1,4 @@
-"""Advantages with mean 0 and standard deviation 1 over the trained tokens of a whole update."""
+"""Advantages with mean 0 and standard deviation 1 over the trained tokens of a whole update, or step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[
 
 def whiten(advantage: torch.Tensor, mask: torch.Tensor, mean: float, std: float, std_epsilon: float) -> torch.Tensor:
     """Returns (A − mean) / (std + ε) where the mask is True, and 0 elsewhere, also everywhere if std + ε is 0. Mean and
-    std are those of a whole update's trained tokens.
+    std are those of the trained tokens of a whole update, or of all updates of a step.
 
     advantage, mask   float32 and bool [N]
     """

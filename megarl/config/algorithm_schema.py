@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.kl import KL_ESTIMATORS, metric_name
+from megarl.algorithms.kl import KL_ESTIMATORS, metric_name, usual_estimator
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec, Option, Options
 from megarl.config.fields import FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Share
@@ -44,12 +44,13 @@ class Advantage(Chosen):
     length_alpha: PositiveFloat | None
     credit: Literal["whole", "to_go"] | None
     whiten: bool | None
+    whiten_over: Literal["update", "step"] | None
     whiten_std: Literal["sample", "population", "none"] | None
     whiten_epsilon: NonNegativeFloat | None
     std: Literal["sample", "population", "none"] | None
     std_epsilon: NonNegativeFloat | None
     group_of_one: Literal["zero", "reward"] | None
-    baseline_decay: Annotated[float, Field(ge=0, lt=1)] | None
+    baseline_decay: Share | None
     k: PositiveInt | None
     pass_at_k_baseline: Literal["all", "without"] | None
 
@@ -69,9 +70,11 @@ class Objective(Chosen):
     clip_high: PositiveFloat | None
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None
     penalty: PositiveFloat | None
+    penalty_target: PositiveFloat | None
     tau_positive: PositiveFloat | None
     tau_negative: PositiveFloat | None
     divergence_limit: PositiveFloat | None
+    divergence_limit_negative: PositiveFloat | None
     covariance_low: FiniteFloat | None
     covariance_high: FiniteFloat | None
     covariance_share: Annotated[float, Field(gt=0, le=1)] | None
@@ -91,6 +94,11 @@ class Objective(Chosen):
     def spec(self) -> ObjectiveSpec:
         return OBJECTIVES[self.name]
 
+    @property
+    def adapted_penalty_target(self) -> float | None:
+        """The divergence from the old policy towards which the penalty is adapted (None: it stays)."""
+        return self.option("penalty_target") if "penalty_target" in self.spec.options else None
+
 
 class Value(Section):
     coefficient: PositiveFloat
@@ -101,13 +109,22 @@ class Value(Section):
 class KL(Section):
     placement: Literal["loss", "reward"]
     level: Literal["token", "sequence"]
-    estimator: KLEstimatorName
+    estimator: KLEstimatorName | None
+    """Never None once the configuration is loaded."""
     straight_through: bool
+    limit: PositiveFloat | None
     coefficient: NonNegativeFloat
     adaptive_target: PositiveFloat | None
     adaptive_horizon: PositiveInt
     renew_steps: PositiveInt | None
     renew_share: Annotated[float, Field(gt=0, le=1)]
+
+    @model_validator(mode="after")
+    def _estimator_of_its_place(self) -> Self:
+        """Decides estimator=null: the estimator that the papers have at this place."""
+        if self.estimator is not None:
+            return self
+        return self.model_copy(update={"estimator": usual_estimator(self.placement, self.level)})
 
     def renews_after(self, step: int) -> bool:
         return self.renew_steps is not None and step % self.renew_steps == 0
@@ -118,6 +135,7 @@ class Correction(Section):
     weight: Literal["auto", "token", "sequence", "geometric"] | None
     """Never "auto" once the whole configuration is loaded."""
     weight_limit: PositiveFloat | None
+    weight_floor: PositiveFloat | None
     mask: Literal["token", "sequence", "geometric"] | None
     mask_low: NonNegativeFloat
     mask_high: PositiveFloat
@@ -129,6 +147,13 @@ class Algorithm(Section):
     correction: Correction
     value: Value
     kl: KL
+
+    @property
+    def whitens_step(self) -> bool:
+        """Whether advantages are whitened over all updates of a step."""
+        advantage = self.advantage
+        is_read = self.objective.spec.is_policy_objective and advantage.option("whiten")
+        return bool(is_read) and advantage.option("whiten_over") == "step"
 
     @property
     def kl_metric(self) -> str:

@@ -69,7 +69,7 @@ def _lines() -> Iterator[str]:
     yield from _kl()
     yield "algorithm.correction, of what lies between the policy that sampled and the old one"
     yield from (f"    {_choices(Correction, key)}" for key in ("old", "weight", "mask"))
-    yield "    weight_limit with a weight, mask_low and mask_high with a mask"
+    yield "    weight_limit and weight_floor with a weight, mask_low and mask_high with a mask"
 
 
 def _advantages() -> Iterator[str]:
@@ -100,7 +100,8 @@ def _kl() -> Iterator[str]:
     yield "algorithm.kl.estimator, with d = log π − log π_ref, for any of algorithm.kl"
     yield from (f"  {name}: {estimator.formula}" for name, estimator in KL_ESTIMATORS.items())
     yield f"    {_choices(KL, 'placement')}, {_choices(KL, 'level')}, straight_through=true | false"
-    yield "    coefficient, fixed or moved by adaptive_target and adaptive_horizon"
+    yield "    estimator=null: k1 in the reward; in the loss k3, at level=sequence k2"
+    yield "    limit, of the estimate; coefficient, fixed or moved by adaptive_target and adaptive_horizon"
     yield "    renew_steps and renew_share, of the reference"
 
 

@@ -20,9 +20,10 @@ def config_of_set(config: Config, given: EvaluationSet) -> Config:
         "chat_template": given.chat_template,
     }
     data = {name: value for name, value in own.items() if value is not None} | {"size": given.size, "shuffle": False}
-    data["stages"] = []
+    data |= {"stages": [], "sort_column": None, "weight_column": None, "solved_weight": None}
+    data["source_weights"] = {}
     if given.source is not None:
-        data["options"] = {}  # those of the run's source
+        data |= {"options": {}, "more_sources": []}  # those of the run's source
     rewards = {"judge": None, "overlong_buffer": None}
     if given.functions is not None:
         rewards["functions"] = given.functions

@@ -40,11 +40,15 @@ VERL = {
     "hybrid_engine": "cluster.placement",
     "input_tokenizer": "reward_model.reads (ids, text or chat)",
     "kl_loss_coef": "algorithm.kl.coefficient",
-    "kl_loss_type": "algorithm.kl.estimator",
+    "kl_loss_type": "algorithm.kl.estimator (low_var_kl: k3 with limit=10)",
     "kl_penalty": "algorithm.kl.estimator",
     "lam": "algorithm.advantage.gae_lambda",
     "loss_agg_mode": "algorithm.objective.aggregation",
     "loss_mode": "algorithm.objective.name",
+    "log_prob_max_token_len_per_gpu": "actor.tokens_per_microbatch",
+    "log_prob_micro_batch_size": "actor.tokens_per_microbatch (tokens, not samples)",
+    "log_prob_micro_batch_size_per_gpu": "actor.tokens_per_microbatch (tokens, not samples)",
+    "logger": "run.trackers (tensorboard, wandb, mlflow, trackio; the console and metrics.jsonl always are)",
     "lr_decay_style": "actor.optimizer.schedule.name",
     "lr_scheduler_type": "actor.optimizer.schedule.name",
     "lr_warmup_steps": "actor.optimizer.schedule.warmup",
@@ -56,6 +60,7 @@ VERL = {
     "max_response_length": "rollout.max_new_tokens",
     "min_lr_ratio": "actor.optimizer.schedule.min_lr (absolute)",
     "n": "batch.samples_per_prompt",
+    "n_agent": "batch.samples_per_prompt",
     "norm_adv_by_std_in_grpo": "algorithm.advantage.std",
     "optimizer_offload": "actor.offload",
     "override_transformer_config": "actor.megatron_overrides.model",
@@ -81,7 +86,7 @@ VERL = {
     "total_epochs": "run.steps (the data start again as often as they take)",
     "total_training_steps": "run.steps",
     "train_batch_size": "batch.prompts_per_step",
-    "train_files": "data.source",
+    "train_files": "data.source and data.more_sources",
     "ulysses_sequence_parallel_size": "actor.layout.cp",
     "val_before_train": "evaluation.at_start",
     "val_files": "evaluation.sets",
@@ -91,6 +96,13 @@ VERL = {
     "warmup_style": "actor.optimizer.schedule.name",
 }
 """Names of verl's keys, with the section above where that decides -> our names."""
+
+WITHOUT_KEY = {
+    "no_think_rl": "nothing is cut out of what is trained on: every sampled token is",
+    "use_dynamic_bsz": "microbatches always follow from a budget, actor.tokens_per_microbatch",
+    "use_remove_padding": "nothing is ever padded to the longest sample",
+}
+"""Names of verl's keys, and of programs on it, that have none here -> the reason."""
 
 
 EARLIER = {
@@ -119,6 +131,8 @@ def suggest(key: str) -> str:
             return f"{name} is now {EARLIER[name]}"
         if name in VERL:
             return f"verl's {name} is {VERL[name]} here"
+        if name in WITHOUT_KEY:
+            return f"verl's {name} has no key here, as {WITHOUT_KEY[name]}; leave it out"
     known = [name for name in keys() if not key.startswith(name)]
     leaf = key.rpartition(".")[2]
     matches = [name for name in known if name.rpartition(".")[2] == leaf]

@@ -264,6 +264,8 @@ class Batch(Section):
 
 class Data(Section):
     source: Annotated[str, Field(min_length=1)]
+    more_sources: list[Annotated[str, Field(min_length=1)]]
+    source_weights: dict[str, PositiveFloat]
     options: dict[str, Any]
     stages: list[dict[str, Any]]
     rows: Literal["prompts", "messages", "preferences"]
@@ -278,6 +280,10 @@ class Data(Section):
     chat_template: bool
     overlong: Literal["refuse", "drop"]
     shuffle: bool
+    sort_column: Annotated[str, Field(min_length=1)] | None
+    weight_column: Annotated[str, Field(min_length=1)] | None
+    solved_weight: Annotated[float, Field(gt=0, le=1)] | None
+    solved_above: FiniteFloat
 
     @property
     def reasoning_task(self) -> str | None:
@@ -288,6 +294,22 @@ class Data(Section):
     def is_procedural(self) -> bool:
         """Whether rows are made, not read from a file."""
         return is_procedural(self.source)
+
+    @property
+    def sources(self) -> list[str]:
+        """All files, or what the rows are made by."""
+        return [self.source, *self.more_sources]
+
+    @property
+    def draws_by_weight(self) -> bool:
+        """Whether prompts are drawn by weights, instead of each once in an epoch."""
+        return self.weight_column is not None or self.solved_weight is not None or bool(self.source_weights)
+
+    @property
+    def ordering_columns(self) -> dict[str, str]:
+        """The columns of numbers that rows are sorted or drawn by -> the key that names each."""
+        keys = {"data.sort_column": self.sort_column, "data.weight_column": self.weight_column}
+        return {column: key for key, column in keys.items() if column is not None}
 
 
 class Rewards(Section):

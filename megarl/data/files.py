@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,9 @@ def file_rows(
     """
     columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
     columns += tuple(
-        Column(f"the parameter of {function}", name, ANSWER_TYPE, _is_json)
+        Column(
+            function if function.startswith("data.") else f"the parameter of {function}", name, ANSWER_TYPE, _is_json
+        )
         for name, function in further.items()
         if function is not None and name != ALL_COLUMNS
     )
@@ -61,13 +63,13 @@ def file_rows(
         columns += (Column("data.source_column", source_column, "text", lambda value: isinstance(value, str)),)
         further = {source_column: None, **further}
     for number, record in _records(path, columns, further):
-        wanted = sorted(record if ALL_COLUMNS in further else record.keys() & further.keys())
-        for name in wanted:
-            if not _is_json(record[name]):
-                shown = _shown(record[name])
-                raise UserError(f"{path}:{number}: column {name!r} holds {shown}, expected {ANSWER_TYPE}")
-        prompt, answer = record[prompt_column], record[answer_column]
-        yield Row(number, _plain(prompt), answer, {name: record[name] for name in wanted})
+        wanted = [name for name in further if name != ALL_COLUMNS and has_column(record, name)]
+        wanted = sorted({*wanted, *(record if ALL_COLUMNS in further else ())})
+        values = {name: column_of(record, name) for name in wanted}
+        for name, value in values.items():
+            if not _is_json(value):
+                raise UserError(f"{path}:{number}: column {name!r} holds {_shown(value)}, expected {ANSWER_TYPE}")
+        yield Row(number, _plain(column_of(record, prompt_column)), column_of(record, answer_column), values)
 
 
 def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
@@ -93,7 +95,7 @@ def _text(what: str, name: str) -> Column:
 def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[Any]]]:
     """Yields number and values of each row, in the order of the columns."""
     for number, record in _records(path, columns):
-        yield number, [record[column.name] for column in columns]
+        yield number, [column_of(record, column.name) for column in columns]
 
 
 def _records(path: Path, columns: Sequence[Column], further: Collection[str] = ()) -> Iterator[tuple[int, Record]]:
@@ -104,11 +106,28 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
     if not path.is_file():
         raise UserError(f"data.source: {path} is not a file; check the path (now in {Path.cwd()})")
     for number, record in readers[path.suffix](path, columns, further):
+        _require_columns(record, columns, f"{path}:{number}")
         for column in columns:
-            if not column.holds(record[column.name]):
-                shown = _shown(record[column.name])
+            if not column.holds(value := column_of(record, column.name)):
+                shown = _shown(value)
                 raise UserError(f"{path}:{number}: column {column.name!r} holds {shown}, expected {column.expected}")
         yield number, record
+
+
+def has_column(record: Mapping[str, Any], name: str) -> bool:
+    """Returns whether a row has this column, or by a dotted name what is in one: reward_model.ground_truth."""
+    if name in record:
+        return True
+    outer, dot, inner = name.partition(".")
+    return bool(dot) and isinstance(record.get(outer), Mapping) and has_column(record[outer], inner)
+
+
+def column_of(record: Mapping[str, Any], name: str) -> Any:
+    """Returns the value of a column that the row has, by its name or its dotted name."""
+    if name in record:
+        return record[name]
+    outer, _, inner = name.partition(".")
+    return column_of(record[outer], inner)
 
 
 def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) -> Iterator[tuple[int, Record]]:
@@ -122,7 +141,6 @@ def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) ->
                 raise UserError(f"{path}:{number}: not valid JSON ({error}); one object a line, UTF-8") from error
             if not isinstance(record, dict):
                 raise UserError(f"{path}:{number}: a JSON {type(record).__name__}, expected one object a line")
-            _require_columns(record.keys(), columns, f"{path}:{number}")
             yield number, record
 
 
@@ -135,8 +153,10 @@ def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"data.source: {path} is not a parquet file ({error})") from error
     with file:
-        _require_columns(file.schema_arrow.names, columns, f"{path}:1")
-        names = {column.name for column in columns} | (set(file.schema_arrow.names) & set(further))
+        _require_columns(_inner_names(file.schema_arrow), columns, f"{path}:1")
+        available = file.schema_arrow.names
+        asked = {name for wanted in ([column.name for column in columns], further) for name in wanted}
+        names = {name if name in available else name.partition(".")[0] for name in asked} & {*available}
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=None if ALL_COLUMNS in further else list(names)):
             for record in batch.to_pylist():
@@ -144,12 +164,17 @@ def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[
                 yield number, record
 
 
-def _require_columns(available: Collection[str], columns: Sequence[Column], place: str) -> None:
+def _inner_names(fields: Iterable[Any]) -> Record:
+    """Returns the names of the columns of an arrow schema, and what is in those that are structs."""
+    return {field.name: _inner_names(field.type) if hasattr(field.type, "fields") else None for field in fields}
+
+
+def _require_columns(record: Record, columns: Sequence[Column], place: str) -> None:
     for column in columns:
-        if column.name not in available:
+        if not has_column(record, column.name):
             raise UserError(
                 f"{place}: no column {column.name!r} (expected: {column.expected}); "
-                f"the columns are {', '.join(available)}; set {column.key} to the right one"
+                f"the columns are {', '.join(record)}; set {column.key} to the right one"
             )
 
 

@@ -18,7 +18,7 @@ from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_messages, arithmetic_preferences
 from megarl.data.chat import as_messages, conversation, plain, prompt_ids
 from megarl.data.files import message_rows, preference_rows
-from megarl.data.prompts import require_chat_template, require_size, too_long
+from megarl.data.prompts import place_of, require_chat_template, require_size, row_name, rows_of_files, too_long
 from megarl.data.row import Message, MessageRow, PreferenceRow
 from megarl.data.tokenizer import load_tokenizer
 
@@ -65,9 +65,8 @@ def load_offline_data(config: Config, model_folder: Path) -> OfflineData:
 
 def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Sample, ...] | None]:
     """Yields the samples of each row, None for one that is dropped."""
-    name = Path(config.data.source).name
     for row in islice(_rows(config), config.data.size):
-        place = f"{config.data.source}:{row.number}"
+        place = place_of(row, config.data)
         tokenise = _conversation if isinstance(row, MessageRow) else _pair
         read = tokenise(row, tokenizer, config, place)
         longest = max(len(ids) for _, (ids, _) in read)
@@ -75,20 +74,23 @@ def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[tup
             yield None
             continue
         yield tuple(
-            _sample(f"{name}:{row.number}", number, num_prompt_tokens, tokens)
+            _sample(row_name(row, config.data), number, num_prompt_tokens, tokens)
             for number, (num_prompt_tokens, tokens) in enumerate(read)
         )
 
 
 def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow]:
     data = config.data
-    path, seed, size = Path(data.source).expanduser(), config.run.seed, data.size or DEFAULT_SIZE
+    seed, size = config.run.seed, data.size or DEFAULT_SIZE
     procedural = data.source == "arithmetic"
     if data.rows == "messages":
-        return arithmetic_messages(seed, size) if procedural else message_rows(path, data.messages_column)
+        if procedural:
+            return arithmetic_messages(seed, size)
+        return rows_of_files(data, lambda path: message_rows(path, data.messages_column))
     if procedural:
         return arithmetic_preferences(seed, size)
-    return preference_rows(path, data.prompt_column, data.chosen_column, data.rejected_column)
+    columns = (data.prompt_column, data.chosen_column, data.rejected_column)
+    return rows_of_files(data, lambda path: preference_rows(path, *columns))
 
 
 def _conversation(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from megarl.config.schema import Config, Data
 from megarl.config.sources import OWN_TASKS
@@ -18,7 +20,7 @@ from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import after_system_prompt, as_messages, prompt_ids
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
-from megarl.data.row import Row
+from megarl.data.row import MessageRow, PreferenceRow, Row
 from megarl.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -31,11 +33,13 @@ class PromptSet:
 
     data_hash     SHA-256 over the token ids, answers and further columns of all prompts, in order
     num_dropped   prompts that were too long
+    weights       how often each prompt comes (None: all alike)
     """
 
     prompts: tuple[Prompt, ...]
     data_hash: str
     num_dropped: int = 0
+    weights: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -54,10 +58,16 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     """
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
-    read = [_prompt(row, tokenizer, config) for row in _judged_rows(config, columns)]
-    prompts = tuple(prompt for prompt in read if prompt is not None)
-    require_size(len(read), len(prompts), config.data)
-    return PromptSet(prompts, _hash(prompts), len(read) - len(prompts))
+    data = config.data
+    columns = {**columns, **data.ordering_columns}
+    read = [(row.source, _prompt(row, tokenizer, config)) for row in _judged_rows(config, columns)]
+    kept = [(source, prompt) for source, prompt in read if prompt is not None]
+    require_size(len(read), len(kept), data)
+    if data.sort_column is not None:
+        kept.sort(key=lambda item: item[1].columns[data.sort_column])
+    prompts = tuple(prompt for _, prompt in kept)
+    weights = prompt_weights(data, prompts, [source for source, _ in kept])
+    return PromptSet(prompts, _hash(prompts), len(read) - len(prompts), weights)
 
 
 def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, model_folder: Path) -> None:
@@ -75,10 +85,21 @@ def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[
         source = None if column is None else row.columns[column]
         if functions and not any(entry.applies_to(source) for entry in functions):
             raise UserError(
-                f"{config.data.source}:{row.number}: no function of rewards.functions has {source!r}, the row's "
+                f"{place_of(row, config.data)}: no function of rewards.functions has {source!r}, the row's "
                 f"{column!r}, in its sources; add it to one, or list a function without sources"
             )
+        _require_numbers(row, config.data)
         yield row
+
+
+def _require_numbers(row: Row, data: Data) -> None:
+    """Raises UserError for a row whose place in the order is none, or whose weight is below 0."""
+    for column, key in data.ordering_columns.items():
+        value = row.columns[column]
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if not is_number or (key == "data.weight_column" and value < 0):
+            wanted = "a number" if key == "data.sort_column" else "a number of at least 0"
+            raise UserError(f"{place_of(row, data)}: column {column!r} holds {value!r}, expected {wanted} ({key})")
 
 
 def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
@@ -86,8 +107,11 @@ def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
     if data.source == OWN_TASKS:
         return (Row(number, [], None, {}) for number in range(1, (data.size or DEFAULT_SIZE) + 1))
     if not data.is_procedural:
-        path = Path(data.source).expanduser()
-        return islice(file_rows(path, data.prompt_column, data.answer_column, columns, data.source_column), data.size)
+
+        def read(path: Path) -> Iterator[Row]:
+            return file_rows(path, data.prompt_column, data.answer_column, columns, data.source_column)
+
+        return islice(rows_of_files(data, read), data.size)
     known = () if data.reasoning_task is None else reasoning.COLUMNS
     needed = [(name, function) for name, function in columns.items() if function is not None and name != ALL_COLUMNS]
     needed += [] if data.source_column is None else [(data.source_column, "data.source_column")]
@@ -109,6 +133,59 @@ def _stages(data: Data) -> list[tuple[reasoning.Task, int]]:
     return [(task, stage["size"]) for task, stage in zip(tasks, stages, strict=True)]
 
 
+AnyRow = TypeVar("AnyRow", Row, MessageRow, PreferenceRow)
+
+
+def rows_of_files(data: Data, read: Callable[[Path], Iterator[AnyRow]]) -> Iterator[AnyRow]:
+    """Yields the rows of all files of the data, file after file, by a function that reads one."""
+    for source in data.sources:
+        yield from (replace(row, source=source) for row in read(Path(source).expanduser()))
+
+
+def place_of(row: AnyRow, data: Data) -> str:
+    """Returns where a row is, for messages."""
+    return f"{row.source or data.source}:{row.number}"
+
+
+def row_name(row: AnyRow, data: Data) -> str:
+    """Returns the name of a row, which no other of the data has: by the name of its file, or by its path, where several
+    files have that name."""
+    source = row.source or data.source
+    name = Path(source).name
+    is_taken = [Path(other).name for other in data.sources].count(name) > 1
+    return f"{source if is_taken else name}:{row.number}"
+
+
+def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]) -> tuple[float, ...] | None:
+    """Returns how often each prompt comes: the number in data.weight_column, times the part of its source in
+    data.source_weights, which the prompts of a source share. None if neither is given.
+
+    sources   the file of each prompt
+
+    Raises UserError where a source has no weight, and where nothing would come.
+    """
+    column, shares = data.weight_column, data.source_weights
+    if column is None and not shares:
+        return None
+    weights = [1.0 if column is None else float(prompt.columns[column]) for prompt in prompts]
+    if not any(weights):
+        raise UserError(f"data.weight_column={column}: all weights are 0, so that no row would come")
+    if not shares:
+        return tuple(weights)
+    if data.source_column is not None:
+        sources = [prompt.columns[data.source_column] for prompt in prompts]
+    unknown = next((source for source in sources if source not in shares), None)
+    if unknown is not None:
+        raise UserError(f"data.source_weights: it has no weight of {unknown!r}, which rows are of; add it")
+    totals: Counter[str] = Counter()
+    for source, weight in zip(sources, weights, strict=True):
+        totals[source] += weight
+    return tuple(
+        shares[source] * weight / totals[source] if weight else 0.0
+        for source, weight in zip(sources, weights, strict=True)
+    )
+
+
 def require_size(num_rows: int, num_kept: int, data: Data) -> None:
     """Raises UserError for a source with too few rows, or none that is kept."""
     if num_rows == 0:
@@ -125,7 +202,7 @@ def require_size(num_rows: int, num_kept: int, data: Data) -> None:
 
 def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Prompt | None:
     """Returns the row's prompt, None for one that is dropped."""
-    place = f"{config.data.source}:{row.number}"
+    place = place_of(row, config.data)
     if config.data.source == OWN_TASKS:
         return Prompt(f"{OWN_TASKS}:{row.number}", "", [])
     asked = after_system_prompt(config.data.system_prompt, row.prompt, place)
@@ -133,7 +210,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
     if too_long(len(token_ids), "the prompt", config, place):
         return None
     return Prompt(
-        id=f"{Path(config.data.source).name}:{row.number}",
+        id=row_name(row, config.data),
         text=tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         token_ids=token_ids,
         answer=row.answer,

@@ -15,6 +15,7 @@ class Row:
     """A prompt and its answer.
 
     number    1-based, in the file or the procedure
+    source    the file, or what made it
     answer    anything that JSON can hold
     columns   further ones that were asked for, as JSON values
     """
@@ -23,6 +24,7 @@ class Row:
     prompt: str | list[Message]
     answer: Any
     columns: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class MessageRow:
 
     number: int
     messages: list[Message]
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +44,4 @@ class PreferenceRow:
     prompt: str | list[Message]
     chosen: str | list[Message]
     rejected: str | list[Message]
+    source: str = ""

@@ -33,6 +33,7 @@ def named_files(config: Config) -> list[Named]:
     of its own functions."""
     models = [Named(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
     sources = [("data.source", config.data.source)]
+    sources += [("data.more_sources", source) for source in config.data.more_sources]
     functions = [("rewards.functions", entry.function) for entry in config.rewards.functions]
     for given in config.evaluation.sets:
         key = f"evaluation.sets: {given.name}"

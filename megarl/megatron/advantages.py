@@ -17,15 +17,41 @@ from megarl.config.algorithm_schema import Advantage, Algorithm
 from megarl.core.types import TokenBatch
 
 
-def with_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+def with_advantages(
+    algorithm: Algorithm, batches: Sequence[TokenBatch], step_moments: torch.Tensor | None = None
+) -> list[TokenBatch]:
     """Returns the microbatches of this rank with their advantages; with a critic also their returns, which it learns.
 
-    Whitening has a collective over the data-parallel ranks: all of them call this.
+    Whitening over an update has a collective over the data-parallel ranks: all of them call this.
+
+    step_moments   with whiten_over=step: those of all updates of the step, of all ranks
     """
+    config, estimated = algorithm.advantage, estimate_advantages(algorithm, batches)
+    if not config.option("whiten"):
+        return estimated
+    if config.option("whiten_over") == "update":
+        return _whiten(config, estimated, sum_over_replicas(moments(estimated)))
+    assert step_moments is not None, "the moments of the step are not known"
+    return _whiten(config, estimated, step_moments)
+
+
+def estimate_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+    """Returns the microbatches with advantages, which are not whitened, and returns."""
     config = algorithm.advantage
     estimate = _estimate_tokens if isinstance(config.spec, TokenEstimator) else _estimate_samples
-    estimated = [estimate(config, batch) for batch in batches]
-    return _whiten(config, estimated) if config.option("whiten") else estimated
+    return [estimate(config, batch) for batch in batches]
+
+
+def moments(batches: Sequence[TokenBatch]) -> torch.Tensor:
+    """Returns number, sum and sum of squares of the advantages of this rank's tokens that have a loss, float64 [3]."""
+    every = torch.cat([batch.advantage[batch.in_loss] for batch in batches]).double()
+    return torch.stack((torch.tensor(len(every)).to(every), every.sum(), every.square().sum()))
+
+
+def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
+    """Adds up a tensor over the data-parallel ranks, in place: all of them call this."""
+    dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+    return values
 
 
 def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]:
@@ -83,10 +109,7 @@ def _sample_sums(batch: TokenBatch, token_rewards: torch.Tensor) -> torch.Tensor
     return sum_of_sample(token_rewards, batch.mask, batch.row_sample, len(batch.reward))
 
 
-def _whiten(config: Advantage, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    every = torch.cat([batch.advantage[batch.in_loss] for batch in batches]).double()
-    moments = torch.stack((torch.tensor(len(every)).to(every), every.sum(), every.square().sum()))
-    dist.all_reduce(moments, group=parallel_state.get_data_parallel_group())
-    mean, std = mean_and_std(*moments.tolist(), config.option("whiten_std"))
+def _whiten(config: Advantage, batches: Sequence[TokenBatch], of_all: torch.Tensor) -> list[TokenBatch]:
+    mean, std = mean_and_std(*of_all.tolist(), config.option("whiten_std"))
     epsilon = config.option("whiten_epsilon")
     return [replace(batch, advantage=whiten(batch.advantage, batch.mask, mean, std, epsilon)) for batch in batches]

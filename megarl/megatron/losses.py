@@ -43,6 +43,10 @@ def policy_loss(
     inputs = [{"samples": samples, "selected": batch.selected}[name] for name in spec.inputs]
     policy = spec.loss(log_prob, old, batch.advantage, *inputs, **objective.options(spec.arguments))
     sums = _policy_metrics(batch, policy, log_prob, entropy) | _start_metrics(batch, log_prob, has_moved)
+    # Its mean over tokens of the old policy is KL(π_old ‖ π).
+    sums["policy/kl_old"] = mean(kl.k3(old - log_prob), batch.mask)
+    if objective.adapted_penalty_target is not None:
+        sums["policy/penalty"] = mean(torch.full_like(log_prob, objective.option("penalty")), batch.mask)
     correction = _correction(algorithm.correction, batch, old, samples)
     loss = (batch.weight * correction.factor * policy.loss).sum()
     sums |= _correction_metrics(batch, correction)
@@ -74,7 +78,8 @@ def _kl(config: KL, batch: TokenBatch, log_prob: torch.Tensor, samples: SampleSe
         assert batch.old is not None, "the batch has no old log-probs"
         log_prob = batch.old
     log_ratio = log_prob - _at_trained(batch, batch.reference, log_prob)
-    return kl.estimate(config.estimator, samples.at_level(config.level, log_ratio), config.straight_through)
+    log_ratio = samples.at_level(config.level, log_ratio)
+    return kl.estimate(config.estimator, log_ratio, config.straight_through, config.limit)
 
 
 def _old(config: Correction, batch: TokenBatch, log_prob: torch.Tensor) -> torch.Tensor:
@@ -95,6 +100,7 @@ def _correction(
         config.mask,
         config.mask_low,
         config.mask_high,
+        config.weight_floor,
     )
 
 
@@ -122,6 +128,18 @@ def value_loss(config: Value, batch: TokenBatch, scored: torch.Tensor) -> tuple[
         "value/return_mean": mean(batch.returns, batch.mask),
         "value/error_abs_mean": mean((value - batch.returns).abs(), batch.mask),
         "value/clip_share": mean(error.clipped, batch.mask),
+        **_moments(batch),
+    }
+
+
+def _moments(batch: TokenBatch) -> Sums:
+    """Returns the moments that `explained_variance` follows from: of returns, and of what the values before the step
+    lack of them."""
+    error = batch.returns - batch.values
+    return {
+        "value/return_square_mean": mean(batch.returns.double().square(), batch.mask),
+        "value/residual_mean": mean(error.double(), batch.mask),
+        "value/residual_square_mean": mean(error.double().square(), batch.mask),
     }
 
 

@@ -1,4 +1,4 @@
-"""Rewards for the length of a response, in tokens. DAPO's soft punishment is rewards.overlong_buffer."""
+"""Rewards for the length of a response, in tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,32 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.rewards.overlong import overlong_penalty
+
 
 def length_penalty(
     prompt: str, response: str, answer: Any, num_response_tokens: int, free_tokens: int = 0, per_tokens: float = 1000.0
 ) -> float:
     """Returns −max(0, num_response_tokens − free_tokens) / per_tokens: a line that falls by 1 every per_tokens."""
     return -max(0, num_response_tokens - free_tokens) / per_tokens
+
+
+class SoftOverlong:
+    """DAPO's soft over-long punishment (https://arxiv.org/abs/2503.14476, eq. 13), for any limit of tokens: 0 up to
+    max_tokens − buffer, and from there on a line down to −1 at max_tokens.
+
+    rewards.overlong_buffer is the same for rollout.max_new_tokens, and has no part in whether prompts are informative.
+    """
+
+    def __init__(self, max_tokens: int, buffer: int):
+        for name, value, most in (("max_tokens", max_tokens, None), ("buffer", buffer, max_tokens)):
+            if not isinstance(value, int) or value < 1 or (most is not None and value > most):
+                bound = "" if most is None else f", and at most max_tokens={most}"
+                raise ValueError(f"options.{name}={value!r} is not an integer above 0{bound}")
+        self._max_tokens, self._buffer = max_tokens, buffer
+
+    def __call__(self, prompt: str, response: str, answer: Any, *, num_response_tokens: int) -> float:
+        return overlong_penalty(num_response_tokens, self._max_tokens, self._buffer)
 
 
 class CosineLength:

@@ -16,7 +16,7 @@ from megarl.rewards.choice import choice_match
 from megarl.rewards.code import code_stdin_stdout, code_tests
 from megarl.rewards.exact import exact_match
 from megarl.rewards.knights_knaves import knights_knaves
-from megarl.rewards.length import CosineLength, length_penalty
+from megarl.rewards.length import CosineLength, SoftOverlong, length_penalty
 from megarl.rewards.math_answer import MathMatch
 from megarl.rewards.numeric import numeric_match
 from megarl.rewards.options import NO_OPTIONS, configure, give_options
@@ -50,6 +50,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "code_tests": code_tests,
     "code_stdin_stdout": code_stdin_stdout,
     "length_penalty": length_penalty,
+    "soft_overlong": SoftOverlong,
     "cosine_length": CosineLength,
     "generative_judge": GenerativeJudge,
 }

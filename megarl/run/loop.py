@@ -25,6 +25,7 @@ from megarl.config.schema import Config
 from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
+from megarl.data.weighted_cursor import WeightedCursor
 from megarl.planning.checkpoint_size import checkpoint_bytes
 from megarl.run.early_end import early_end
 from megarl.run.effective_time import ALLOCATED, EffectiveShare
@@ -120,6 +121,16 @@ class Loop:
     def take(self, n: int) -> list[Any]:
         """Returns the next n rows of the data."""
         return [self.data[i] for i in self.state.cursor.take(n)]
+
+    def note_solved(self, rates: Mapping[str, float]) -> dict[str, float]:
+        """Takes up the share of samples that solved each prompt of a step, by its id, where prompts are drawn by it.
+        Returns metrics of it."""
+        cursor = self.state.cursor
+        if not isinstance(cursor, WeightedCursor):
+            return {}
+        indexes = {self.data[i].id: i for i in cursor.taken}
+        cursor.note({indexes[name]: rate for name, rate in rates.items()})
+        return cursor.metrics()
 
     def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict) -> None:
         """Does all steps up to run.steps, and evaluates before the first and after each what is due then.

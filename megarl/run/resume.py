@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megarl.data.cursor import PromptCursor
 from megarl.data.model_folder import MODEL_SECTIONS, is_hub_id, model_paths, real_path
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
+from megarl.data.weighted_cursor import WeightedCursor
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import Models, RunFolder
 from megarl.run.model_paths import moved_models, with_present_paths
@@ -27,7 +28,7 @@ class RunState:
     """The driver's state after `step` steps, from which a run goes on. The weights then have version `step`."""
 
     step: int
-    cursor: PromptCursor
+    cursor: PromptCursor | WeightedCursor
     average: MovingAverage = field(default_factory=MovingAverage)
     """The moving average of the rewards, for estimators that take it as their baseline."""
     under_way: list[int] = field(default_factory=list)
@@ -53,13 +54,13 @@ class RunState:
         }
 
     @classmethod
-    def restore(cls, saved: Mapping[str, Any]) -> RunState:
-        return cls(
-            saved["step"],
-            PromptCursor.restore(saved["cursor"]),
-            MovingAverage(**saved["average"]),
-            again=list(saved.get("under_way", ())),  # earlier formats have none
-        )
+    def restore(cls, saved: Mapping[str, Any], config: Config, data: PromptSet | OfflineData) -> RunState:
+        if config.data.draws_by_weight:
+            cursor = WeightedCursor.restore(saved["cursor"], _weights(data), config.data.solved_weight)
+        else:
+            cursor = PromptCursor.restore(saved["cursor"])
+        again = list(saved.get("under_way", ()))  # earlier formats have none
+        return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
     room for those to come."""
     checkpoint = find_checkpoint(config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
-    state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"])
+    state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"], config, data)
     goes_on = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
     if checkpoint is not None:
         for key, earlier in _moved_models(config, checkpoint, models).items():
@@ -113,7 +114,14 @@ def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Model
 
 
 def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
-    return RunState(0, PromptCursor(len(data), config.run.seed, config.data.shuffle))
+    seed = config.run.seed
+    if config.data.draws_by_weight:
+        return RunState(0, WeightedCursor(len(data), seed, _weights(data), config.data.solved_weight))
+    return RunState(0, PromptCursor(len(data), seed, config.data.shuffle))
+
+
+def _weights(data: PromptSet | OfflineData) -> Sequence[float] | None:
+    return data.weights if isinstance(data, PromptSet) else None
 
 
 def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from megarl.algorithms.value_loss import explained_variance
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
@@ -40,6 +41,17 @@ def update_rate(metrics: Mapping[str, Metric]) -> float:
     or where no gradient was left. metrics: those of the training."""
     has_learned = "policy/grad_norm" in metrics and metrics["policy/grad_norm"].value > 0
     return metrics["policy/lr"].value if has_learned else 0.0
+
+
+def with_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Returns metrics of the training, with the share of the returns' variance that the critic's values before the step
+    explain in place of the moments that it follows from. It is left out where all returns are equal."""
+    names = ("value/return_mean", "value/return_square_mean", "value/residual_mean", "value/residual_square_mean")
+    if any(name not in metrics for name in names):
+        return dict(metrics)
+    share = explained_variance(*(metrics[name].value for name in names))
+    rest = {name: metric for name, metric in metrics.items() if name not in names[1:]}
+    return rest if share is None else rest | {"value/explained_variance": Metric(share)}
 
 
 def _version_metrics(infos: Sequence[SampleInfo], trained: int, max_staleness: int) -> dict[str, float]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+from statistics import fmean
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.pending import Pending, join
@@ -16,7 +17,7 @@ from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Score
 from megarl.step.queue import RolloutQueue
-from megarl.step.scoring import Metrics, ScoredSample, is_informative, select
+from megarl.step.scoring import Metrics, ScoredSample, is_informative, rollouts_of, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,14 @@ class Rollouts:
     sampled           all samples, by prompt
     chosen            the samples that the step learns from, by prompt
     process_rewards   references to the rewards of single tokens, if there are any
+    solve_rates       the share of its samples that solved a prompt, by its id, of all with a scored sample
     """
 
     sampled: Sequence[Sequence[RemoteSample]]
     chosen: Sequence[Sequence[ScoredSample]]
     process_rewards: Scores
     metrics: Metrics
+    solve_rates: Mapping[str, float] = field(default_factory=dict)
 
 
 def collect_rollouts(
@@ -73,7 +76,20 @@ def collect_rollouts(
     with watch.phase("rollout"):
         workers.leave_to_trainers()
     metrics |= offloaded | {"rollout/rounds": Metric(rounds), "rollout/prompts": Metric(len(sampled))}
-    return Rollouts(sampled, choose(scored, wanted), process_rewards, metrics | queue.metrics())
+    return Rollouts(
+        sampled, choose(scored, wanted), process_rewards, metrics | queue.metrics(), solve_rates(config, scored)
+    )
+
+
+def solve_rates(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> dict[str, float]:
+    """Returns the share of each prompt's rollouts with an outcome above data.solved_above, by the prompt's id. A prompt
+    without a scored rollout is left out."""
+    above = config.data.solved_above
+    return {
+        group[0].sample.info.prompt_id: fmean(rollout[0].outcome > above for rollout in rollouts_of(group))
+        for group in groups
+        if group
+    }
 
 
 def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:

@@ -33,6 +33,7 @@ OBJECTIVE_TITLES = list(FIRST_CASES.values())
 CORRECTIONS: list[tuple[str, plain.Factor]] = [
     ("", plain.no_factor),
     ("weight: token, weight_limit: 1.2", plain.truncated(plain.token_level, 1.2)),
+    ("weight: token, weight_limit: 1.2, weight_floor: 0.9", plain.truncated(plain.token_level, 1.2, 0.9)),
     ("weight: sequence, weight_limit: 1.5", plain.truncated(plain.sequence_level, 1.5)),
     ("weight: geometric, weight_limit: null", plain.truncated(plain.geometric)),
     ("weight: token, weight_limit: null, mask: token, mask_low: 0.7, mask_high: 1.5", plain.icepop),
@@ -48,7 +49,7 @@ KLS = [
 
 def case(world: World, i: int, j: int) -> Case:
     """Returns the case of estimator i and objective j. Over a row or a column, i + j takes every value modulo the
-    number of aggregations (5), and i + 3j modulo that of corrections (7), if there are as many columns or rows."""
+    number of aggregations (6), and i + 3j modulo that of corrections (8), if there are as many columns or rows."""
     estimator_case = list(ESTIMATOR_CASES.values())[i]
     keys, estimate, given = estimator_case
     correction, factor = CORRECTIONS[(i + 3 * j) % len(CORRECTIONS)]

@@ -163,6 +163,18 @@ def test_the_kls_coefficient_follows_the_steps_divergence():
     assert len(given) == 1, "nothing was trained"
 
 
+def test_the_penalty_follows_the_steps_divergence_from_the_old_policy():
+    batch = "batch={prompts_per_step: 2, prompts_per_update: 1}"
+    settings = config("algorithm.objective={name: kl_penalty, penalty_target: 0.1}", batch)
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    actor, given = Group({"policy/kl_old": Metric(0.3)}), []
+    actor.adapt_penalty = lambda *arguments: ready(given.append(arguments))
+    train(settings, workers_of(actor), rollouts_of(groups), 1, MovingAverage())
+    assert given == [(0.3,)]
+    train(config("algorithm.objective.name=kl_penalty"), workers_of(actor), rollouts_of(groups), 1, MovingAverage())
+    assert len(given) == 1, "the penalty stays"
+
+
 def test_positive_examples_have_a_weight_of_their_own():
     scored, _ = select(config(), GROUPS, [*map(score, [1.0, 0.0, 0.4, 0.9])])
     settings = config("algorithm.objective={imitation_coefficient: 0.1, imitation_above: 0.4}")

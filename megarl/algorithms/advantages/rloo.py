@@ -4,27 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.algorithms.baselines import Member, means_of_others
+from megarl.algorithms.baselines import Member, deviations_of_others, means_of_others
 from megarl.algorithms.specs import GroupEstimator
 from megarl.core.types import Baseline, TokenTotals
 
 
-def rloo(group: Sequence[Member]) -> list[Baseline]:
-    """b_i = Σ_{j≠i} r_j / (n − 1): RLOO (https://arxiv.org/abs/2402.14740, section 3.2)."""
-    return [Baseline(others) for others in means_of_others([member.reward for member in group])]
+def rloo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:
+    """b_i = Σ_{j≠i} r_j / (n − 1): RLOO (https://arxiv.org/abs/2402.14740, section 3.2).
+
+    std   "none": c_i = 1. "sample" or "population": c_i = std(r_j of the others) + std_epsilon, which no more than the
+          baseline depends on r_i, as in NeMo-RL; 1 where the others do not deviate
+    """
+    return [Baseline(center, scale) for center, scale in _against_others([m.reward for m in group], std, std_epsilon)]
 
 
-def prime(group: Sequence[TokenTotals]) -> list[tuple[float, float]]:
+def prime(group: Sequence[TokenTotals], std: str, std_epsilon: float) -> list[tuple[float, float]]:
     """Returns for each sample the mean over the others of the mean of their tokens' rewards: PRIME
-    (https://arxiv.org/abs/2502.01456, eq. 5)."""
-    means = [totals.total / max(totals.count, 1) for totals in group]
-    return [(others, 1.0) for others in means_of_others(means)]
+    (https://arxiv.org/abs/2502.01456, eq. 5), and the scale, which is that of these means."""
+    return _against_others([totals.total / max(totals.count, 1) for totals in group], std, std_epsilon)
+
+
+def _against_others(rewards: Sequence[float], std: str, std_epsilon: float) -> list[tuple[float, float]]:
+    centers = means_of_others(rewards)
+    if std == "none":
+        return [(center, 1.0) for center in centers]
+    deviations = deviations_of_others(rewards, std)
+    return [
+        (c, deviation + std_epsilon if deviation else 1.0) for c, deviation in zip(centers, deviations, strict=True)
+    ]
 
 
 SPEC = GroupEstimator(
     name="rloo",
-    formula="r_i − mean of the others' r",
+    formula="r_i − mean of the others' r; with std, in units of their deviation",
     paper="RLOO, arXiv 2402.14740",
     compare=rloo,
     compare_tokens=prime,
+    arguments={"std": "none", "std_epsilon": 1e-6},
 )

@@ -15,7 +15,13 @@ SMALLEST = 1e-8
 """The least probability of the other tokens together, of which the binary divergence takes the logarithm."""
 
 
-def dppo_kl(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, divergence_limit: float) -> PolicyLoss:
+def dppo_kl(
+    log_prob: torch.Tensor,
+    old: torch.Tensor,
+    advantage: torch.Tensor,
+    divergence_limit: float,
+    divergence_limit_negative: float | None = None,
+) -> PolicyLoss:
     """ℓ = −M·ρ·A as in dppo_tv, with the divergence KL(π_old ‖ π) between this token and all others together:
     p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), p of π_old and q of π.
 
@@ -25,7 +31,7 @@ def dppo_kl(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, 
     now = log_prob.detach()
     others_now, others_old = ((-x.expm1()).clamp(min=SMALLEST) for x in (now, old))
     divergence = old.exp() * (old - now) + others_old * (others_old / others_now).log()
-    return masked_surrogate(ratio, advantage, divergence > divergence_limit)
+    return masked_surrogate(ratio, advantage, divergence, divergence_limit, divergence_limit_negative)
 
 
 SPEC = PolicyObjective(
@@ -33,5 +39,5 @@ SPEC = PolicyObjective(
     formula="−ρ·A, 0 for a token that has moved as A asks and whose KL(π_old ‖ π) > divergence_limit",
     paper="DPPO, arXiv 2602.04879",
     loss=dppo_kl,
-    arguments={"divergence_limit": 0.05},
+    arguments={"divergence_limit": 0.05, "divergence_limit_negative": None},
 )

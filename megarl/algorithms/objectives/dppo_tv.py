@@ -12,15 +12,21 @@ if TYPE_CHECKING:
     import torch
 
 
-def dppo_tv(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, divergence_limit: float) -> PolicyLoss:
+def dppo_tv(
+    log_prob: torch.Tensor,
+    old: torch.Tensor,
+    advantage: torch.Tensor,
+    divergence_limit: float,
+    divergence_limit_negative: float | None = None,
+) -> PolicyLoss:
     """ℓ = −M·ρ·A, where M = 0 for a token that has moved in its advantage's direction and whose |π − π_old| is above
-    divergence_limit.
+    divergence_limit, or where A < 0 above divergence_limit_negative, if that is given.
 
     DPPO-Binary-TV (https://arxiv.org/abs/2602.04879), whose π_old is the policy that sampled.
     """
     ratio = policy_ratio(log_prob, old, advantage)
     divergence = (log_prob.detach().exp() - old.exp()).abs()
-    return masked_surrogate(ratio, advantage, divergence > divergence_limit)
+    return masked_surrogate(ratio, advantage, divergence, divergence_limit, divergence_limit_negative)
 
 
 SPEC = PolicyObjective(
@@ -28,5 +34,5 @@ SPEC = PolicyObjective(
     formula="−ρ·A, 0 for a token that has moved as A asks and whose |π − π_old| > divergence_limit",
     paper="DPPO, arXiv 2602.04879",
     loss=dppo_tv,
-    arguments={"divergence_limit": 0.15},
+    arguments={"divergence_limit": 0.15, "divergence_limit_negative": None},
 )

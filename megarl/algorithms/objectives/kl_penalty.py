@@ -16,6 +16,7 @@ def kl_penalty(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tenso
     """ℓ = −ρ·A + penalty · k with k = ρ − 1 − log ρ, whose mean over tokens of π_old is KL(π_old ‖ π).
 
     TRPO's penalty form (https://arxiv.org/abs/1502.05477, section 4; PPO, https://arxiv.org/abs/1707.06347, eq. 8).
+    With a penalty_target the penalty is adapted after each step (`megarl.algorithms.kl.adapted_penalty`).
     """
     ratio = policy_ratio(log_prob, old, advantage)
     log_ratio = bounded(log_prob - old)
@@ -28,4 +29,5 @@ SPEC = PolicyObjective(
     paper="TRPO's penalty form, arXiv 1502.05477; PPO, arXiv 1707.06347, eq. 8",
     loss=kl_penalty,
     arguments={"penalty": 1.0},
+    of_steps={"penalty_target": None},
 )

@@ -61,6 +61,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         self.offloads = frozenset(config.placed(role).offload)
         self._model_folder, lora = model_folder, config.placed(role).adapters
         self._exports_adapters = lora if lora is not None and lora.export == "adapters" else None
+        self._notes_advantages = role == "actor" and config.algorithm.whitens_step
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
         """Loads the checkpoint on all ranks. Raises UserError that names a damaged file, before any rank reads more
@@ -162,6 +163,7 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
     def train(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[dict[str, Metric]]:
         """Submits one optimizer step for each update, and the end of the step. The result has the metrics over all
         ranks and updates."""
+        noted = self._note_advantages(updates) if self._notes_advantages else []
         trained = [
             self._submit_batches(
                 f"{self._role} update",
@@ -173,8 +175,22 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             for batches in updates
         ]
         ended = self.end_step()
-        metrics = join(trained).then(lambda parts: merge_updates([merge(ranks) for ranks in parts]))
+        done = join([*noted, *trained]).then(lambda parts: parts[len(noted) :])
+        metrics = done.then(lambda parts: merge_updates([merge(ranks) for ranks in parts]))
         return metrics.then(lambda merged: ended.then(lambda _: merged))
+
+    def _note_advantages(self, updates: Sequence[Sequence[RankBatch]]) -> list[Pending[list[None]]]:
+        """Submits the estimates of all updates' advantages, whose moments whiten those of each update."""
+        return [
+            self._submit_batches(
+                f"{self._role}: advantages",
+                "update",
+                "note_advantages",
+                lambda worker, batch: worker.note_advantages(batch),
+                batches,
+            )
+            for batches in updates
+        ]
 
     def take_advantages(self) -> Pending[dict[str, float]]:
         """Takes from the ranks the mean advantage over the trained tokens of each sample of the step's updates."""
@@ -216,6 +232,12 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             "update",
             "adapt_kl",
             lambda worker: worker.adapt_kl(divergence, num_samples),
+        )
+
+    def adapt_penalty(self, divergence: float) -> Pending[list[None]]:
+        """Moves the penalty of the actor's objective."""
+        return self._submit(
+            "change of the penalty", "update", "adapt_penalty", lambda worker: worker.adapt_penalty(divergence)
         )
 
     def renew_reference(self) -> Pending[list[None]]:

@@ -28,7 +28,18 @@ def correction_keeps_some_tokens(config: Config) -> str | None:
     )
 
 
+def weights_have_a_range(config: Config) -> str | None:
+    floor, limit = config.algorithm.correction.weight_floor, config.algorithm.correction.weight_limit
+    if floor is None or limit is None or floor < limit:
+        return None
+    return (
+        f"algorithm.correction.weight_floor={floor:g}: every weight is raised to it and cut down to weight_limit="
+        f"{limit:g}; set weight_floor below {limit:g}"
+    )
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     correction_is_of_another_old_policy,
     correction_keeps_some_tokens,
+    weights_have_a_range,
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megarl.config.document import show
 from megarl.config.schema import Config
-from megarl.config.sources import OWN_TASKS
+from megarl.config.sources import OWN_TASKS, is_procedural
 
 
 def messages_have_a_chat_template(config: Config) -> str | None:
@@ -79,6 +80,63 @@ def sources_have_a_column(config: Config) -> str | None:
     return f"data.source_column={data.source_column}: data.source=arithmetic has no columns; set it to null"
 
 
+def order_is_of_prompts(config: Config) -> str | None:
+    data = config.data
+    for key, nothing in (
+        ("sort_column", None),
+        ("weight_column", None),
+        ("solved_weight", None),
+        ("source_weights", {}),
+    ):
+        if getattr(data, key) != nothing and config.is_offline:
+            return (
+                f"data.{key}={show(getattr(data, key))}: it is of prompts, and data.rows={data.rows}; set it to "
+                f"{show(nothing)}"
+            )
+    for column, key in data.ordering_columns.items():
+        if data.is_procedural and data.reasoning_task is None:
+            return f"{key}={column}: data.source={data.source} has no columns; set it to null"
+    return None
+
+
+def sorted_rows_keep_their_order(config: Config) -> str | None:
+    data = config.data
+    if data.sort_column is None:
+        return None
+    if data.draws_by_weight:
+        return (
+            f"data.sort_column={data.sort_column}: rows that are drawn by data.weight_column, solved_weight or "
+            "source_weights come in no order; set it to null"
+        )
+    if data.shuffle:
+        return (
+            f"data.sort_column={data.sort_column}: with data.shuffle=true rows would not come in its order; set "
+            "data.shuffle=false"
+        )
+    return None
+
+
+def several_sources_are_files(config: Config) -> str | None:
+    data = config.data
+    made = next((source for source in data.sources if is_procedural(source)), None)
+    if not data.more_sources or made is None:
+        return None
+    key = "source" if made == data.source else "more_sources"
+    return f"data.{key}={made}: several sources are files, and its rows are made; set data.more_sources=[]"
+
+
+def weights_are_of_sources(config: Config) -> str | None:
+    data = config.data
+    if not data.source_weights or data.source_column is not None or config.is_offline:
+        return None
+    if set(data.source_weights) == set(data.sources):
+        return None
+    return (
+        f"data.source_weights={show(data.source_weights)}: with data.source_column=null, it has a weight for each "
+        f"file, which are {', '.join(data.sources)}; name these, or the column that has the source of a row"
+    )
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     messages_have_a_chat_template,
     system_prompts_are_of_prompts_in_a_chat_template,
@@ -86,4 +144,8 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     reasoning_tasks_are_prompts,
     stages_come_in_their_order,
     sources_have_a_column,
+    order_is_of_prompts,
+    sorted_rows_keep_their_order,
+    several_sources_are_files,
+    weights_are_of_sources,
 )

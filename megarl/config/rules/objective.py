@@ -126,6 +126,17 @@ def clipped_ratio_stays_positive(config: Config) -> str | None:
     )
 
 
+def penalty_follows_a_policy_that_moves(config: Config) -> str | None:
+    objective, batch = config.algorithm.objective, config.batch
+    if objective.penalty_target is None or batch.prompts_per_update < batch.prompts_per_step:
+        return None
+    return (
+        f"algorithm.objective.penalty_target={objective.penalty_target:g}: in a step's only update the policy is the "
+        "old one, whose divergence is 0, so that the penalty would be halved again and again; set "
+        f"batch.prompts_per_update below batch.prompts_per_step={batch.prompts_per_step}"
+    )
+
+
 def _unread(config: Config, keys: Mapping[str, Any], reason: str) -> str | None:
     values = {key: reduce(getattr, key.split("."), config) for key in keys}
     lines = [
@@ -145,4 +156,5 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     pairs_are_sampled,
     options_keep_the_rules_of_the_objective,
     clipped_ratio_stays_positive,
+    penalty_follows_a_policy_that_moves,
 )

@@ -61,7 +61,7 @@ BELONGS = (
         lambda config: config.evaluation.best.metric is not None,
     ),
     Belongs(
-        ("algorithm.correction.weight_limit",),
+        ("algorithm.correction.weight_limit", "algorithm.correction.weight_floor"),
         "algorithm.correction.weight",
         lambda config: config.algorithm.correction.weight is not None,
     ),
@@ -70,6 +70,7 @@ BELONGS = (
         "algorithm.correction.mask",
         lambda config: config.algorithm.correction.mask is not None,
     ),
+    Belongs(("data.solved_above",), "data.solved_weight", lambda config: config.data.solved_weight is not None),
     Belongs(
         ("algorithm.kl.adaptive_horizon",),
         "algorithm.kl.adaptive_target",

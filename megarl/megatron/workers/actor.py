@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch.distributed import Store
 
-from megarl.algorithms.kl import adapted
+from megarl.algorithms.kl import adapted, adapted_penalty
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
@@ -21,7 +21,13 @@ from megarl.core.types import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
-from megarl.megatron.advantages import mean_advantages
+from megarl.megatron.advantages import (
+    estimate_advantages,
+    mean_advantages,
+    moments,
+    sum_over_replicas,
+    with_advantages,
+)
 from megarl.megatron.lora.attach import adapters_off
 from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
 from megarl.megatron.main_weights import ChangedShare
@@ -48,15 +54,24 @@ class ActorWorker(TrainerWorker):
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """The KL coefficient, which changes between steps if algorithm.kl.adaptive_target is given."""
+        self._penalty: float | None = None
+        """The penalty of kl_penalty, once algorithm.objective.penalty_target has changed it."""
         if config.has_reference and self.adapters is None:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
         self._token_details = TokenDetails(config.num_detailed_groups)
         self._advantages: dict[str, float] = {}
         """The mean advantages of samples that updates have learned from, until they are taken."""
+        self._own_moments: list[torch.Tensor] = []
+        """The moments of this rank's advantages in each update of the step, with whiten_over=step."""
+        self._step_moments: torch.Tensor | None = None
+        """The moments of all updates and of all ranks, once the first update has begun."""
 
     @property
     def objective(self) -> Loss:
         algorithm, spec = self._config.algorithm, self._config.algorithm.objective.spec
+        if self._penalty is not None:
+            objective = algorithm.objective.model_copy(update={"penalty": self._penalty})
+            algorithm = algorithm.model_copy(update={"objective": objective})
         if spec.is_policy_objective:
             loss = partial(policy_loss, algorithm, self.kl_coefficient, has_moved=self._has_moved)
             makes_no_pass = parallel.returns_results() and not self._has_moved and self._settings.layout.cp == 1
@@ -100,9 +115,27 @@ class ActorWorker(TrainerWorker):
                 self.kl_coefficient,
                 settings.estimator,
                 settings.level,
+                settings.limit,
             )
             for name, mask in ((item.sample.id, item.sample.response_mask) for item in batch.samples)
         }
+
+    def note_advantages(self, batch: LocalBatch) -> None:
+        """Notes the moments of an update's advantages, before the first update of the step, which are whitened over all
+        of it."""
+        if parallel.is_last_stage(None):
+            estimated = estimate_advantages(self._config.algorithm, self._with_all_scores(batch))
+            self._own_moments.append(moments(estimated))
+
+    def _with_advantages(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+        if self._own_moments:
+            self._step_moments = sum_over_replicas(torch.stack(self._own_moments).sum(0))
+            self._own_moments.clear()
+        return with_advantages(self._config.algorithm, batches, self._step_moments)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._step_moments = None
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
         batches, algorithm = super()._training_batches(batch), self._config.algorithm
@@ -132,12 +165,20 @@ class ActorWorker(TrainerWorker):
             self.kl_coefficient, divergence, kl.adaptive_target, num_samples, kl.adaptive_horizon
         )
 
+    def adapt_penalty(self, divergence: float) -> None:
+        """Adapts the penalty of kl_penalty after a step with this mean divergence from the old policy."""
+        objective = self._config.algorithm.objective
+        penalty = objective.option("penalty") if self._penalty is None else self._penalty
+        self._penalty = adapted_penalty(penalty, divergence, objective.adapted_penalty_target)
+
     def _counters(self) -> dict[str, float]:
-        return super()._counters() | {"kl_coefficient": self.kl_coefficient}
+        penalty = {} if self._penalty is None else {"penalty": self._penalty}
+        return super()._counters() | {"kl_coefficient": self.kl_coefficient} | penalty
 
     def _restore_counters(self, counters: Mapping[str, float]) -> None:
         super()._restore_counters(counters)
         self.kl_coefficient = counters["kl_coefficient"]
+        self._penalty = counters.get("penalty")
 
     def renew_reference(self) -> None:
         """Makes the reference take algorithm.kl.renew_share of the policy, after a step."""

@@ -23,7 +23,7 @@ from megarl.core.types import TokenBatch
 from megarl.data.collate import TokenScores, with_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step
-from megarl.megatron.advantages import with_advantages
+from megarl.megatron.advantages import estimate_advantages
 from megarl.megatron.checkpoint import sharded
 from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import begin_main_weights, rounded_parameters
@@ -349,13 +349,18 @@ class TrainerWorker(ModelWorker, ABC):
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
         """Returns the microbatches of an update: the samples, scores from passes and other models, and advantages."""
+        batches = self._with_all_scores(batch)
+        # Only the last stage reads advantages, and a critic's values are on no other.
+        estimated = self._config.algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
+        return self._with_advantages(batches) if estimated else batches
+
+    def _with_advantages(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+        return estimate_advantages(self._config.algorithm, batches)
+
+    def _with_all_scores(self, batch: LocalBatch) -> list[TokenBatch]:
         names = batch.samples[0].scores if batch.samples else ()
         handed = {name: {item.sample.id: item.scores[name] for item in batch.samples} for name in names}
-        batches = self._scored(batch, self._kept | handed)
-        algorithm = self._config.algorithm
-        # Only the last stage reads advantages, and a critic's values are on no other.
-        estimated = algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
-        return with_advantages(algorithm, batches) if estimated else batches
+        return self._scored(batch, self._kept | handed)
 
     def _scored(self, batch: LocalBatch, scores: TokenScores) -> list[TokenBatch]:
         pairs = zip(self._collate(batch), batch.members, strict=True)

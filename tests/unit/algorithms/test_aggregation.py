@@ -17,6 +17,7 @@ NUM_TOKENS, PROMPTS = [4, 1, 0, 3], ["a", "a", "a", "b"]
         ("sequence_mean_over_max_tokens", [1 / 40, 1 / 40, 0, 1 / 40]),
         ("prompt_mean_of_token_means", [1 / 10, 1 / 10, 0, 1 / 6]),  # two prompts of 5 and 3 tokens
         ("token_mean", [1 / 8, 1 / 8, 0, 1 / 8]),
+        ("token_sum", [1, 1, 0, 1]),
     ],
 )
 def test_weights_by_hand(mode, expected):
@@ -31,6 +32,7 @@ def test_weights_by_hand(mode, expected):
         ("sequence_mean_over_max_tokens", [1 / 30, 1 / 30, 0, 1 / 30, 0]),
         ("prompt_mean_of_token_means", [1 / 10, 1 / 10, 0, 1 / 6, 0]),
         ("token_mean", [1 / 8, 1 / 8, 0, 1 / 8, 0]),
+        ("token_sum", [1, 1, 0, 1, 0]),
     ],
 )
 def test_what_is_not_trained_may_be_left_out(mode, expected):

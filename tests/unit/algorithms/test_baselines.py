@@ -14,3 +14,10 @@ def test_the_moving_average_forgets_its_start():
     for _ in range(3):
         average.add(2.0, 0.0)
     assert average.value == 2.0
+
+
+def test_a_decay_of_one_is_the_plain_mean():
+    average = MovingAverage()
+    for reward in (1.0, 0.0, 4.0, -2.0):
+        average.add(reward, 1.0)
+    assert average.value == 3 / 4

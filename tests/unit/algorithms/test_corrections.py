@@ -32,6 +32,14 @@ def test_weights_by_hand(weight, expected):
     assert found(weight, 1.6, None, 0.5, 5.0) == pytest.approx([min(w, 1.6) for w in expected])
 
 
+def test_a_weight_has_a_least_value_too():
+    """The ratios are e, e⁻³ and e^½: at least 0.6, and at most 1.6."""
+    assert found("token", 1.6, None, 0.5, 5.0, 0.6) == pytest.approx([1.6, 0.6, 1.6])
+    assert found("token", None, None, 0.5, 5.0, 0.6) == pytest.approx([math.exp(1), 0.6, math.exp(0.5)])
+    out = factors(LOG_RATIO, SAMPLES, "token", 2.0, None, 0.5, 5.0, 0.6)
+    assert out.limited[TRAINED].tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize(("mask", "kept"), [("token", [1, 0, 1]), ("sequence", [0, 0, 1]), ("geometric", [0, 0, 1])])
 def test_masks_by_hand(mask, kept):
     assert found(None, 2.0, mask, 0.4, 5.0) == kept

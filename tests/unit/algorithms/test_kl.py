@@ -1,5 +1,6 @@
 """KL estimators: what they are the mean of, exactly, over all tokens of a small vocabulary."""
 
+import math
 from itertools import product
 
 import pytest
@@ -69,12 +70,54 @@ def test_straight_through_keeps_the_value():
     assert kl.estimate("k1", far, True) == far
 
 
+def test_a_limit_cuts_estimates_down_and_their_gradient_off():
+    """verl's low_var_kl, clamp(k3, −10, 10): of a policy that is e⁵ times less likely than the reference k3 is 142."""
+    log_ratio = torch.tensor([-5.0, -1.0, 30.0], dtype=torch.float64, requires_grad=True)
+    limited = kl.estimate("k3", log_ratio, limit=10)
+    assert limited.tolist() == pytest.approx([10, math.e - 2, 10])
+    assert torch.autograd.grad(limited.sum(), log_ratio)[0].tolist() == pytest.approx([0, 1 - math.e, 0])
+    assert kl.estimate("k1", log_ratio.detach(), limit=2).tolist() == [-2, -1, 2]
+    through = kl.estimate("k3", log_ratio, straight_through=True, limit=10)
+    assert through.tolist() == pytest.approx(limited.tolist())
+    assert torch.autograd.grad(through.sum(), log_ratio)[0].tolist() == log_ratio.tolist()
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("placement: loss", "loss_token_k3"),
+        ("placement: loss, level: sequence", "loss_sequence_k2"),
+        ("placement: reward", "reward_whole_token_k1"),
+        ("placement: reward, level: sequence", "reward_whole_sequence_k1"),
+        ("placement: reward, estimator: k3", "reward_whole_token_k3"),
+    ],
+)
+def test_an_estimator_that_is_not_given_is_that_of_the_papers(form, expected):
+    algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", f"algorithm.kl={{{form}}}"]).algorithm
+    assert algorithm.kl_metric == f"kl/{expected}"
+
+
+def test_of_a_long_response_only_k3_explodes():
+    """Its policy is 2 % less likely in each of 1,000 tokens than the reference: k3 is e²⁰, and k2 200."""
+    log_ratio = torch.full((1000,), -0.02)
+    assert kl.estimate("k3", log_ratio).sum() == pytest.approx(1000 * (math.exp(0.02) - 1.02), rel=1e-3)
+    assert kl.estimate("k3", log_ratio.sum()) > 4e8
+    assert kl.estimate(kl.usual_estimator("loss", "sequence"), log_ratio.sum()) == pytest.approx(200, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("divergence", "expected"), [(0.05, 1.0), (0.055, 1.01), (5.0, 1.02), (0.0, 0.98), (-1.0, 0.98)]
 )
 def test_the_coefficient_moves_by_at_most_a_fifth_of_the_horizons_share(divergence, expected):
     """A step of 100 samples with a horizon of 1000: a tenth of the clipped error, here of a target of 0.05."""
     assert kl.adapted(1.0, divergence, 0.05, 100, 1000) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "expected"), [(0.0, 0.5), (0.0066, 0.5), (0.0067, 1), (0.0149, 1), (0.0151, 2), (9.0, 2)]
+)
+def test_ppos_penalty_is_halved_or_doubled(divergence, expected):
+    assert kl.adapted_penalty(1.0, divergence, 0.01) == expected
 
 
 @pytest.mark.parametrize("adaptive_target", ["null", "0.1"])
@@ -97,4 +140,4 @@ def test_all_forms_combine_and_each_has_a_metric_of_its_own(adaptive_target):
 def test_estimators_of_tokens_credit_them_with_the_kl_to_come(estimator):
     keys = (f"algorithm.advantage.estimator={estimator}", "algorithm.kl={placement: reward, coefficient: 0.1}")
     algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", *keys]).algorithm
-    assert algorithm.kl_metric == "kl/reward_to_go_token_k3"
+    assert algorithm.kl_metric == "kl/reward_to_go_token_k1"

@@ -23,6 +23,13 @@ def test_the_whole_response_is_rewarded_at_its_end():
     torch.testing.assert_close(kl_reward(OLD, REFERENCE, MASK, 2.0, "k3", "sequence"), expected)
 
 
+def test_estimates_are_limited_before_they_are_weighted():
+    reward = kl_reward(OLD, REFERENCE, MASK, 2.0, "k3", "token", limit=0.2)
+    torch.testing.assert_close(reward, torch.tensor([-2 * (math.exp(-0.5) - 1 + 0.5), -0.4, 0.0, 0.0]))
+    whole = kl_reward(OLD, REFERENCE, MASK, 2.0, "k1", "sequence", limit=0.2)
+    torch.testing.assert_close(whole, torch.tensor([0.0, 0.0, 0.4, 0.0]))
+
+
 FORMS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d, "abs": abs}
 
 

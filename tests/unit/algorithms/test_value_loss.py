@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.algorithms.value_loss import squared_error
+from megarl.algorithms.value_loss import explained_variance, squared_error
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,21 @@ def test_gradients_of_the_value_loss(clip):
     old, returns = torch.tensor([0.1, -0.4, 0.9]).double(), torch.tensor([1.0, -1.0, 0.5]).double()
     value = torch.tensor([0.2, 0.8, 0.6], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: squared_error(x, old, returns, clip).loss, value)
+
+
+def explained(values: torch.Tensor, returns: torch.Tensor) -> float | None:
+    residual = returns - values
+    moments = (returns.mean(), returns.square().mean(), residual.mean(), residual.square().mean())
+    return explained_variance(*(float(moment) for moment in moments))
+
+
+def test_the_explained_variance_is_that_of_the_returns():
+    """Against 1 − Var[R − V] / Var[R] of torch."""
+    torch.manual_seed(0)
+    returns = 5 + torch.randn(50, dtype=torch.float64)
+    values = returns + 0.5 * torch.randn(50, dtype=torch.float64)
+    assert explained(values, returns) == pytest.approx(1 - float((returns - values).var() / returns.var()))
+    assert explained(returns + 3, returns) == pytest.approx(1), "a constant is not variance"
+    assert explained(torch.full_like(returns, 5), returns) == pytest.approx(0)
+    assert explained(-returns, returns) == pytest.approx(-3)
+    assert explained(values, torch.full_like(returns, 0.1)) is None

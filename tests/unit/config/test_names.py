@@ -56,6 +56,27 @@ from tests.readme import text_of
             "run.quux.zyx",
             "run has the keys name, folder, seed, steps, export, replace, token_samples, trackers, profile",
         ),
+        (
+            "actor_rollout_ref.actor.use_dynamic_bsz",
+            "verl's use_dynamic_bsz has no key here, as microbatches always follow from a budget, "
+            "actor.tokens_per_microbatch; leave it out",
+        ),
+        ("actor_rollout_ref.rollout.n_agent", "verl's n_agent is batch.samples_per_prompt here"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", "verl's param_offload is actor.offload here"),
+        (
+            "algorithm.no_think_rl",
+            "verl's no_think_rl has no key here, as nothing is cut out of what is trained on: every "
+            "sampled token is; leave it out",
+        ),
+        (
+            "trainer.logger",
+            "verl's logger is run.trackers (tensorboard, wandb, mlflow, trackio; the console and metrics.jsonl always "
+            "are) here",
+        ),
+        (
+            "ref.log_prob_micro_batch_size",
+            "verl's log_prob_micro_batch_size is actor.tokens_per_microbatch (tokens, not samples) here",
+        ),
         ("critic.tp", "did you mean critic.layout.tp?"),
         (
             "quux",

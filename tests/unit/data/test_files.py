@@ -172,3 +172,28 @@ def test_files_that_are_none(tmp_path):
         ValueError, match=r"data\.source: arithmetics is neither arithmetic, reasoning_gym:TASK, nor a \.jsonl or"
     ):
         read(Path("arithmetics"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_what_is_in_a_column_has_a_dotted_name(tmp_path, suffix):
+    """verl's files have such; a column of that very name goes first."""
+    records = [
+        {
+            "prompt": "a",
+            "reward_model": {"style": "rule", "ground_truth": "1"},
+            "extra_info": {"split": "x", "index": 0},
+        },
+        {
+            "prompt": "b",
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+            "extra_info": {"split": "y", "index": 1},
+        },
+    ]
+    path = write(tmp_path, suffix, records)
+    rows = list(file_rows(path, "prompt", "reward_model.ground_truth", {"extra_info": "f"}, "extra_info.split"))
+    assert [(row.prompt, row.answer) for row in rows] == [("a", "1"), ("b", "2")]
+    assert rows[1].columns == {"extra_info": {"split": "y", "index": 1}, "extra_info.split": "y"}
+    with pytest.raises(ValueError, match=r":1: no column 'reward_model.truth' .*; set data.answer_column to the right"):
+        next(file_rows(path, "prompt", "reward_model.truth"))
+    renamed = [{**record, "reward_model.ground_truth": "own"} for record in records]
+    assert next(file_rows(write(tmp_path, suffix, renamed), "prompt", "reward_model.ground_truth")).answer == "own"

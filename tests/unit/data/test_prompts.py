@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 from transformers import AutoTokenizer
@@ -164,3 +166,97 @@ def test_a_row_with_a_system_message_of_its_own_is_refused_beside_a_system_promp
     path = jsonl(tmp_path, "Hi", [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
     with pytest.raises(UserError, match=r"train.jsonl:2: the prompt has a system message of its own beside data"):
         load_prompts(config_of(path, system_prompt="Be brief."), model_folder)
+
+
+def levels(folder, *values):
+    path = folder / "levels.jsonl"
+    rows = ({"prompt": f"p{i}", "answer": i, "level": value} for i, value in enumerate(values))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_are_sorted_by_a_column(model_folder, tmp_path):
+    """Equal ones stay in the order of the file."""
+    config = config_of(levels(tmp_path, 2, 0.5, 2, -1), sort_column="level", shuffle=False)
+    prompts = load_prompts(config, model_folder)
+    assert [prompt.answer for prompt in prompts.prompts] == [3, 1, 0, 2]
+    assert prompts.weights is None
+    assert load_prompts(config_of(levels(tmp_path, 2, 0.5, 2, -1)), model_folder).data_hash != prompts.data_hash
+
+
+def test_weights_are_those_of_a_column(model_folder, tmp_path):
+    config = config_of(levels(tmp_path, 2, 0.5, 0), weight_column="level")
+    assert load_prompts(config, model_folder).weights == (2.0, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        ("sort_column", (1, "x"), r"levels.jsonl:2: column 'level' holds 'x', expected a number \(data.sort_column\)"),
+        ("weight_column", (1, -1), r"levels.jsonl:2: column 'level' holds -1, expected a number of at least 0"),
+        ("weight_column", (0, 0), r"data.weight_column=level: all weights are 0, so that no row would come"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(model_folder, tmp_path, key, values, message):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(config_of(levels(tmp_path, *values), **{key: "level"}), model_folder)
+
+
+def test_a_column_of_numbers_that_is_missing_is_named_with_its_key(model_folder, tmp_path):
+    with pytest.raises(ValueError, match=r"no column 'rank' .* set data.sort_column to the right one"):
+        load_prompts(config_of(levels(tmp_path, 1), sort_column="rank", shuffle=False), model_folder)
+
+
+def test_rows_of_several_files_come_one_file_after_the_other(model_folder, tmp_path):
+    """Two of them have one name, so that their rows have their paths in theirs."""
+    one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
+    for folder in (one, two, three):
+        folder.mkdir()
+    files = [jsonl(one, "a", "b"), jsonl(two, "c"), jsonl(three, "d").rename(three / "other.jsonl")]
+    config = config_of(files[0], more_sources=[str(file) for file in files[1:]])
+    prompts = load_prompts(config, model_folder)
+    assert [prompt.messages[0]["content"] for prompt in prompts.prompts] == ["a", "b", "c", "d"]
+    names = [f"{files[0]}:1", f"{files[0]}:2", f"{files[1]}:1", "other.jsonl:1"]
+    assert [prompt.id for prompt in prompts.prompts] == names
+    assert len(load_prompts(config_of(files[0], more_sources=[str(files[1])], size=3), model_folder)) == 3
+    files[2].write_text('{"prompt": 1, "answer": 2}\n')
+    with pytest.raises(ValueError, match=f"{files[2]}:1: column 'prompt' holds"):
+        load_prompts(config, model_folder)
+
+
+def test_the_rows_of_a_source_share_its_weight(model_folder, tmp_path):
+    """3 to 1: the two rows of the first file have 1.5 each. Weights of rows are parts of their file's."""
+    (tmp_path / "b").mkdir()
+    first, second = levels(tmp_path, 3, 1), levels(tmp_path / "b", 2)
+    both = {"more_sources": [str(second)], "source_weights": {str(first): 3.0, str(second): 1.0}}
+    assert load_prompts(config_of(first, **both), model_folder).weights == (1.5, 1.5, 1.0)
+    by_row = config_of(first, **both, weight_column="level")
+    assert load_prompts(by_row, model_folder).weights == (3 * 3 / 4, 3 * 1 / 4, 1.0)
+
+
+def test_a_column_says_the_source_that_has_a_weight(model_folder, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = ({"prompt": "p", "answer": 1, "info": {"of": name}} for name in ("gsm8k", "math", "gsm8k"))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(path, source_column="info.of", source_weights={"gsm8k": 1.0, "math": 4.0})
+    assert load_prompts(config, model_folder).weights == (0.5, 4.0, 0.5)
+    with pytest.raises(ValueError, match=r"data.source_weights: it has no weight of 'math', which rows are of; add it"):
+        load_prompts(config_of(path, source_column="info.of", source_weights={"gsm8k": 1.0}), model_folder)
+
+
+def test_verls_rows_are_read_as_they_are(model_folder, tmp_path):
+    """Its file has the answer inside of a column, and columns that choose the reward function and are handed to it."""
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    config = config_of(
+        tmp_path / "train.parquet", answer_column="reward_model.ground_truth", source_column="data_source"
+    )
+    [prompt] = load_prompts(config, model_folder, {"extra_info": "f"}).prompts
+    assert (prompt.answer, prompt.messages) == ("4", ({"role": "user", "content": "2+2?"},))
+    assert prompt.columns == {"data_source": "openai/gsm8k", "extra_info": {"split": "train", "index": 0}}

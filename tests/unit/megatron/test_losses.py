@@ -1,14 +1,17 @@
-"""A batch without what a loss asks of it is refused."""
+"""A batch without what a loss asks of it is refused; what the critic's loss says of its values."""
 
 import pytest
 import torch
 
 from megarl.algorithms.registry import OBJECTIVES
 from megarl.config.load import load
+from megarl.core.metrics import merge
 from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron.advantages import with_advantages
-from megarl.megatron.losses import policy_loss
+from megarl.megatron.losses import policy_loss, value_loss
+from megarl.megatron.metric_sums import read
+from megarl.step.metrics import with_explained_variance
 from tests.packing import packing
 from tests.paths import BASE
 
@@ -21,3 +24,28 @@ def test_tokens_that_are_treated_apart_are_selected(name):
     [batch] = with_advantages(algorithm, [collate([TrainingSample(sample, 1.0, NO_BASELINE, 1.0)], packing())])
     with pytest.raises(AssertionError, match=f"{name}: the tokens that it treats apart are not selected"):
         policy_loss(algorithm, 0.0, batch, torch.zeros(3, 2))
+
+
+def test_the_critic_says_how_much_its_values_explain_of_the_returns():
+    """Two microbatches, against torch on all of their trained tokens. What it says now does not matter."""
+    keys = ["model.path=m", "data.source=arithmetic", "algorithm.advantage={estimator: gae, gamma: 0.9, whiten: false}"]
+    algorithm = load(BASE, keys).algorithm
+    masks = {"a": (True, False, True, True), "b": (True, True), "c": (False, True, True)}
+    generator, parts, residuals, every = torch.Generator().manual_seed(0), [], [], []
+    for i, names in enumerate(("ab", "c")):
+        samples = []
+        for name in names:
+            n = len(masks[name])
+            run = (VersionRun(0, n),)
+            made = Sample(name, Prompt(name, "", (7, 8)), (9,) * n, (-1.0,) * n, masks[name], run, "stop", "")
+            samples.append(TrainingSample(made, float(i + 1), NO_BASELINE, 1.0))
+        values = {name: torch.randn(len(masks[name]), generator=generator) for name in names}
+        [batch] = with_advantages(algorithm, [collate(samples, packing(), values=values)])
+        parts.append(read(value_loss(algorithm.value, batch, torch.zeros(len(batch.mask), 1))[1]))
+        every.append(batch.returns[batch.mask])
+        residuals.append((batch.returns - batch.values)[batch.mask])
+    metrics = with_explained_variance(merge(parts))
+    expected = 1 - torch.cat(residuals).var() / torch.cat(every).var()
+    assert metrics["value/explained_variance"].value == pytest.approx(float(expected), rel=1e-5)
+    assert not [name for name in metrics if "residual" in name or "square" in name]
+    assert with_explained_variance({}) == {}

@@ -102,6 +102,14 @@ def test_a_linear_penalty():
     assert asked_columns(penalty, 3) == {"num_response_tokens": True}
 
 
+def test_dapos_punishment_of_another_limit():
+    punished = resolve("soft_overlong", {"max_tokens": 100, "buffer": 20})
+    lengths = (0, 80, 81, 90, 100, 120)
+    rewards = [punished("", "", None, num_response_tokens=n) for n in lengths]
+    assert rewards == pytest.approx([0, 0, -0.05, -0.5, -1, -1])
+    assert asked_columns(punished, 3) == {"num_response_tokens": True}
+
+
 @pytest.mark.parametrize(
     ("n", "response", "reward"),
     [

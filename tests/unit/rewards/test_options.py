@@ -59,6 +59,11 @@ def test_options_are_arguments_and_no_columns_any_more(file):
         ("regex_match", {"pattern": "("}, "regex_match: options.pattern='(' is no regular expression: missing )"),
         ("regex_match", {"patern": "a"}, "has no option 'patern'; known: pattern, whole, ignore_case, timeout_s"),
         ("math_match", {"timeout_s": 0.5}, "math_match: options.timeout_s=0.5 is not an integer above 0"),
+        (
+            "soft_overlong",
+            {"max_tokens": 8, "buffer": 9},
+            "options.buffer=9 is not an integer above 0, and at most max_tokens=8",
+        ),
         ("cosine_length", {"max_tokens": 0}, "cosine_length: options.max_tokens=0 is not an integer above 0"),
         ("cosine_length", {"max_tokens": 8, "verifier": "exact"}, "no function 'exact'; did you mean exact_match?"),
         (

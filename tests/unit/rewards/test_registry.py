@@ -12,6 +12,7 @@ def test_built_in_functions_by_name():
     needed = {
         "regex_match": {"pattern": "a"},
         "cosine_length": {"max_tokens": 8},
+        "soft_overlong": {"max_tokens": 8, "buffer": 2},
         "generative_judge": {"base_url": "http://localhost/v1", "model": "m"},
     }
     first = {name: tuple(inspect.signature(resolve(name, needed.get(name, {}))).parameters)[:3] for name in FUNCTIONS}

@@ -214,3 +214,12 @@ def test_it_evaluates_before_the_first_step_and_after_each_with_the_steps_metric
         rows = [json.loads(line) for line in again.folder.metrics.read_text().splitlines()]
         assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
         assert (checkpoints.steps(), checkpoints.best().name) == ([2, 4], "step_000002")
+
+
+def test_solve_rates_of_a_step_change_which_prompts_come(tmp_path: Path) -> None:
+    with loop(tmp_path, "data.solved_weight=0.1") as prepared:
+        assert [prompt.id for prompt in prepared.take(1)] == ["0"]
+        assert prepared.note_solved({"0": 0.75}) == {"data/seen_share": 1.0, "data/solve_rate_mean": 0.75}
+        assert prepared.state.dump()["cursor"]["rates"] == {"0": 0.75}
+    with loop(tmp_path, "run.name=b") as prepared:
+        assert prepared.note_solved({"0": 0.75}) == {}

@@ -317,3 +317,14 @@ def test_a_damaged_earlier_checkpoint_costs_no_later_one(root: Path) -> None:
         start(config(root, f"resume={earlier}"), PROMPTS)
     assert newest.exists()
     assert start(config(root, "resume=auto"), PROMPTS).state.step == 2
+
+
+def test_prompts_that_are_drawn_by_weights_and_solve_rates_go_on(root: Path) -> None:
+    prompts = PromptSet(PROMPTS.prompts, PROMPTS.data_hash, weights=(1.0, 2.0, 3.0, 4.0, 5.0))
+    keys = ("data.source=d.jsonl", "data.weight_column=w", "data.solved_weight=0.1")
+    first = start(config(root, *keys), prompts)
+    first.state.cursor.take(3)
+    first.state.cursor.note({4: 1.0, 3: 0.5})
+    save(first, config(root, *keys), 2)
+    again = start(config(root, *keys, "resume=auto"), prompts)
+    assert [again.state.cursor.take(2) for _ in range(5)] == [first.state.cursor.take(2) for _ in range(5)]

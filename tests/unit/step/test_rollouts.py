@@ -147,3 +147,9 @@ def test_samples_that_fail_in_a_row_stop_the_run(failed, limit, stops):
     )
     with pytest.raises(ValueError, match=message):
         select(config, [group], scores)
+
+
+def test_a_prompts_solve_rate_is_that_of_its_scored_samples():
+    """One of two samples has a reward above a half; prompts without a scored sample have no rate."""
+    _, _, rollouts = run("+-0+", rounds=1, wanted=4)
+    assert rollouts.solve_rates == {"0": 0.5, "1": 0.0, "3": 0.5}

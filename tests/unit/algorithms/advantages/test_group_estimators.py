@@ -37,6 +37,12 @@ def advantages(rewards: list[float], lengths: list[int] | None = None, **options
         (dict(estimator="reinforce_plus_plus_baseline"), [0.5, -0.5, -0.5, 0.5]),
         (dict(estimator="gpg"), [0.5, -0.5, -0.5, 0.5]),
         (dict(estimator="rloo"), [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
+        # Of the others of a winner 1 of 3 wins, of a loser's 2 of 3: squared deviations sum to 2/3.
+        (
+            dict(estimator="rloo", std="sample", std_epsilon=0.0),
+            [2 / 3 * 3**0.5, *[-2 / 3 * 3**0.5] * 2, 2 / 3 * 3**0.5],
+        ),
+        (dict(estimator="rloo", std="population", std_epsilon=0.0), [2**0.5, -(2**0.5), -(2**0.5), 2**0.5]),
         (dict(estimator="opo"), [5 / 8, -3 / 8, -3 / 8, 5 / 8]),
         # Best of 2: 5 of the 6 pairs win. With a winner for sure: 1; a loser wins with 2 of 3 others.
         (dict(estimator="pass_at_k", k=2, std="none"), [1 / 6, -1 / 6, -1 / 6, 1 / 6]),
@@ -56,6 +62,13 @@ def test_groups_of_one_and_of_equal_rewards(estimator):
     assert advantages([5.0], estimator=estimator) == [0.0]
     assert advantages([5.0], estimator=estimator, group_of_one="reward") == [5.0]
     assert advantages([0.7] * 5, estimator=estimator) == pytest.approx([0.0] * 5, abs=1e-6)
+
+
+def test_others_that_do_not_deviate_divide_by_nothing():
+    """A single winner of four is compared with three equal rewards."""
+    found = advantages([1.0, 0.0, 0.0, 0.0], estimator="rloo", std="sample", std_epsilon=0.0)
+    assert found == pytest.approx([1.0, *[-(1 / 3) / (1 / 3) ** 0.5] * 3])
+    assert advantages([1.0, 0.0], estimator="rloo", std="sample") == [1.0, -1.0]
 
 
 @pytest.mark.parametrize("std", ["sample", "population"])

@@ -67,6 +67,10 @@ def test_clip_by_hand(options, ratio, advantage, loss, slope, low, high):
         ("dppo_tv", {}, 1.5, 1.0, -1.5, -1.5, False, False),
         ("dppo_tv", {}, 2.0, -1.0, 2.0, 2.0, False, False),
         ("dppo_tv", {}, 0.1, -1.0, 0.0, 0.0, True, False),
+        # From 0.2 to 0.02 is not as far as 0.19; the other limit, 0.15, is that of positive advantages.
+        ("dppo_tv", {"divergence_limit_negative": 0.19}, 0.1, -1.0, 0.1, 0.1, False, False),
+        ("dppo_tv", {"divergence_limit_negative": 0.19}, 1.9, 1.0, 0.0, 0.0, False, True),
+        ("dppo_tv", {"divergence_limit_negative": 0.1}, 0.4, -1.0, 0.0, 0.0, True, False),
         # 0.2·ln(1/2) + 0.8·ln(0.8/0.6) = 0.0915162; 0.2·ln(2/3) + 0.8·ln(0.8/0.7) = 0.0257321
         ("dppo_kl", {}, 2.0, 1.0, 0.0, 0.0, False, True),
         ("dppo_kl", {"divergence_limit": 0.0916}, 2.0, 1.0, -2.0, -2.0, False, False),
@@ -74,6 +78,9 @@ def test_clip_by_hand(options, ratio, advantage, loss, slope, low, high):
         ("dppo_kl", {"divergence_limit": 0.0258}, 1.5, 1.0, -1.5, -1.5, False, False),
         ("dppo_kl", {"divergence_limit": 0.0257}, 1.5, 1.0, 0.0, 0.0, False, True),
         ("dppo_kl", {}, 0.1, -1.0, 0.0, 0.0, True, False),
+        # 0.2·ln 10 + 0.8·ln(0.8/0.98) = 0.2981641
+        ("dppo_kl", {"divergence_limit_negative": 0.2982}, 0.1, -1.0, 0.1, 0.1, False, False),
+        ("dppo_kl", {"divergence_limit_negative": 0.2981}, 0.1, -1.0, 0.0, 0.0, True, False),
     ],
 )
 def test_token_objectives_by_hand(name, options, ratio, advantage, loss, slope, low, high):

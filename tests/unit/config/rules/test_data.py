@@ -4,6 +4,54 @@ import pytest
 
 from tests.unit.config.rules.recipes import errors, recipe
 
+FILE = "data.source=rows.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["data.sort_column=level", "data.shuffle=false"],
+            "data.sort_column=level: data.source=arithmetic has no columns",
+        ),
+        (
+            ["data.weight_column=level"],
+            "data.weight_column=level: data.source=arithmetic has no columns; set it to null",
+        ),
+        ([FILE, "data.sort_column=level"], "data.sort_column=level: with data.shuffle=true rows would not come in its"),
+        (
+            [FILE, "data.sort_column=level", "data.solved_weight=0.1"],
+            "data.sort_column=level: rows that are drawn by data.weight_column, solved_weight or source_weights",
+        ),
+        (
+            ["data.more_sources=[b.jsonl]"],
+            "data.source=arithmetic: several sources are files, and its rows are made; set",
+        ),
+        (
+            [FILE, "data.more_sources=[arithmetic]"],
+            "data.more_sources=arithmetic: several sources are files, and its rows",
+        ),
+        (
+            [FILE, "data.more_sources=[b.jsonl]", "data.source_weights={rows.jsonl: 1}"],
+            "it has a weight for each file, which are rows.jsonl, b.jsonl; name these, or the column",
+        ),
+        (["data.solved_above=1"], "data.solved_above=1.0: nothing reads it without data.solved_weight; set that, or"),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line
+
+
+def test_orders_are_of_prompts() -> None:
+    lines = errors(FILE, "data.rows=preferences", "algorithm.objective.name=dpo", "data.solved_weight=0.1")
+    assert "data.solved_weight=0.1: it is of prompts, and data.rows=preferences; set it to null" in lines[0]
+
+
+def test_a_curriculum_is_one_of_these() -> None:
+    assert not recipe(FILE, "data.sort_column=level", "data.shuffle=false").data.draws_by_weight
+    assert recipe(FILE, "data.weight_column=level", "data.solved_weight=0.1").data.draws_by_weight
+
 
 def test_a_system_prompt_stands_before_prompts_of_rows() -> None:
     assert recipe("data.system_prompt=Be brief.").data.system_prompt == "Be brief."

@@ -166,3 +166,10 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
     rules.recipe(*overrides)
+
+
+def test_a_penalty_is_adapted_where_there_are_several_updates() -> None:
+    keys = ("algorithm.objective={name: kl_penalty, penalty_target: 0.01}",)
+    [line] = rules.errors(*keys)
+    assert line.startswith("algorithm.objective.penalty_target=0.01: in a step's only update the policy is the old one")
+    assert rules.recipe(*keys, "batch.prompts_per_update=8").algorithm.objective.adapted_penalty_target == 0.01
