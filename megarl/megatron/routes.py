@@ -1,6 +1,6 @@
 """The experts that tokens go to: those of the engine in place of the trainer's own choice, and how they differ.
 
-Megatron's routers ask an object, by default its own RouterReplay, for their choice. Ours stands in its place. Megatron's
+Megatron's routers ask an object, by default its own RouterReplay, for their choice. Ours stands in its place. Theirs
 have a registry for the whole process, in which an actor and a critic would take each other's routes; every token must
 have some; and all of them are switched together between forward and recomputed passes, which alternate in a pipeline.
 """

@@ -95,7 +95,11 @@ class RolloutQueue:
         return [[i] for i in numbers] if self.config.rollout.max_staleness else [numbers]
 
     def _sample(self, asked: Sequence[Sequence[SamplingRequest]]) -> Pending[list[list[RemoteSample]]]:
-        return sample_groups(self.workers, asked)
+        """Submits the sampling of the requests of each prompt: by the engines alone, or in environments. The rewards
+        begin with a sample as soon as it is there."""
+        workers = self.workers
+        source = workers.environments if self.config.has_environment else workers.engines
+        return source.generate(asked, workers.rewards.listener)
 
 
 def describe(config: Config) -> list[str]:
@@ -113,10 +117,3 @@ def describe(config: Config) -> list[str]:
             "been seen to fail without (arXiv 2505.24298); set algorithm.correction.old=trainer and weight=token"
         )
     return lines
-
-
-def sample_groups(workers: Workers, asked: Sequence[Sequence[SamplingRequest]]) -> Pending[list[list[RemoteSample]]]:
-    """Submits the sampling of the requests of each prompt: by the engines alone, or in environments. The rewards begin
-    with a sample as soon as it is there."""
-    source = workers.engines if workers.environments is None else workers.environments
-    return source.generate(asked, workers.rewards.listener)

@@ -76,9 +76,8 @@ def collect_rollouts(
     with watch.phase("rollout"):
         workers.leave_to_trainers()
     metrics |= offloaded | {"rollout/rounds": Metric(rounds), "rollout/prompts": Metric(len(sampled))}
-    return Rollouts(
-        sampled, choose(scored, wanted), process_rewards, metrics | queue.metrics(), solve_rates(config, scored)
-    )
+    metrics |= queue.metrics()
+    return Rollouts(sampled, choose(scored, wanted), process_rewards, metrics, solve_rates(config, scored))
 
 
 def solve_rates(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> dict[str, float]:

@@ -13,11 +13,13 @@ from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.load import load
 from megarl.core.types import Prompt, SampleInfo
 from megarl.data.cursor import PromptCursor
+from megarl.data.prompts import PromptSet
 from megarl.run.resume import RunState
 from megarl.step.queue import RolloutQueue, describe
 from tests.paths import BASE
 
 STEPS, PER_STEP, SAMPLES = 12, 3, 2
+DATA = PromptSet(tuple(Prompt(str(i), "", (1,), "") for i in range(1000)), "hash")
 
 
 class Rollouts:
@@ -72,9 +74,8 @@ class Submitted:
 def attempt(config, rollouts: Rollouts, state: RunState, until: int) -> tuple[list[list[SampleInfo]], list[str]]:
     """Steps to the step `until`. Returns what each step trained on, and the states that it left, as a checkpoint has
     them."""
-    data = [Prompt(str(i), "", (1,), "") for i in range(1000)]
     workers = SimpleNamespace(engines=rollouts, environments=None, rewards=SimpleNamespace(listener=None))
-    queue, trained, states = RolloutQueue(config, workers, data, state), [], []
+    queue, trained, states = RolloutQueue(config, workers, DATA, state), [], []
     while state.step < until:
         state.step += 1
         rollouts.version = state.step - 1
@@ -120,7 +121,7 @@ def test_a_killed_run_loses_no_row_and_trains_on_none_twice(seed):
     rng = random.Random(seed)
     config, killed_in = config_of(rng.randint(1, 4)), rng.randint(1, STEPS - 1)
     trained, states = attempt(config, Rollouts(rng), fresh(), killed_in)
-    again = RunState.restore(json.loads(states[-1]))
+    again = RunState.restore(json.loads(states[-1]), config, DATA)
     waiting = again.dump()["under_way"]
     rollouts = Rollouts(rng)
     later, _ = attempt(config_of(rng.randint(0, 4)), rollouts, again, STEPS)  # with another bound, too
