@@ -274,6 +274,7 @@ def test_the_process_of_rewards_starts_without_torch() -> None:
 
 
 DISTRIBUTIONS = {
+    "antlr4": "antlr4-python3-runtime",
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
     "pydantic_core": "pydantic",

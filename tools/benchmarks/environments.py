@@ -204,7 +204,9 @@ def summary(
             "rollouts": round(1000 * rollouts_s / num_turns, 3),
             "environments": round(1000 * hosts_s / num_turns, 3),
             "engine, beside its steps": round(1000 * engine_s / num_turns, 3),
+            "all": round(1000 * (rollouts_s + hosts_s + engine_s) / num_turns, 3),
         },
+        "turns_per_second": round(num_turns / seconds, 1),
         "cached_share_of_later_prompts": round(sum(info.num_cached_tokens for info in infos) / later, 4),
         "mean_later_prompt_tokens": round(later / (num_turns - len(infos))),
     }

@@ -1,4 +1,5 @@
-"""Mathematical answers that a run's pool of reward functions judges in a second, and what the pool adds to a function.
+"""Mathematical answers that a run's pool of reward functions judges in a second, and the CPU time of each in the pool's
+processes, from which follows how many they would judge on a machine that had a core for each.
 
 .venv/bin/python tools/benchmarks/rewards.py --out tools/benchmarks/results/rewards.json
 """
@@ -107,6 +108,11 @@ def main() -> None:
         "response_characters": round(statistics.fmean(len(sample.text) for sample in batch)),
         "answers_per_second": {case: statistics.median(values) for case, values in rates.items()},
         "cpu_ms_per_answer": {case: round(statistics.median(values), 3) for case, values in cpu_ms.items()},
+        "answers_per_second_if_nothing_else_ran": {
+            case: round(1000 * PROCESSES / statistics.median(values))
+            for case, values in cpu_ms.items()
+            if any(values)
+        },
         "runs": rates,
         "failed": failed,
         "cpu_percent_elsewhere": round(100 * max(others, 0.0) / wall / machine()["cores"], 1),
