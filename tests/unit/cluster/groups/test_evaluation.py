@@ -106,8 +106,8 @@ def test_rollouts_in_environments_have_its_rewards_and_those_of_functions_of_the
 ) -> None:
     file = tmp_path / "played.jsonl"
     samples = [
-        part("0.0", "odd", (1.0, 3.0), is_last=False),  # on which the function would fail
-        part("0.0/1", "bbb", (1.0, 3.0)),
+        part("0.0", "bbb", (1.0, 3.0)),
+        part("0.0/1", "odd", (1.0, 3.0), is_last=False),  # of another agent, on which the function would fail
         part("0.1", "bbb", (1.0,), failure="step raised KeyError"),
         part("0.2", "odd", (1.0,)),
     ]
