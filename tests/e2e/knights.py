@@ -1,5 +1,5 @@
-"""Knights and Knaves: reasoning-gym's puzzles of two people, and a tiny model that knows how to think about one, and
-stops to think at random.
+"""Knights and Knaves: reasoning-gym's puzzles of two people, and a tiny model that knows how to think about one, but
+stops too early or goes on too long.
 
 Its thoughts suppose roles, one after the other, and go through what the people say, until it does not fit. What it has
 to learn is to go on until it fits, to answer that, and to write the tags of the answer.
@@ -30,8 +30,8 @@ VERDICT = {True: " (true)", False: " (false)"}
 JOINED = {"and": " and ", "or": " or ", "->": " then ", "<=>": " if and only if "}
 SUPPOSE, SAYS, AND, FITS, NOT = "Suppose ", " says ", ", and ", ": it fits. ", ": no. "
 WORDS = (*PEOPLE, *IS.values(), *VERDICT.values(), *JOINED.values(), *TAGS, "if ", ". ", SUPPOSE, SAYS, AND, FITS, NOT)
-STOPS, FORGETS_TAGS = 0.45, 0.4
-"""How often a demonstration stops after what it has supposed, fit or not, and how often its answer has no tags."""
+STOPS_RIGHT, STOPS_WRONG, FORGETS_TAGS = 0.7, 0.3, 0.5
+"""How often a demonstration stops after what fits, and after what does not, and how often its answer has no tags."""
 
 Statement = tuple[Any, ...]
 """As reasoning-gym has it: ("lying", 1), or ("->", ("telling-truth", 0), ("lying", 1))."""
@@ -70,7 +70,7 @@ def seldom_solved(random: Random) -> Text:
     thoughts = ""
     for supposed in product((True, False), repeat=len(PEOPLE)):
         thoughts += thought(puzzle.statements, supposed)
-        if random.random() < STOPS:
+        if random.random() < (STOPS_RIGHT if thoughts.endswith(FITS) else STOPS_WRONG):
             break
     tagged = answer(supposed) if random.random() < FORGETS_TAGS else f"<answer>{answer(supposed)}</answer>"
     return [
@@ -117,7 +117,7 @@ def role_of(statement: Statement) -> tuple[int, bool]:
     return about, kind == "telling-truth"
 
 
-SOLVER = Agent(WORDS, seldom_solved, updates=600, rollouts=16, characters="")
+SOLVER = Agent(WORDS, seldom_solved, updates=900, rollouts=16, characters="")
 
 
 class Knights(Task):

@@ -127,5 +127,5 @@ def test_it_learns(runs, model, table, name):
     }
     print(name, table[name])
     assert learned[0] <= case.start
-    assert table[name]["last"] >= LEARNED
+    assert table[name]["last"] >= case.learned
     assert not case.has_control or table[name]["control_last"] < NOT_LEARNED

@@ -133,7 +133,8 @@ def learning() -> str:
     header = ["", "at the start", "at the end", "steps until 0.9", "control"]
     rows = []
     for name, run in result("learning")["runs"].items():
-        until = str(run["steps_to_optimum"] or f"at most {run['steps']}")
+        unknown = "at most" if run["last"] >= 0.9 else "not in"
+        until = str(run["steps_to_optimum"] or f"{unknown} {run['steps']}")
         control = "" if run["control_last"] is None else f"{run['control_last']:.2f}"
         rows.append([name, f"{run['first']:.2f}", f"{run['last']:.2f}", until, control])
         for part, shares in run.get("parts", {}).items():
