@@ -123,9 +123,17 @@ def test_metrics_by_hand():
 
 def pack(experts: np.ndarray, multiple: int):
     count = len(experts)
-    sample = Sample("0", Prompt("0", "", [5]), [7] * (count - 1), [-1.0] * (count - 1), [True] * (count - 1), (
-        VersionRun(0, count - 1),
-    ), "stop", "", routes=experts)
+    sample = Sample(
+        "0",
+        Prompt("0", "", [5]),
+        [7] * (count - 1),
+        [-1.0] * (count - 1),
+        [True] * (count - 1),
+        (VersionRun(0, count - 1),),
+        "stop",
+        "",
+        routes=experts,
+    )
     return collate([TrainingSample(sample, 0.0, NO_BASELINE, 1.0)], packing(pack_multiple=multiple))
 
 
