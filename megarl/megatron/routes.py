@@ -1,8 +1,9 @@
 """The experts that tokens go to: those of the engine in place of the trainer's own choice, and how they differ.
 
-Megatron's routers ask an object, by default its own RouterReplay, for their choice. Ours stands in its place. Theirs
-have a registry for the whole process, in which an actor and a critic would take each other's routes; every token must
-have some; and all of them are switched together between forward and recomputed passes, which alternate in a pipeline.
+A router of Megatron asks an object for its choice, by default Megatron's RouterReplay. Ours stands in its place. Those of
+Megatron have a registry for the whole process, in which an actor and a critic would take each other's routes; every
+token must have some; and all are switched together between forward and recomputed passes, which alternate in a
+pipeline.
 """
 
 from __future__ import annotations

@@ -105,6 +105,17 @@ CHARTS = (
     Chart("Entropy", "Of the policy, in nats a token.", (("policy/entropy", "entropy"),)),
     Chart("Gradient norm", "Before clipping.", (("policy/grad_norm", "norm"),)),
     Chart(
+        "Routes",
+        "Share of tokens and layers where the trainer would have chosen other experts than the engine did.",
+        (("policy/routes_differ", "other experts"),),
+        share=True,
+    ),
+    Chart(
+        "Load of the experts",
+        "How much more tokens than the mean the busiest expert of a layer has, mean over the layers.",
+        (("policy/max_vio", "MaxVio"),),
+    ),
+    Chart(
         "Trainer–rollout mismatch",
         "|log-prob in the trainer − log-prob in the engine| of the sampled tokens, before the step's updates.",
         (("mismatch/logprob_abs_mean", "mean"), ("mismatch/logprob_abs_max", "largest")),

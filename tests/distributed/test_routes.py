@@ -159,9 +159,8 @@ def test_replay_brings_the_trainer_nearer_to_the_engine(tmp_path):
     [found] = run_ranks(1, log_probs, config_of(folder), folder, groups)
     samples = [sample for group in groups for sample, _ in group]
 
-    def mean_difference(name: str) -> float:
+    def largest_difference(name: str) -> float:
         apart = [found[name][s.id][:, 0].cpu() - torch.tensor(s.response_logprobs) for s in samples]
-        return float(torch.cat(apart).abs().mean())
+        return float(torch.cat(apart).abs().max())
 
-    print(mean_difference("own"), mean_difference("replayed"))
-    assert mean_difference("replayed") < 0.5 * mean_difference("own")
+    assert largest_difference("replayed") < 0.2 * largest_difference("own")
