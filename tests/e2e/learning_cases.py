@@ -72,6 +72,7 @@ CASES: dict[str, Case] = {
     "RLOO": estimator("rloo"),
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
     "GRPO": estimator("grpo", in_test=True, has_control=True),
+    "GRPO, prompts by solve rate": estimator("grpo", "data={solved_weight: 0.05, solved_above: 0.9}"),
     "Dr.GRPO": estimator(
         "grpo", "algorithm.advantage.std=none", "algorithm.objective.aggregation=sequence_mean_over_max_tokens"
     ),
