@@ -81,6 +81,7 @@ CASES: dict[str, Case] = {
     "GRPO": estimator("grpo", in_test=True, has_control=True),
     "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1)),
     "GRPO, rollouts four steps ahead": estimator("grpo", *ahead(4)),
+    "GRPO, prompts by solve rate": estimator("grpo", "data={solved_weight: 0.05, solved_above: 0.9}"),
     "Dr.GRPO": estimator(
         "grpo", "algorithm.advantage.std=none", "algorithm.objective.aggregation=sequence_mean_over_max_tokens"
     ),

@@ -109,9 +109,7 @@ def main() -> None:
         "answers_per_second": {case: statistics.median(values) for case, values in rates.items()},
         "cpu_ms_per_answer": {case: round(statistics.median(values), 3) for case, values in cpu_ms.items()},
         "answers_per_second_if_nothing_else_ran": {
-            case: round(1000 * PROCESSES / statistics.median(values))
-            for case, values in cpu_ms.items()
-            if any(values)
+            case: round(1000 * PROCESSES / statistics.median(values)) for case, values in cpu_ms.items() if any(values)
         },
         "runs": rates,
         "failed": failed,
