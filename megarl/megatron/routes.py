@@ -1,7 +1,7 @@
 """The experts that tokens go to: those of the engine in place of the trainer's own choice, and how they differ.
 
-A router of Megatron asks an object for its choice, by default Megatron's RouterReplay. Ours stands in its place. Those of
-Megatron have a registry for the whole process, in which an actor and a critic would take each other's routes; every
+A router of Megatron asks an object for its choice, by default Megatron's RouterReplay. Ours stands in its place. Those
+of Megatron have a registry for the whole process, in which an actor and a critic would take each other's routes; every
 token must have some; and all are switched together between forward and recomputed passes, which alternate in a
 pipeline.
 """

@@ -60,7 +60,7 @@ def folder(tmp_path_factory) -> Path:
 
 @cache
 def updates(folder: Path) -> list:
-    """Of the second, the policy is no longer its reference."""
+    """Two updates: of the second, the policy is no longer its reference."""
     return [with_routes(folder, [*random_groups(seed), branching_group(seed)]) for seed in range(2)]
 
 
@@ -87,14 +87,14 @@ def trained(folder: Path, layout: str) -> list:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", newest_of(LAYOUTS, "TP2, SP, EP2", "PP2, VPP2, EP2"))
 def test_replayed_training_is_that_of_a_plain_model(folder, outcome, layout, variant):
-    """Also the gradient of the routers, which have no other than that of the scores of the replayed experts."""
+    """The gradient of the routers, too, which have no other than that of the scores of the replayed experts."""
     ranks = [rank[variant] for rank in trained(folder, LAYOUTS[layout])]
     assert_same_training(folder, ranks, outcome)
 
 
 @pytest.mark.parametrize("layout", newest_of(LAYOUTS, "TP2, SP, EP2"))
 def test_metrics_are_counted_over_all_ranks(folder, outcome, reference, layout):
-    """Where no sample shares tokens with others, all layouts count the same ones."""
+    """All layouts count the same tokens where no sample shares some with others."""
     reported = [rank["nothing shared"].metrics for rank in trained(folder, LAYOUTS[layout])]
     for metrics in filter(None, reported):
         assert {name: metrics[f"policy/{name}"].value for name in reference.metrics()} == pytest.approx(

@@ -85,7 +85,7 @@ def test_responses_that_begin_alike_share_what_is_worth_it(alike, tokens):
 
 @pytest.mark.parametrize("differs_at", [25, 39, None])
 def test_tokens_that_go_to_other_experts_are_not_shared(differs_at):
-    """Of two samples with the same 10 + 30 tokens, and then others."""
+    """Two samples have the same 10 + 30 tokens, and then others."""
     prompt, begin = Prompt("p", "", range(10)), tuple(range(50, 80))
     samples = [sample(f"{k}", prompt, (*begin, 1000 + k)) for k in range(2)]
     routes = np.zeros((2, 41, 3, 2), np.int8)

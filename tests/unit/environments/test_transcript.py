@@ -21,7 +21,7 @@ def turn(start: int, count: int, number: int | None) -> Completion:
 
 
 def sample(*numbers: int | None):
-    """Of two prompt tokens, and turns of three with two tokens of context between them."""
+    """A sample of two prompt tokens, and turns of three with two tokens of context between them."""
     transcript = Transcript([1, 2])
     for index, number in enumerate(numbers):
         if index:

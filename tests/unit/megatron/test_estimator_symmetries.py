@@ -219,6 +219,29 @@ def test_other_groups_change_all_alike(name, update):
     assert fitted[0] > 0
 
 
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gpg"])
+def test_a_group_without_trained_tokens_does_not_matter(name, update):
+    """Its turns are of tools alone. GPG counts it among the groups whose rewards differ."""
+    silent = [(replace(s, id=f"{s.id}s", response_mask=[False] * len(s.response_ids)), r) for s, r in update.groups[0]]
+    silent = [(replace(s, prompt=replace(s.prompt, id="silent")), r) for s, r in silent]
+    more = Update(
+        [*update.groups, silent],
+        {**update.greedy, "silent": 0.0},
+        update.average,
+        {**update.values, **{s.id: torch.zeros(len(s.response_ids)) for s, _ in silent}},
+    )
+    found, expected = advantages(name, more), advantages(name, update)
+    assert_same({i: found[i] for i in expected}, expected)
+    assert not any(found[s.id].any() for s, _ in silent)
+
+
+@pytest.mark.parametrize("name", [name for name in COMPARING if is_by_group(name) and normalises(name)])
+def test_each_group_has_a_unit_of_its_own(name, update):
+    """Rewards of one group alone in another unit change nothing where each group has its deviation."""
+    groups = [[(s, 7 * r if i == 1 else r) for s, r in group] for i, group in enumerate(update.groups)]
+    assert_same(advantages(name, update.kept(groups)), advantages(name, update))
+
+
 @every
 def test_rewards_in_another_unit(name, update):
     """Three times all rewards, and all they are compared with: advantages are the same where they are in units of a

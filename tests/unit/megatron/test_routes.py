@@ -139,7 +139,7 @@ def pack(experts: np.ndarray, multiple: int):
 
 @pytest.mark.parametrize("tokens", [5, 7, 8])
 def test_ranks_of_sequence_parallelism_have_the_routes_of_their_tokens(tmp_path, tokens):
-    """Also where the pack ends in padding, which has none."""
+    """The pack may end in padding, which has none."""
     folder = write_tiny_experts(tmp_path)
     batch, parts = pack(random_routes(folder, tokens, seed=0), multiple=4), []
     layout = config_of(folder, "actor.layout={tp: 2, sequence_parallel: true}").actor.layout
@@ -170,7 +170,7 @@ FIRST_DENSE = dict(
 
 @pytest.mark.parametrize("dense", [[0], [0, 1, 2], [3]])
 def test_dense_layers_do_not_shift_the_layers_with_experts(tmp_path, dense):
-    """In a model of 8 layers over two stages of two runs each, every layer with experts has its own routes."""
+    """Every layer with experts has its own routes, in a model of 8 layers over two stages of two runs each."""
     folder = write_tiny_model(tmp_path, "qwen3_moe", **FIRST_DENSE, mlp_only_layers=dense)
     config, hf_config = config_of(folder, "actor.layout={pp: 2, vpp: 2}"), read_config(folder)
     found = {}

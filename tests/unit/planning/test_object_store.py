@@ -50,7 +50,7 @@ def test_a_sample_takes_at_most_what_the_closed_form_says_and_little_less(top_k)
 
 
 def test_routes_take_room_too():
-    """Of six layers, the first has no experts."""
+    """The first of six layers has no experts."""
     wanted = config(*LONG, "actor.experts.replay_routes=true")
     routed = Experts(128, active=8, intermediate=768, shared_intermediate=0, layers=(False, *(True,) * 5))
     pickled = len(pickle.dumps(longest_sample(wanted, routed), 5))

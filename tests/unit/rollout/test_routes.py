@@ -37,7 +37,7 @@ def test_routes_of_zeros_are_refused():
 
 
 def test_numbers_of_places_instead_of_experts_are_refused():
-    """Where popular experts are there several times, places have numbers beyond those of the experts."""
+    """Places have numbers beyond those of the experts where popular experts are there several times."""
     places = told(6)
     places[3, 0, 1] = 8
     with pytest.raises(RuntimeError, match="not 2 of 8 experts"):
