@@ -34,7 +34,7 @@ STOPS_RIGHT, STOPS_WRONG, FORGETS_TAGS = 0.7, 0.3, 0.5
 """How often a demonstration stops after what fits, and after what does not, and how often its answer has no tags."""
 
 Statement = tuple[Any, ...]
-"""As reasoning-gym has it: ("lying", 1), or ("->", ("telling-truth", 0), ("lying", 1))."""
+"""What reasoning-gym has: ("lying", 1), or ("->", ("telling-truth", 0), ("lying", 1))."""
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,14 @@ CASES: dict[str, Case] = {
     "reward model": given("name: reward_model", Preferences(logit, classifies=True), has_control=True),
     "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True, has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
-    # 10 × the learning rate of the other cases, in which the whole model is trained
-    "GRPO, LoRA": estimator("grpo", "actor.lora={rank: 8}", "actor.optimizer.lr=0.1", steps=30, has_control=True),
+    # At 10 × the learning rate of the cases in which the whole model is trained. The head is frozen, whose logits bound
+    # the share at temperature 1.
+    "GRPO, LoRA": estimator(
+        "grpo",
+        *("actor.lora={rank: 8}", "actor.optimizer.lr=0.1", "rollout.temperature=0.5"),
+        steps=30,
+        has_control=True,
+    ),
     "environment: search": estimator(
         "grpo",
         *("batch.samples_per_prompt=16", "actor.optimizer.lr=0.002"),

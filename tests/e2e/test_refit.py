@@ -88,7 +88,7 @@ class Remote:
         return result
 
     def _stacks(self) -> str:
-        """Where its threads are."""
+        """Returns where its threads are."""
         os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(STACKS_S)
         return (Path(self._scratch.name) / STACKS).read_text()

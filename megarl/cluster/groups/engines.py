@@ -306,7 +306,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         dealt = {name: part for k, name in enumerate(names) if (part := left[k :: len(names)])}
         asked = {name: self._ask(name, [groups[i] for i in part], listener) for name, part in dealt.items()}
         calls = {name: refs[0] for name, refs in asked.items()}
-        load = self.add_load({name: len(refs) - 1 for name, refs in asked.items()})
+        load = self.add_load({name: sum(len(groups[i]) for i in part) for name, part in dealt.items()})
 
         def collect(answers: Answers) -> list[list[RemoteSample]] | Pending[list[list[RemoteSample]]]:
             load.end()
