@@ -17,7 +17,8 @@ from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.rank_batch import RankBatch
 from megarl.config.load import load
-from megarl.config.schema import Config, Role
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.types import Prompt, Sample, SampleInfo, TokenTotals, VersionRun
 from megarl.data.local_batch import LocalBatch

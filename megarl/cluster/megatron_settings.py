@@ -8,7 +8,8 @@ import sys
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.model_folders import ModelFolders
-from megarl.config.schema import Config, Trained
+from megarl.config.model_schema import Trained
+from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 
 PROGRAM = "megarl.megatron.preflight"

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megarl.config.huggingface import Experts, completed, experts, left_out
+from megarl.config.model_schema import Role
 from megarl.config.peft import check_adapter_config
 from megarl.config.rules.model import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
-from megarl.config.schema import Config, Role
+from megarl.config.schema import Config
 from megarl.config.trained_model import trained_hf_config
 from megarl.core.errors import UserError
 from megarl.data.model_folder import NotHere, config_here, read_config, resolve

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, join
-from megarl.config.schema import Role
+from megarl.config.model_schema import Role
 from megarl.core.metrics import Metric
 
 PARTS = ("parameters", "gradients", "optimizer")

@@ -19,7 +19,8 @@ from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
 from megarl.cluster.trained_models import PARTS, TrainedModels
-from megarl.config.schema import Config, Role
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from megarl.config.schema import Optimizer, Schedule
+from megarl.config.model_schema import Optimizer, Schedule
 
 
 def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.classifier import as_classifier
-from megarl.config.schema import Config, Role
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megarl.core.types import NO_ROUTE, CandidateIds, Sample, TokenBatch, TrainingSample
+from megarl.core.token_batch import TokenBatch
+from megarl.core.types import NO_ROUTE, CandidateIds, Sample, TrainingSample
 from megarl.data.packing import Packing, round_up
 from megarl.data.prefixes import place_runs
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.core.types import TokenBatch, TrainingSample
+from megarl.core.token_batch import TokenBatch
+from megarl.core.types import TrainingSample
 from megarl.data.collate import Reads, collate, with_scalars
 from megarl.data.packing import Microbatch, Packing
 

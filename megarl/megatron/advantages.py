@@ -14,7 +14,7 @@ from megarl.algorithms.returns import at_last_token, sum_of_sample, to_go
 from megarl.algorithms.specs import TokenEstimator
 from megarl.algorithms.whitening import mean_and_std, whiten
 from megarl.config.algorithm_schema import Advantage, Algorithm
-from megarl.core.types import TokenBatch
+from megarl.core.token_batch import TokenBatch
 
 
 def with_advantages(

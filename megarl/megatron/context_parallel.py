@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 
-from megarl.core.types import TokenBatch
+from megarl.core.token_batch import TokenBatch
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 

@@ -13,8 +13,8 @@ from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.value_loss import squared_error
 from megarl.config.algorithm_schema import KL, Algorithm, Correction, Objective, Value
-from megarl.config.schema import ImplicitReward
-from megarl.core.types import TokenBatch
+from megarl.config.model_schema import ImplicitReward
+from megarl.core.token_batch import TokenBatch
 from megarl.megatron.context_parallel import sum_over_ranks
 from megarl.megatron.metric_sums import Sums, largest, mean, total
 

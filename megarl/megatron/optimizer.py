@@ -15,7 +15,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megarl.config.schema import Trained
+from megarl.config.model_schema import Trained
 from megarl.megatron.model import kernels
 from megarl.megatron.overrides import build, checked, described
 

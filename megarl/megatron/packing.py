@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.schema import Trained
+from megarl.config.model_schema import Trained
 from megarl.data.packing import Packing
 from megarl.megatron.model.layer_spec import can_share_prompts, uses_transformer_engine
 from megarl.megatron.model.precision import token_multiple

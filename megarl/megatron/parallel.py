@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 from megarl.core import device
 from megarl.megatron import cpu_support, random_state
 

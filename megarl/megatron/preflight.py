@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema import Config, Role
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
 from megarl.megatron.model.build import data_parallel_config, transformer_config
 from megarl.megatron.optimizer import optimizer_config
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
 from megarl.core.metrics import Metric
-from megarl.core.types import TokenBatch
+from megarl.core.token_batch import TokenBatch
 from megarl.megatron import parallel
 from megarl.resharding.families.shape import ModelShape
 

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
 from megarl.core import device
-from megarl.core.types import TokenBatch
+from megarl.core.token_batch import TokenBatch
 from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.inputs import ModelInput

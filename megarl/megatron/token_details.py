@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megarl.core.types import TokenBatch
+from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.losses import Loss
 from megarl.rewards.rollout_file import has_token_details

@@ -13,7 +13,8 @@ from megatron.core import parallel_state
 
 from megarl.algorithms.covariance import covariance
 from megarl.config.algorithm_schema import Algorithm
-from megarl.core.types import TokenBatch, TrainingSample
+from megarl.core.token_batch import TokenBatch
+from megarl.core.types import TrainingSample
 
 
 def with_selection(

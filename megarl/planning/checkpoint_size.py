@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from megarl.config.schema import Config, Layout, Role, Trained
+from megarl.config.model_schema import Layout, Role, Trained
+from megarl.config.schema import Config
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.families.adapters import adapter_holder
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.config.schema import Config, MegatronRole, Role
+from megarl.config.model_schema import MegatronRole, Role
+from megarl.config.schema import Config
 from megarl.core.spans import overlap
 
 NAMES: dict[MegatronRole, str] = {

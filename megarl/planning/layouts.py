@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.divisors import divisors
+from megarl.config.model_schema import Layout
 from megarl.config.rules import layout as layout_rules
 from megarl.config.rules import placed as placed_rules
 from megarl.config.rules.model import check_model
-from megarl.config.schema import Config, Layout
+from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.planning.hardware import Cluster

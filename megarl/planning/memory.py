@@ -12,7 +12,8 @@ from megarl.resharding.families.adapters import SHARED, adapter_holder
 from megarl.resharding.families.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megarl.config.schema import Config, Layout, Lora
+    from megarl.config.model_schema import Layout, Lora
+    from megarl.config.schema import Config
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from megarl.config.schema import Config, Layout, Lora, Role
+from megarl.config.model_schema import Layout, Lora, Role
+from megarl.config.schema import Config
 from megarl.planning.memory import RankParameters
 from megarl.resharding.families import huggingface_holder, quantised_destinations, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers

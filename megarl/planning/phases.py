@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.config.schema import Config, Layout, Role, Trained
+from megarl.config.model_schema import Layout, Role, Trained
+from megarl.config.schema import Config
 from megarl.core.spans import overlap
 from megarl.planning.device_spans import ENGINE, NAMES, device_spans, reward_model_is_beside_engines
 from megarl.planning.hardware import Cluster

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.config.model_schema import Role
 from megarl.config.rules.model import check_critic_model
-from megarl.config.schema import Config, Role
+from megarl.config.schema import Config
 from megarl.config.trained_model import trained_hf_config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError

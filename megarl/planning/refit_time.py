@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.schema import Config, Layout
+from megarl.config.model_schema import Layout
+from megarl.config.schema import Config
 from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import LINK_SHARE, Cluster
 from megarl.planning.memory import item_bytes

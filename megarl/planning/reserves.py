@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.huggingface import FP8_BLOCK
-from megarl.config.schema import Config, Layout, Placed, Role, Rollout
+from megarl.config.model_schema import Layout, Placed, Role
+from megarl.config.schema import Config, Rollout
 from megarl.planning.device_spans import num_devices
 from megarl.planning.hardware import GIB
 from megarl.planning.memory import FLOAT32, item_bytes

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.config.schema import Config, Layout, Role
+from megarl.config.model_schema import Layout, Role
+from megarl.config.schema import Config
 from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.layouts import Sizes, broken_rules, training_layouts, with_engine
 from megarl.planning.memory import Recompute, item_bytes

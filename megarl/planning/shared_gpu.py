@@ -15,7 +15,8 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megarl.config.schema import Config, Placed, Role, Trained
+    from megarl.config.model_schema import Placed, Role, Trained
+    from megarl.config.schema import Config
 
 GIB = 2**30
 

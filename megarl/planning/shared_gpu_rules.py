@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.config.divisors import divisors
-from megarl.config.schema import Config, Layout
+from megarl.config.model_schema import Layout
+from megarl.config.schema import Config
 from megarl.planning.device_spans import NAMES, device_spans
 
 

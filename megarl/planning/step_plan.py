@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarl.config.schema import Config, Role
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
 from megarl.planning.device_spans import sharing
 from megarl.planning.hardware import GIB, LINK_SHARE, Cluster
 from megarl.planning.memory import item_bytes, stage_memory

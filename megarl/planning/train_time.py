@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megarl.config.schema import Layout, Trained
+from megarl.config.model_schema import Layout, Trained
 from megarl.planning.flops import expert_flops, forward_flops
 from megarl.planning.hardware import DENSE_SHARE, EXPERT_ROWS, EXPERT_SHARE, LINK_SHARE, MEMORY_SHARE, Cluster
 from megarl.planning.memory import RankParameters

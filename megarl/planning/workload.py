@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.schema import Config, Trained
+from megarl.config.model_schema import Trained
+from megarl.config.schema import Config
 from megarl.planning.passes import passes
 
 USUAL_PROMPT = 512

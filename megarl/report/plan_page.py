@@ -10,7 +10,8 @@ from string import Template
 import matplotlib
 from matplotlib.figure import Figure
 
-from megarl.config.schema import Config, Layout
+from megarl.config.model_schema import Layout
+from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.planning.device_spans import ENGINE, NAMES, device_spans
 from megarl.planning.hardware import GIB, Cluster

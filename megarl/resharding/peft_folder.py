@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megarl.config.model_schema import Lora
 from megarl.config.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
-from megarl.config.schema import Lora
 from megarl.core.errors import UserError
 from megarl.core.files import new_folder
 from megarl.resharding.execute import execute

@@ -14,7 +14,7 @@ from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
-    from megarl.config.schema import Trained
+    from megarl.config.model_schema import Trained
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
 ONE_PROCESS = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_layers=None, last_stage_layers=None)

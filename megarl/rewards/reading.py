@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.config.classifier import Kind
-from megarl.config.schema import RewardModel
+from megarl.config.model_schema import RewardModel
 from megarl.core.types import Prompt, Sample, VersionRun
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from megarl.cluster.pending import join
 from megarl.cluster.session import Session
 from megarl.config.evaluation_schema import SetEnvironment
 from megarl.config.load import dump
-from megarl.config.schema import Config, Layout, Roles
+from megarl.config.model_schema import Layout
+from megarl.config.schema import Config, Roles
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.core.timing import ElapsedTime

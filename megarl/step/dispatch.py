@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from megarl.algorithms.aggregation import imitation_weights, sample_weights
 from megarl.cluster.rank_batch import RankBatch, SampleRef, Scores
 from megarl.config.algorithm_schema import Aggregation
-from megarl.config.schema import Config, Role
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
 from megarl.core.types import SampleInfo
 from megarl.data.packing import Lengths, Packing, schedule
 from megarl.step.scoring import ScoredSample

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.model_folders import ModelFolders
-from megarl.config.schema import Config, Role
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files, seal
 from megarl.data.model_folder import read_config
 from megarl.megatron.checkpoint.conversion import reshape

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megarl.cluster.groups.ranks import worker_class
 from megarl.config.classifier import as_classifier
-from megarl.config.schema import Config, Role
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
 from megarl.data.model_folder import read_config
 from megarl.megatron.checkpoint.conversion import (

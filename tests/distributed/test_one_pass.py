@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.cluster.groups.ranks import worker_class
-from megarl.config.schema import Config, Role
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import step
 from megarl.megatron.model import head

@@ -16,7 +16,8 @@ from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch
 from megarl.cluster.session import Session
-from megarl.config.schema import Config, Limit, MegatronRole
+from megarl.config.model_schema import MegatronRole
+from megarl.config.schema import Config, Limit
 from megarl.core.collector import imports
 from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder

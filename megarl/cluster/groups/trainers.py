@@ -17,7 +17,8 @@ from megarl.cluster.rank_batch import RankBatch, Scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
-from megarl.config.schema import Config, Lora, Role
+from megarl.config.model_schema import Lora, Role
+from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.types import TokenTotals

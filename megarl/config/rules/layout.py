@@ -8,7 +8,7 @@ from collections.abc import Callable
 from math import gcd
 
 from megarl.config.divisors import divisors, listed, quotient
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 from megarl.config.violations import raise_all
 
 

@@ -17,7 +17,8 @@ from megarl.config.huggingface import (
     latent_attention,
     unsupported,
 )
-from megarl.config.schema import Config, Placed
+from megarl.config.model_schema import Placed
+from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 

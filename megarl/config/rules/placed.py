@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megarl.config.schema import Config, Placed
+from megarl.config.model_schema import Placed
+from megarl.config.schema import Config
 
 
 def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str | None:

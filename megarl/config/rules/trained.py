@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.config.learning_rate import num_updates
-from megarl.config.schema import Config, Trained
+from megarl.config.model_schema import Trained
+from megarl.config.schema import Config
 
 
 def fp8_needs_bfloat16(config: Config, trained: Trained) -> str | None:

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_repl
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import extents_of
 from megarl.megatron.model.architecture import architecture

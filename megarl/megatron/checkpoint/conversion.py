@@ -15,8 +15,8 @@ import torch
 
 from megarl.config.classifier import score_head_of
 from megarl.config.huggingface import left_out
+from megarl.config.model_schema import Layout
 from megarl.config.rules.layout import check_layout
-from megarl.config.schema import Layout
 from megarl.config.value_head import without_value_head
 from megarl.core.errors import UserError
 from megarl.core.files import Progress, new_folder, no_progress, require_room

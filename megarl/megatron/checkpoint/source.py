@@ -13,8 +13,9 @@ from typing import Any, get_args
 import torch
 from pydantic import ValidationError
 
+from megarl.config.model_schema import Layout, Role
 from megarl.config.saved import complete
-from megarl.config.schema import Config, Layout, Role
+from megarl.config.schema import Config
 from megarl.config.trained_model import trained_hf_config
 from megarl.config.value_head import with_value_head
 from megarl.core.checkpoint import Checkpoint, FileRecord, is_checkpoint

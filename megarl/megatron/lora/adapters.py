@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megarl.config.schema import Lora
+from megarl.config.model_schema import Lora
 from megarl.core import device
 from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import CanonicalShard

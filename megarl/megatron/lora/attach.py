@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch.distributed import ProcessGroup
 
-from megarl.config.schema import Lora
+from megarl.config.model_schema import Lora
 from megarl.core import device
 from megarl.megatron.lora.adapter import Adapter, Between, Factor, OuterFactor
 from megarl.resharding.families.adapters import EXPERTS, A, AdaptedWeight, B, adapted_weights

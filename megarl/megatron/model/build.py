@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.config.schema import Layout, Trained
+from megarl.config.model_schema import Layout, Trained
 from megarl.core import device
 from megarl.megatron import parallel
 from megarl.megatron.model import kernels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 from megarl.core import device
 from megarl.core.errors import UserError
 

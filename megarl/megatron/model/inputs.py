@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.core.types import TokenBatch
+from megarl.core.token_batch import TokenBatch
 from megarl.megatron.context_parallel import ContextShares, context_shares, sum_over_ranks
 from megarl.megatron.model.head import HeadRequest
 from megarl.megatron.model.layer_spec import PackedDocuments, uses_transformer_engine

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema import Trained
+from megarl.config.model_schema import Trained
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.megatron.model.layer_spec import uses_transformer_engine

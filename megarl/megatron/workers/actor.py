@@ -17,7 +17,7 @@ from megarl.config.schema import Config
 from megarl.config.value_head import with_value_head
 from megarl.core import device
 from megarl.core.metrics import Metric
-from megarl.core.types import TokenBatch
+from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel

@@ -10,7 +10,7 @@ from torch.distributed import Store
 
 from megarl.algorithms.implicit_reward import token_reward
 from megarl.config.schema import Config
-from megarl.core.types import TokenBatch
+from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel

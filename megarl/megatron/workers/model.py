@@ -11,10 +11,11 @@ import torch
 from torch.distributed import Store
 
 from megarl.config.classifier import BIAS, WEIGHT
-from megarl.config.schema import Config, MegatronRole
+from megarl.config.model_schema import MegatronRole
+from megarl.config.schema import Config
 from megarl.config.value_head import value_head_shapes
 from megarl.core import device
-from megarl.core.types import TokenBatch
+from megarl.core.token_batch import TokenBatch
 from megarl.data.collate import Reads
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config

@@ -14,12 +14,13 @@ import torch
 from torch.distributed import ProcessGroup, Store
 
 from megarl.config.learning_rate import learning_rate
-from megarl.config.schema import Config, Role
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
 from megarl.config.value_head import without_value_head
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord
 from megarl.core.metrics import Metric, merge
-from megarl.core.types import TokenBatch
+from megarl.core.token_batch import TokenBatch
 from megarl.data.collate import TokenScores, with_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step

@@ -15,7 +15,7 @@ from megarl.resharding.families.tiling import Padded, Whole
 from megarl.resharding.piece import Holder, Shard
 
 if TYPE_CHECKING:
-    from megarl.config.schema import Layout
+    from megarl.config.model_schema import Layout
 
 VOCABULARY_MULTIPLE = 128
 """The factor of tp to a multiple of which the vocabulary is padded, as Megatron does."""

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, TokenBatch, TrainingSample, VersionRun
+from megarl.core.token_batch import TokenBatch
+from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from megarl.data.packing import Packing
 from tests.packing import packing

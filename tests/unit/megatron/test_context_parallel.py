@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.types import NO_BASELINE, Prompt, Sample, TokenBatch, TrainingSample, VersionRun
+from megarl.core.token_batch import TokenBatch
+from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron.context_parallel import ContextShares, shares_of_documents, shares_of_pack
 from tests.packing import packing

@@ -20,7 +20,8 @@ from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import NO_BASELINE, TokenBatch, TrainingSample
+from megarl.core.token_batch import TokenBatch
+from megarl.core.types import NO_BASELINE, TrainingSample
 from megarl.data.collate import TokenScores, collate
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel

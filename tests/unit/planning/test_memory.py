@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 from megarl.planning.memory import layers_in_flight, rank_memory
 
 QWEN_1_5B = {

@@ -12,7 +12,7 @@ import pytest
 from megarl.cluster.groups.ranks import worker_class
 from megarl.config.classifier import as_classifier
 from megarl.config.load import load
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 from megarl.config.trained_model import trained_hf_config
 from megarl.megatron.workers.critic import CriticWorker
 from megarl.megatron.workers.preference import PreferenceWorker

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 from megarl.core.errors import UserError
 from megarl.megatron import parallel
 from megarl.planning import reserves

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 from megarl.planning.flops import attention_weights, forward_flops
 from megarl.planning.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
 from megarl.planning.parameters import ModelParameters

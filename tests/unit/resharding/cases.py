@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 
 
 def layout_of(

@@ -14,7 +14,8 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.load import load
-from megarl.config.schema import Config, Layout
+from megarl.config.model_schema import Layout
+from megarl.config.schema import Config
 from megarl.megatron import cpu_support
 from megarl.megatron.model.build import build_chunk, transformer_config
 from megarl.megatron.model.head import replace_output_layer

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.piece import Holder

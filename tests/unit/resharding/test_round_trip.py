@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 
-from megarl.config.schema import Layout
+from megarl.config.model_schema import Layout
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers

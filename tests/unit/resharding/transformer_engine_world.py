@@ -11,7 +11,7 @@ def main() -> None:
     from tests import transformer_engine
 
     transformer_engine.install()
-    from megarl.config.schema import Layout
+    from megarl.config.model_schema import Layout
     from megarl.megatron.model import build, layer_spec
     from tests.unit.resharding.megatron_world import real_rank
 

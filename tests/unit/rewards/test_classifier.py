@@ -3,7 +3,7 @@ import math
 import pytest
 
 from megarl.config.load import load
-from megarl.config.schema import RewardModel
+from megarl.config.model_schema import RewardModel
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from tests.paths import BASE

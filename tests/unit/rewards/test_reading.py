@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.load import load
-from megarl.config.schema import RewardModel
+from megarl.config.model_schema import RewardModel
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import MARK, Reader, Unreadable

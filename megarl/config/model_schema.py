@@ -1,0 +1,199 @@
+"""The sections of the models of a run: where they are, how they are shared out over ranks, and how they are trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from megarl.config.fields import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+Role = Literal["actor", "critic", "implicit_reward"]
+"""The roles of the models that a run trains."""
+
+
+MegatronRole = Literal[Role, "reward_model"]
+"""The roles of the models that run in Megatron, on ranks of their own."""
+
+
+SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+"""Short names of dtypes, which are read as the long ones."""
+
+
+def _long_dtype(value: Any) -> Any:
+    return SHORT_DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_long_dtype)]
+
+
+class Model(Section):
+    path: Annotated[str, Field(min_length=1)]
+    revision: Annotated[str, Field(min_length=1)] | None
+    dtype: Dtype
+
+
+class Layout(Section):
+    tp: PositiveInt
+    pp: PositiveInt
+    vpp: PositiveInt
+    cp: PositiveInt
+    ep: PositiveInt
+    etp: PositiveInt | None
+    dp: PositiveInt
+    sequence_parallel: bool
+    first_stage_layers: PositiveInt | None
+    last_stage_layers: PositiveInt | None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def uneven_stages(self) -> dict[str, int | None]:
+        """The keys that give a stage its own number of layers, and their values."""
+        return {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
+
+    @property
+    def expert_tp(self) -> int:
+        """The tensor parallel size of the experts."""
+        return self.tp if self.etp is None else self.etp
+
+
+class Schedule(Section):
+    name: Literal["constant", "linear", "cosine", "wsd"]
+    warmup: NonNegativeFloat
+    decay: PositiveFloat | None
+    min_lr: NonNegativeFloat
+
+
+class Optimizer(Section):
+    lr: PositiveFloat
+    schedule: Schedule
+    beta1: Annotated[float, Field(ge=0, lt=1)]
+    beta2: Annotated[float, Field(ge=0, lt=1)]
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
+    no_weight_decay: list[Annotated[str, Field(min_length=1)]]
+    clip_grad_norm: NonNegativeFloat
+    nonfinite_limit: PositiveInt
+
+
+ROUTERS = "*.gate.weight"
+"""A pattern of the routers' weights, by their Hugging Face names in every family that has experts."""
+
+
+class MegatronOverrides(Section):
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    ddp: dict[str, Any]
+
+
+class Lora(Section):
+    """Adapters beside the frozen linear layers of a model."""
+
+    rank: PositiveInt | None
+    alpha: PositiveFloat
+    targets: Literal["all_linear"]
+    share_experts: bool
+    path: Annotated[str, Field(min_length=1)] | None
+    export: Literal["merged", "adapters"]
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product of an adapter's matrices."""
+        return self.alpha / self.rank
+
+
+class Trained(Section):
+    """A model that the run trains, on ranks of its own."""
+
+    section: ClassVar[Role]
+    """The name of the section in the config."""
+
+    layout: Layout
+    optimizer: Optimizer
+    tokens_per_microbatch: PositiveInt
+    overlap_communication: bool
+    recompute: Literal["none", "selective", "full"]
+    fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None
+    frozen: list[Annotated[str, Field(min_length=1)]]
+    offload: list[Literal["parameters", "gradients", "optimizer"]]
+    threads: PositiveInt | None
+    megatron_overrides: MegatronOverrides
+
+    @property
+    def adapters(self) -> Lora | None:
+        """The adapters that are trained in place of the model's own weights, None without them."""
+        return None
+
+    @property
+    def frozen_patterns(self) -> list[str]:
+        """Patterns of the tensors that are not trained, by whichever key."""
+        return self.frozen
+
+
+class Experts(Section):
+    replay_routes: bool
+    router: Literal["free", "frozen"]
+
+
+class Actor(Trained):
+    section = "actor"
+
+    lora: Lora
+    experts: Experts
+
+    @property
+    def adapters(self) -> Lora | None:
+        return None if self.lora.rank is None else self.lora
+
+    @property
+    def frozen_patterns(self) -> list[str]:
+        return [*self.frozen, *([ROUTERS] if self.experts.router == "frozen" else [])]
+
+
+class Critic(Trained):
+    section = "critic"
+
+    trunk: Literal["own", "actor"]
+    path: Annotated[str, Field(min_length=1)] | None
+    warmup_steps: NonNegativeInt
+
+
+class ImplicitReward(Trained):
+    section = "implicit_reward"
+
+    path: Annotated[str, Field(min_length=1)] | None
+    coefficient: NonNegativeFloat
+    beta: PositiveFloat
+    success_above: FiniteFloat
+
+
+class RewardModel(Section):
+    """A model that makes forward passes only: the other keys of a trained model in Megatron are fixed."""
+
+    section: ClassVar[MegatronRole] = "reward_model"
+    overlap_communication: ClassVar[bool] = False
+    recompute: ClassVar[str] = "none"
+    fp8: ClassVar[None] = None
+    adapters: ClassVar[None] = None
+    megatron_overrides: ClassVar[MegatronOverrides] = MegatronOverrides(model={}, optimizer={}, ddp={})
+
+    engine: Literal["megatron", "vllm"]
+    path: Annotated[str, Field(min_length=1)] | None
+    reads: Literal["ids", "text", "chat"]
+    context_length: PositiveInt | None
+    weight: FiniteFloat
+    step_end: Annotated[str, Field(min_length=1)] | None
+    aggregation: Literal["mean", "sum", "min", "last"] | None
+    layout: Layout
+    tokens_per_microbatch: PositiveInt
+    offload: list[Literal["parameters"]]
+    threads: PositiveInt | None
+    kv_cache_gib: PositiveFloat
+    vllm_overrides: dict[str, Any]
+
+
+Placed = Trained | RewardModel
+"""The section of a model on ranks of its own: in Megatron, or a reward model in vLLM."""
