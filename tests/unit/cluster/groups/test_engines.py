@@ -169,6 +169,35 @@ def test_fewer_groups_than_replicas(start) -> None:
     assert [[sample.info for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
 
 
+def test_groups_that_come_one_by_one_go_where_least_is_to_do(start) -> None:
+    engines = start(2)
+    first = engines.generate([["a1", "a2", "a3"]])
+    others = [engines.generate([[name]]) for name in ("b", "c", "d")]
+    assert FakeActor.seen == {"engine-0": ["a1", "a2", "a3"], "engine-1": ["b", "c", "d"]}
+    others[0].result()
+    engines.generate([["e"]])
+    assert FakeActor.seen["engine-1"][-1] == "e"
+    first.result()
+    engines.generate([["f"]])
+    assert FakeActor.seen["engine-0"][-1] == "f"
+
+
+def test_a_loss_that_several_calls_hear_of_is_one(start, capsys) -> None:
+    """Those that hear of it late do not take it for the loss of the engine that has been started in its place."""
+    engines = start(2)
+    FakeActor.dying = {"engine-0"}
+    under_way = [engines.generate([[name, name]]) for name in ("a", "b", "c", "d")]
+    assert len(FakeActor.seen["engine-0"]) == 4
+    check_answers([under_way[0].result()[0]], [["a", "a"]])
+    FakeActor.dying, FakeActor.is_up = set(), True
+    engines.admit()
+    assert engines.names == ["engine-0", "engine-1"]
+    capsys.readouterr()
+    for pending in under_way[1:]:
+        pending.result()
+    assert engines.names == ["engine-0", "engine-1"] and not capsys.readouterr().out
+
+
 def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys) -> None:
     engines = start(3)
     FakeActor.dying = {"engine-1"}
