@@ -220,12 +220,12 @@ def rank(case: Case, packing: Packing, rank_batch: RankBatch, step: Step) -> dic
         return LocalBatch(training, rank_batch.microbatches)
 
     def collated(batch: LocalBatch) -> int:
-        batches = batch.token_batches(packing, "states", True, torch.device("cpu"))
+        batches = batch.token_batches(packing, "states", True, False, torch.device("cpu"))
         return sum(len(token_batch.tokens) for token_batch in batches)
 
     def with_log_probs(batch: LocalBatch) -> None:
         own = {item.sample.id: torch.zeros(len(item.sample.response_ids)) for item in batch.samples}
-        token_batches = batch.token_batches(packing, "states", True, torch.device("cpu"))
+        token_batches = batch.token_batches(packing, "states", True, False, torch.device("cpu"))
         for token_batch, members in zip(token_batches, batch.members, strict=True):
             with_scores(token_batch, members, {"old": own, "reference": own})
 

@@ -43,7 +43,7 @@ from tests.readme import text_of
         (
             "actor.quux",
             "actor has the keys layout, optimizer, tokens_per_microbatch, "
-            "overlap_communication, recompute, fp8, frozen, offload, threads, megatron_overrides, experts",
+            "overlap_communication, recompute, fp8, frozen, offload, threads, megatron_overrides, lora, experts",
         ),
         ("cluster.start_timeout_s", "start_timeout_s is now timeouts.start"),
         (

@@ -27,7 +27,7 @@ class Engine:
 
 
 def request(seed: int) -> TurnRequest:
-    return TurnRequest(np.array([1, 2], np.int32), 4, seed)
+    return TurnRequest(np.array([1, 2], np.int32), max_new_tokens=4, seed=seed)
 
 
 class Line:
