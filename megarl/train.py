@@ -55,7 +55,6 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
     workers.trained.present_actor()
     workers.refit.run(version=loop.state.step)
     elapsed.print(f"refit: by {workers.refit.transport}, the first")
-    workers.take_idle_shares()  # of the start
     queue = RolloutQueue(config, workers, loop.data, loop.state)
     loop.run(workers.trained, lambda: step(config, workers, loop, queue), lambda: evaluate_due(config, workers, loop))
     loop.export(workers.export)
@@ -65,6 +64,7 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
 def step(config: Config, workers: Workers, loop: Loop, queue: RolloutQueue) -> dict[str, float]:
     """Does one step: collects rollouts, trains, syncs weights. Returns its metrics; the engines' weight version is then
     its number. Rollouts that the queue has begun for later steps go on meanwhile."""
+    workers.take_idle_shares()  # of what was between the last step and this one
     watch, number = loop.stopwatch(), loop.state.step
     file = loop.folder.rollouts(number)
     rollouts = collect_rollouts(config, workers, number, queue, file, watch, loop.saver.commit)

@@ -110,7 +110,7 @@ def _check_actor(config: Config, hf_config: dict[str, Any]) -> None:
     check_model(config, hf_config)
     check_selections(config.actor, trained_hf_config(config, "actor", hf_config))
     if config.actor.adapters is not None and config.actor.lora.path is not None:
-        check_adapter_config(Path(config.actor.lora.path), config.actor.lora)
+        check_adapter_config(Path(config.actor.lora.path).expanduser(), config.actor.lora)
 
 
 def _check_critic(config: Config, actor: Mapping[str, Any], critic: dict[str, Any]) -> None:

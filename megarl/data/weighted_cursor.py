@@ -33,7 +33,6 @@ class WeightedCursor:
         self._weights, self._solved_weight = weights, solved_weight
         self._takes = 0
         self._rates: dict[int, float] = {}
-        self._taken: list[int] = []
 
     def take(self, n: int) -> list[int]:
         """Returns n indexes, which depend on nothing but the seed, the number of takes before, and the weights."""
@@ -46,18 +45,11 @@ class WeightedCursor:
             # Spirakis 2006). expovariate is a logarithm of random(), whose values Python keeps over its versions.
             arrivals = [(generator.expovariate(w), i) for i, w in enumerate(weights) if w > 0]
             taken += [i for _, i in heapq.nsmallest(n - len(taken), arrivals)]
-        self._taken += taken
         return taken
 
     def note(self, rates: Mapping[int, float]) -> None:
         """Takes up measured shares of successes, by the index of the prompt."""
         self._rates |= rates
-        self._taken.clear()
-
-    @property
-    def taken(self) -> Sequence[int]:
-        """The indexes that were taken since rates were last noted."""
-        return self._taken
 
     def metrics(self) -> dict[str, float]:
         """Returns the share of prompts that have been sampled, and the mean of their rates."""

@@ -24,7 +24,7 @@ def least_host_bytes(config: Config, models: Models, policy: ModelParameters) ->
         ]
         ranks = layout.tp * layout.cp * layout.dp
         weights = ranks * sum(stage.weights for stage in stages)
-        trained = 0 if settings.frozen_patterns else ranks * sum(stage.gradients + stage.optimizer for stage in stages)
+        trained = 0 if settings.frozen else ranks * sum(stage.gradients + stage.optimizer for stage in stages)
         parts[f"{role}: weights, gradients, optimizer"] = weights + trained
         if role == "actor" and config.has_reference and settings.adapters is None:
             parts["reference: weights"] = weights

@@ -34,7 +34,7 @@ def object_store_mib(config: Config, experts: Experts | None) -> int:
     """
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
-    at_once = max(num_samples(config), most_evaluated(config))
+    at_once = max(num_samples(config), _num_ahead(config) + most_evaluated(config))
     return FLOOR_MIB + math.ceil(at_once * sample_bytes(config, experts) / 2**20)
 
 
@@ -45,7 +45,12 @@ def num_samples(config: Config) -> int:
     if config.is_offline:
         return batch.prompts_per_step * config.trained_per_prompt
     per_prompt = batch.samples_per_prompt + config.samples_greedily
-    return (batch.sampling_rounds + config.rollout.max_staleness) * batch.prompts_per_step * per_prompt
+    return batch.sampling_rounds * batch.prompts_per_step * per_prompt + _num_ahead(config)
+
+
+def _num_ahead(config: Config) -> int:
+    """Returns the samples that are begun for later steps. They go on during an evaluation."""
+    return config.rollout.max_staleness * config.batch.prompts_per_step * config.batch.samples_per_prompt
 
 
 def most_evaluated(config: Config) -> int:

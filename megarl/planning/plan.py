@@ -110,7 +110,7 @@ def recorded(file: Path | None) -> list[int]:
         return []
     try:
         lengths = [json.loads(line)["num_response_tokens"] for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--lengths {file}: {error!r}; give a file of rollouts/ in a run's folder") from None
     if not lengths:
         raise UserError(f"--lengths {file}: it has no line; give a file of rollouts/ in a run's folder")

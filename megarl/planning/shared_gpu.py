@@ -160,7 +160,7 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
     if gpu not in span:
         return {}
     memory, extra = _memory(config, settings, hf_config, gpu - span.start), settings.megatron_overrides
-    if settings.frozen_patterns or extra.optimizer or extra.ddp:  # all of which can make the others smaller
+    if settings.frozen or extra.optimizer or extra.ddp:  # all of which can make the others smaller
         return {"parameters": memory.weights}
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
 

@@ -109,6 +109,7 @@ def with_engines_alone(config: Config) -> Config:
     ]
     rollout = {
         "sleep": False,
+        "max_staleness": 0,
         "quantization": None,
         "vllm_overrides": config.rollout.vllm_overrides | {"load_format": "auto"},
     }
@@ -119,7 +120,12 @@ def with_engines_alone(config: Config) -> Config:
         "rollout": rollout,
         "reward_model": {"path": None},
         "implicit_reward": {"coefficient": 0.0},
-        "actor": {"layout": ONE_RANK, "offload": []},
+        "actor": {
+            "layout": ONE_RANK,
+            "offload": [],
+            "lora": config.actor.lora.model_copy(update={"rank": None}),
+            "experts": config.actor.experts.model_copy(update={"replay_routes": False}),
+        },
         "critic": {"layout": ONE_RANK, "offload": []},
         "cluster": {"placement": "colocated", "roles": Roles(**dict.fromkeys(Roles.model_fields))},
     }

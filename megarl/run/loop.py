@@ -128,8 +128,7 @@ class Loop:
         cursor = self.state.cursor
         if not isinstance(cursor, WeightedCursor):
             return {}
-        indexes = {self.data[i].id: i for i in cursor.taken}
-        cursor.note({indexes[name]: rate for name, rate in rates.items()})
+        cursor.note({i: rates[name] for i in range(len(self.data)) if (name := self.data[i].id) in rates})
         return cursor.metrics()
 
     def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict) -> None:

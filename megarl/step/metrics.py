@@ -57,6 +57,9 @@ def with_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 def _version_metrics(infos: Sequence[SampleInfo], trained: int, max_staleness: int) -> dict[str, float]:
     """Returns metrics of the samples' weight versions, which are 0 where the version `trained`, from which the step's
     updates start, sampled all tokens; and where samples may be older, the share of each age of their oldest tokens."""
+    infos = [info for info in infos if info.num_response_tokens]  # a rollout that failed at once has no token
+    if not infos:
+        return {}
     ages = [trained - info.version_oldest for info in infos]
     shares = {f"weights/staleness_{age}_share": fmean(a == age for a in ages) for age in range(max_staleness + 1)}
     return {

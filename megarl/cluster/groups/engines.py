@@ -15,7 +15,7 @@ from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from megarl.cluster.failure import RunFailure, cause, write_stacks
-from megarl.cluster.groups.group import Answer
+from megarl.cluster.groups.group import CALLS_AT_ONCE, Answer
 from megarl.cluster.groups.vllm import VllmActor, VllmGroup, end_process
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
@@ -65,7 +65,7 @@ class RemoteSample:
         return cls(SampleInfo.of(sample), ray.put(sample))
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class EngineActor(VllmActor):
     """One engine. Because a method is async, Ray runs all of them in one event loop: others run while `generate` waits
     for its samples."""
@@ -105,10 +105,10 @@ class EngineActor(VllmActor):
         segments.note(own_scratch())  # vLLM makes some only when it generates
         return [Answer([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
 
-    async def exchange(self, maker: str, turns: Turns) -> dict[int, Completion]:
+    async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> dict[int, Completion]:
         """Takes turns of a process that makes rollouts, and returns those that have ended, see EngineTurns."""
         with self._whole():
-            return await self._turns[maker].exchange(turns)
+            return await self._turns[maker].exchange(turns, abandoned)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

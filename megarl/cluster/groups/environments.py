@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from megarl.cluster.groups.engines import EngineGroup, RemoteSample
-from megarl.cluster.groups.group import Answer, Group, ProcessActor
+from megarl.cluster.groups.group import CALLS_AT_ONCE, Answer, Group, ProcessActor
 from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -120,7 +120,7 @@ def _at_once(config: Config) -> int:
     return -(-config.batch.prompts_per_step * config.batch.samples_per_prompt // config.rollout.replicas)
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class EnvironmentActor(ProcessActor):
     """A process that makes rollouts. Its worker is an EnvironmentWorker."""
 
@@ -143,11 +143,13 @@ class EnvironmentActor(ProcessActor):
             listener.begin.remote(samples)
             return _put(samples)
 
-        return await _answer(self._worker.train(requests, self._turns_in(engine).sample, made))
+        turns = self._turns_in(engine)
+        return await _answer(self._worker.train(requests, turns.sample, made), turns)
 
     async def evaluate(self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config) -> Answer:
         """Makes the rollouts of an evaluation set, of_set being its recipe. Returns as `train` does."""
-        return await _answer(self._worker.evaluate(of_set, requests, self._turns_in(engine).sample, _put))
+        turns = self._turns_in(engine)
+        return await _answer(self._worker.evaluate(of_set, requests, turns.sample, _put), turns)
 
     def _turns_in(self, engine: ActorHandle) -> RemoteTurns:
         """Returns this process's turns in an engine, which outlive a call: an agent that has ended may leave some."""
@@ -156,10 +158,12 @@ class EnvironmentActor(ProcessActor):
         return self._turns[engine]
 
 
-async def _answer(rollouts: Awaitable[list[list[RemoteSample]]]) -> Answer:
+async def _answer(rollouts: Awaitable[list[list[RemoteSample]]], turns: RemoteTurns) -> Answer:
     begin = time.time()
     try:
-        return Answer(await rollouts, begin, time.time())
+        samples = await rollouts
+        await turns.end_abandoned()
+        return Answer(samples, begin, time.time())
     except RayActorError:
         return Answer(None, begin, time.time())
 

@@ -19,6 +19,10 @@ from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
 from megarl.config.schema import Limit
 
+CALLS_AT_ONCE = 100_000
+"""The calls that one event loop may have under way. Prompts that are begun ahead are a call each, and others must get
+through beside them; Ray's default is 1,000."""
+
 W = TypeVar("W")
 """The class of the workers, of which each process of the role holds one."""
 

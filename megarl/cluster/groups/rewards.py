@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.evaluation import EvaluationScorer
-from megarl.cluster.groups.group import Answer, Group, ProcessActor
+from megarl.cluster.groups.group import CALLS_AT_ONCE, Answer, Group, ProcessActor
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
 from megarl.cluster.model_folders import ModelFolders
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class RewardActor(ProcessActor):
     """The process that scores samples. Its worker is a RewardWorker. As its methods are async, Ray runs all of them in
     one event loop: samples come in while others are scored."""

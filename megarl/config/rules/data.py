@@ -118,6 +118,9 @@ def sorted_rows_keep_their_order(config: Config) -> str | None:
 
 def several_sources_are_files(config: Config) -> str | None:
     data = config.data
+    twice = next((source for source in data.sources if data.sources.count(source) > 1), None)
+    if twice is not None:
+        return f"data.more_sources: {twice} is a source twice, and its rows would have the same names; name it once"
     made = next((source for source in data.sources if is_procedural(source)), None)
     if not data.more_sources or made is None:
         return None

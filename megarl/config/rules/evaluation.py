@@ -39,6 +39,17 @@ def own_tasks_of_sets_have_an_environment(config: Config) -> str | None:
     return None
 
 
+def options_of_sets_are_of_a_class(config: Config) -> str | None:
+    for item in config.evaluation.sets:
+        own = item.environment
+        if own is not None and own.name is None and own.options:
+            return (
+                f"evaluation.sets: {item.name} has environment.options={own.options}, and nothing reads them without "
+                "environment.class; give the set one, or remove them"
+            )
+    return None
+
+
 def whole_rollouts_of_sets_are_scored(config: Config) -> str | None:
     """What reads one prompt and one response has no place for a rollout of several turns, or of several samples."""
     for item in config.evaluation.sets:
@@ -148,6 +159,7 @@ def metrics_of(config: Config, item: EvaluationSet) -> list[str]:
 RULES: tuple[Callable[[Config], str | None], ...] = (
     something_samples,
     own_tasks_of_sets_have_an_environment,
+    options_of_sets_are_of_a_class,
     whole_rollouts_of_sets_are_scored,
     sets_have_names_of_their_own,
     sets_are_evaluated,

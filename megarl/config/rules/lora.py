@@ -63,10 +63,44 @@ def reference_is_the_model(config: Config) -> str | None:
     )
 
 
+def merged_weights_stay(config: Config) -> str | None:
+    if config.actor.adapters is None or "parameters" not in config.actor.offload:
+        return None
+    return (
+        f"actor.offload={config.actor.offload}: with actor.lora.rank={config.actor.lora.rank} the weights that engines "
+        "get, with the adapters' products added, are a copy that does not move; leave parameters out of it"
+    )
+
+
+def nothing_else_of_the_model_moves(config: Config) -> str | None:
+    """Checkpoints hold adapters alone."""
+    rate = config.actor.megatron_overrides.model.get("moe_router_bias_update_rate", 0)
+    if config.actor.adapters is None or not rate:
+        return None
+    return (
+        f"actor.megatron_overrides.model.moe_router_bias_update_rate={rate}: with actor.lora.rank="
+        f"{config.actor.lora.rank} the model is frozen, and no checkpoint would have its routers' biases; set it to 0"
+    )
+
+
+def shared_experts_exchange_inside_their_layers(config: Config) -> str | None:
+    overlaps = config.actor.megatron_overrides.model.get("moe_shared_expert_overlap", False)
+    if config.actor.adapters is None or not overlaps:
+        return None
+    return (
+        "actor.megatron_overrides.model.moe_shared_expert_overlap=true: with actor.lora.rank="
+        f"{config.actor.lora.rank} adapters gather and reduce inside their layers, and this does so outside of them; "
+        "set it to false"
+    )
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     adapters_are_beside_frozen_weights,
     patterns_name_no_adapters,
     heads_are_trained_with_the_model,
     products_are_not_in_fp8,
     reference_is_the_model,
+    merged_weights_stay,
+    nothing_else_of_the_model_moves,
+    shared_experts_exchange_inside_their_layers,
 )

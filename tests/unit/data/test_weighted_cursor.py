@@ -61,9 +61,7 @@ def test_a_restored_cursor_goes_on_where_the_other_stood(before, after):
     weights = [1.0, 0.5, 2.0, 1.0, 1.0]
     cursor = WeightedCursor(5, 3, weights, 0.2)
     for n in before:
-        cursor.take(n)
-        assert len(cursor.taken) == n
-        cursor.note({i: i / 5 for i in cursor.taken})
+        cursor.note({i: i / 5 for i in cursor.take(n)})
     restored = WeightedCursor.restore(json.loads(json.dumps(cursor.state())), weights, 0.2)
     assert restored.take(after) == cursor.take(after)
     assert restored.state() == cursor.state()

@@ -38,9 +38,9 @@ class Line:
         ends = EngineTurns(self.engine)
         self.calls: list[list[int]] = []
 
-        async def exchange(turns):
+        async def exchange(turns, abandoned):
             self.calls.append([turn.seed for turn in turns.values()])
-            return await ends.exchange(turns)
+            return await ends.exchange(turns, abandoned)
 
         self.turns = RemoteTurns(exchange)
 
@@ -80,6 +80,27 @@ def test_a_turn_that_gets_ready_later_neither_waits_for_the_others_nor_holds_the
         assert not slow.done()
         line.engine.complete(1)
         assert (await slow).token_ids.tolist() == [1]
+
+    play(test)
+
+
+def test_a_turn_that_nobody_waits_for_is_ended_in_the_engine_too():
+    """The first of them has not reached it yet."""
+
+    async def test(line: Line) -> None:
+        other = line.sample(3)
+        await line.begun(3)
+        abandoned = [line.sample(seed) for seed in (1, 2)]
+        await asyncio.sleep(0)
+        abandoned[0].cancel()
+        await line.begun(2)
+        abandoned[1].cancel()
+        await asyncio.wait(abandoned)
+        await line.turns.end_abandoned()
+        assert line.engine.under_way[2].cancelled() and 1 not in line.engine.under_way
+        line.engine.complete(3)
+        assert (await other).token_ids.tolist() == [3]
+        assert not line.turns._waiting
 
     play(test)
 

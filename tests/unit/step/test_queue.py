@@ -14,6 +14,8 @@ from megarl.config.load import load
 from megarl.core.types import Prompt, SampleInfo
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptSet
+from megarl.data.weighted_cursor import WeightedCursor
+from megarl.run.loop import Loop
 from megarl.run.resume import RunState
 from megarl.step.queue import RolloutQueue, describe
 from tests.paths import BASE
@@ -129,6 +131,22 @@ def test_a_killed_run_loses_no_row_and_trains_on_none_twice(seed):
     assert rollouts.begun[: len(waiting)] == waiting, "they come before rows that nobody has begun"
     begun = rows(trained) + waiting
     assert sorted(begun) == list(range(len(begun)))
+
+
+def test_prompts_that_are_drawn_by_solve_rate_may_be_begun_ahead():
+    """Rates come steps after the draw, and of rows that an earlier attempt has drawn."""
+    config = config_of(2, "data.solved_weight=0.1")
+    state = RunState(0, WeightedCursor(len(DATA), 0, None, 0.1))
+    loop = SimpleNamespace(data=DATA, state=state)
+    for until in (2, 4):
+        trained, _ = attempt(config, Rollouts(random.Random(until)), state, until)
+        for step in trained:
+            Loop.note_solved(loop, {info.prompt_id: 1.0 for info in step})
+        state = loop.state = RunState.restore(json.loads(json.dumps(state.dump())), config, DATA)
+    assert state.cursor.state()["takes"] >= 2
+    assert (
+        len(state.cursor.state()["rates"]) == len({info.prompt_id for step in trained for info in step}) + 2 * PER_STEP
+    )
 
 
 def test_without_a_correction_the_run_warns():

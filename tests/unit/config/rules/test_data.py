@@ -28,6 +28,10 @@ FILE = "data.source=rows.jsonl"
             "data.source=arithmetic: several sources are files, and its rows are made; set",
         ),
         (
+            [FILE, "data.more_sources=[rows.jsonl]"],
+            "data.more_sources: rows.jsonl is a source twice, and its rows would",
+        ),
+        (
             [FILE, "data.more_sources=[arithmetic]"],
             "data.more_sources=arithmetic: several sources are files, and its rows",
         ),

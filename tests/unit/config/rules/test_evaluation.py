@@ -35,6 +35,10 @@ def sets(*items: str) -> str:
             "evaluation.sets: a has no functions, and rewards.functions has none",
         ),
         (
+            [sets("name: a, environment: {class: null, options: {size: 3}}")],
+            "evaluation.sets: a has environment.options={'size': 3}, and nothing reads them without environment.class",
+        ),
+        (
             [sets("name: a, source: environment")],
             "evaluation.sets: a has source=environment, tasks that an environment makes itself, and none; give it an",
         ),

@@ -31,6 +31,18 @@ LORA = "actor.lora.rank=8"
             ["algorithm.kl={coefficient: 0.1, renew_steps: 2}"],
             "algorithm.kl.renew_steps=2: with actor.lora.rank=8 the reference is the model without its adapters, which",
         ),
+        (
+            ["actor.offload=[gradients, parameters]"],
+            "actor.offload=['gradients', 'parameters']: with actor.lora.rank=8 the weights that engines get, with the",
+        ),
+        (
+            ["actor.megatron_overrides.model={moe_router_bias_update_rate: 0.001}"],
+            "moe_router_bias_update_rate=0.001: with actor.lora.rank=8 the model is frozen, and no checkpoint would",
+        ),
+        (
+            ["actor.megatron_overrides.model={moe_shared_expert_overlap: true}"],
+            "moe_shared_expert_overlap=true: with actor.lora.rank=8 adapters gather and reduce inside their layers",
+        ),
     ],
 )
 def test_broken_rule_is_reported(overrides: list[str], message: str) -> None:
