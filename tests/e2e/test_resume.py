@@ -48,7 +48,7 @@ EVALUATION = (
     "evaluation.best.metric=evaluation/a/avg@1",
 )
 """The keys of the runs that are interrupted: the other one does not evaluate, and trains as they do."""
-MEASURED = ("time/", "memory/", "throughput/", "checkpoint/")
+MEASURED = ("time/", "idle/", "memory/", "throughput/", "checkpoint/")
 """Metrics that no two runs share."""
 
 
