@@ -22,6 +22,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge_updates
 from megarl.core.types import SampleInfo, TokenTotals
+from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.step import passes
 from megarl.step.rollouts import Rollouts
@@ -99,7 +100,7 @@ def totals(scores: dict[str, torch.Tensor], updates: Sequence[Sequence[RankBatch
 def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[list[dict[str, float]], list[str], bool]:
     """Metrics of each, the actor's passes, and whether its weights have moved."""
     worker = worker_class(config, "actor")(config, folder, rank, store, threads=1)
-    before = {name: weight.clone() for name, weight in worker.parameters().items()}
+    before = {name: weight.detach().clone() for name, weight in trained_weights(worker).items()}
     actor = Actor(worker)
     critic = Scorer(worker.packing) if config.has_critic else None
     implicit_reward = Scorer(worker.packing) if config.has_implicit_reward else None
@@ -112,8 +113,12 @@ def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[lis
         train_step(config, workers, [scored(group) for group in random_groups(number)], number)
         for number in (first, first + 1)
     ]
-    moved = any(not torch.equal(weight, before[name]) for name, weight in worker.parameters().items())
+    moved = any(not torch.equal(weight, before[name]) for name, weight in trained_weights(worker).items())
     return metrics, actor.calls, moved
+
+
+def trained_weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
+    return worker.parameters() if worker.adapters is None else adapter_parameters(worker.chunks)
 
 
 def train_step(config: Config, workers: Workers, groups: list[list[ScoredSample]], number: int) -> dict[str, float]:
