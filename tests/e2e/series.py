@@ -33,7 +33,7 @@ DONE = "done\n"
 DEADLINE_S = 480
 """The seconds that one run may take."""
 
-END_S = 30
+END_S = 120
 
 OF_THE_DRIVER = {"transport"}
 """Keys of `rollout` of which an engine is not told."""
