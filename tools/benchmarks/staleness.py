@@ -19,7 +19,7 @@ from statistics import fmean
 from machine import children_cpu_seconds, machine, machine_cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, LEFT_OUT = 8, 2
+STEPS, LEFT_OUT = 7, 2
 """The steps of a run, and the first of them, in which queues fill and kernels are compiled."""
 
 RECIPE = (
@@ -29,9 +29,9 @@ RECIPE = (
     "actor.threads=1",
     "rollout.threads=1",
     "cluster.placement=disaggregated",
-    "batch={prompts_per_step: 8, prompts_per_update: 8, samples_per_prompt: 4}",
+    "batch={prompts_per_step: 4, prompts_per_update: 4, samples_per_prompt: 4}",
     # So that some responses are long, and others wait for them, as in runs that teach reasoning.
-    "rollout.max_new_tokens=64",
+    "rollout.max_new_tokens=48",
     "rollout.temperature=1.0",
 )
 
