@@ -20,8 +20,8 @@ from machine import machine, machine_cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET_S = 10
-"""Before the runs, the machine is looked at for so long: what else it does then, it may do during them. Processes of a
-run are none of this one's children, so that they cannot be told apart later."""
+"""The seconds for which the machine is looked at before the runs: what else it does then, it may do during them.
+Processes of a run are none of this one's children, so that they cannot be told apart later."""
 
 STEPS, LEFT_OUT = 7, 2
 """The steps of a run, and the first of them, in which queues fill and kernels are compiled."""
