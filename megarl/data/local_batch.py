@@ -30,6 +30,8 @@ class LocalBatch:
         self, packing: Packing, reads: Reads, truncates: bool, replays: bool, device: torch.device
     ) -> list[TokenBatch]:
         """Returns the microbatches as `collate` makes them, on the device."""
+        # Without routes the microbatches of all passes are the same.
+        replays = replays and any(item.sample.routes is not None for item in self.samples)
         key = packing, reads, truncates, replays, device
         if key not in self._collated:
             collated = [collate(members, packing, reads, truncates, replays) for members in self.members]

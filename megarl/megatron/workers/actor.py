@@ -90,7 +90,7 @@ class ActorWorker(TrainerWorker):
         """Makes a forward-only pass. The log-probs stay here for the update of the same samples, and so do the values
         that come with the policy's."""
         with self._reference() if policy == "reference" else nullcontext():
-            scored = self._forward(batch, replays=policy == "old" or not self._config.actor.experts.replay_routes)
+            scored = self._forward(batch, replays=policy == "old")
         self._keep(policy, {name: columns[:, 0] for name, columns in scored.items()})
         if policy == "old" and self._config.actor_has_values:
             self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})
