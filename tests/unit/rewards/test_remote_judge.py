@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -146,9 +147,9 @@ def test_what_passes_is_asked_again_and_what_does_not_is_not(server):
 
 
 def test_a_server_that_is_not_there_is_a_failure(server):
-    server.shutdown()
-    server.server_close()
-    [result] = judged(server, "say [[10]]")
+    with socket.socket() as held:  # bound and not listening: nobody else can answer at its port
+        held.bind(("127.0.0.1", 0))
+        [result] = judged(server, "say [[10]]", base_url=f"http://127.0.0.1:{held.getsockname()[1]}/v1")
     assert result.value is None and "could not be asked (ConnectError: " in result.failure
 
 
