@@ -15,6 +15,9 @@ import numpy as np
 from megarl.report.evaluations import PREFIX, SetSamples, render_evaluations
 from megarl.report.history import History
 from megarl.report.plots import (
+    AGE,
+    AGE_EXPLANATION,
+    AGE_TITLE,
     CHARTS,
     MAX_POINTS,
     PHASE_EXPLANATION,
@@ -24,6 +27,7 @@ from megarl.report.plots import (
     Chart,
     charted_metrics,
     draw,
+    draw_ages,
     draw_phases,
 )
 from megarl.report.viewer import MAX_CHARACTERS, Rollouts
@@ -146,11 +150,16 @@ def _charts(history: History) -> str:
     figures = [figure(REWARD.title, REWARD.explanation, draw(REWARD, history, WIDE), wide=True)]
     figures += [figure(chart.title, chart.explanation, draw(chart, history)) for chart in CHARTS]
     figures.append(figure(PHASE_TITLE, PHASE_EXPLANATION, draw_phases(history)))
+    figures.append(figure(AGE_TITLE, AGE_EXPLANATION, draw_ages(history)))
     return "".join(figures) or '<p class="note">No step has finished.</p>'
 
 
 def _other_charts(history: History) -> str:
-    others = sorted(name for name in set(history.columns) - charted_metrics() if not name.startswith(PREFIX))
+    others = sorted(
+        name
+        for name in set(history.columns) - charted_metrics()
+        if not name.startswith(PREFIX) and not AGE.fullmatch(name)
+    )
     charts = [Chart(metric, "", ((metric, metric),)) for metric in others]
     return "".join(figure(chart.title, chart.explanation, draw(chart, history)) for chart in charts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -129,6 +130,12 @@ CHARTS = (
     ),
     Chart("Throughput", "Tokens a second over the whole step.", (("throughput/tokens_per_second", "tokens/s"),)),
     Chart(
+        "Idle",
+        "Share of a step in which a group of processes had nothing to do, mean over its processes.",
+        (("idle/engines", "engines"), ("idle/actor", "actor"), ("idle/critic", "critic")),
+        share=True,
+    ),
+    Chart(
         "Memory",
         "Peak over the run's processes in GB; PSS counts shared pages once.",
         (("memory/peak_pss_gb", "PSS"), ("memory/peak_rss_gb", "RSS")),
@@ -137,6 +144,11 @@ CHARTS = (
 PHASES = ("rollout", "reward", "train", "refit")
 PHASE_TITLE = "Time by phase"
 PHASE_EXPLANATION = "Seconds of each step."
+AGE = re.compile(r"weights/staleness_(\d+)_share")
+AGE_TITLE = "Age of samples"
+AGE_EXPLANATION = (
+    "Share of a step's samples by the versions that their oldest token is behind the weights that train on it."
+)
 WIDE, NARROW = (10.4, 3.1), (5.0, 2.5)  # inches; shown at the same scale
 
 
@@ -201,18 +213,34 @@ def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | N
     phases["other"] = np.maximum(other, 0.0)  # phases that overlap may sum to more than the step
     if not any(times.any() for times in phases.values()):
         return None
-    starts = bin_starts(len(history.steps))
-    edges = np.append(history.steps[starts], history.steps[-1] + 1) - 0.5
+    return _draw_stack(PHASE_TITLE, phases, history.steps, size)
+
+
+def draw_ages(history: History, size: tuple[float, float] = NARROW) -> str | None:
+    """Draws the shares of samples of each age, stacked per step, the oldest together; None if none could be old."""
+    shares = {int(match[1]): np.nan_to_num(history[name]) for name in history.columns if (match := AGE.fullmatch(name))}
+    if not shares:
+        return None
+    most = len(SERIES) - 1
+    parts = {str(age): shares[age] for age in sorted(shares) if age < most}
+    if older := [values for age, values in shares.items() if age >= most]:
+        parts[f"{most} and more"] = np.sum(older, axis=0)
+    return _draw_stack(AGE_TITLE, parts, history.steps, size)
+
+
+def _draw_stack(title: str, parts: Mapping[str, np.ndarray], steps: np.ndarray, size: tuple[float, float]) -> str:
+    starts = bin_starts(len(steps))
+    edges = np.append(steps[starts], steps[-1] + 1) - 0.5
     with matplotlib.rc_context(STYLE):
-        figure, axes = _axes(size, history.steps)
+        figure, axes = _axes(size, steps)
         baseline = np.zeros(len(starts))
-        for (phase, times), colour in zip(phases.items(), SERIES, strict=True):
-            top = baseline + bin_means(times, starts)
-            axes.stairs(top, edges, baseline=baseline, fill=True, color=colour, linewidth=0, label=phase)
+        for (label, values), colour in zip(parts.items(), SERIES, strict=False):
+            top = baseline + bin_means(values, starts)
+            axes.stairs(top, edges, baseline=baseline, fill=True, color=colour, linewidth=0, label=label)
             baseline = top
         axes.set_ylim(bottom=0)
         _legend(axes)
-        return as_svg(figure, PHASE_TITLE)
+        return as_svg(figure, title)
 
 
 def bin_starts(num_steps: int) -> np.ndarray:

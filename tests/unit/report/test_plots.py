@@ -71,21 +71,39 @@ def test_nothing_to_draw():
     assert plots.draw_phases(history(2)) is None
 
 
-def test_phases_are_stacked_up_to_the_step_time():
-    """The phases rollout, train and refit explain 9 of 10 s: the rest is named other."""
-    times = {"time__rollout": [4.0], "time__train": [3.0], "time__refit": [2.0], "time__step": [10.0]}
-    root = ElementTree.fromstring(plots.draw_phases(history(1, **times)))
-    heights = {}
-    for path in root.iter(f"{SVG}path"):
+def heights(svg):
+    """The height of each stacked part, in units of the drawing, by the name of its colour."""
+    found = {}
+    for path in ElementTree.fromstring(svg).iter(f"{SVG}path"):
         colour = re.search(r"fill: var\((--series-\d)\)", path.get("style", ""))
         ys = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path.get("d"))]
         if colour and path.get("clip-path"):
-            heights[colour[1]] = max(ys) - min(ys)
-    assert heights.keys() == {"--series-1", "--series-2", "--series-3", "--series-4", "--series-5"}
-    unit = heights["--series-1"] / 4
+            found[colour[1]] = max(ys) - min(ys)
+    return found
+
+
+def test_phases_are_stacked_up_to_the_step_time():
+    """The phases rollout, train and refit explain 9 of 10 s: the rest is named other."""
+    times = {"time__rollout": [4.0], "time__train": [3.0], "time__refit": [2.0], "time__step": [10.0]}
+    found = heights(plots.draw_phases(history(1, **times)))
+    assert found.keys() == {"--series-1", "--series-2", "--series-3", "--series-4", "--series-5"}
+    unit = found["--series-1"] / 4
     reference = {"--series-2": 0.0, "--series-3": 3.0, "--series-4": 2.0, "--series-5": 1.0}
     for colour, seconds in reference.items():
-        assert heights[colour] / unit == pytest.approx(seconds, abs=1e-3)
+        assert found[colour] / unit == pytest.approx(seconds, abs=1e-3)
+
+
+def test_ages_are_stacked_and_the_oldest_are_one_part():
+    shares = [0.5, 0.25, 0.0, 0.0, 0.05, 0.0, 0.0, 0.2]
+    svg = plots.draw_ages(
+        history(1, **{f"weights__staleness_{age}_share": [share] for age, share in enumerate(shares)})
+    )
+    found = heights(svg)
+    unit = found["--series-1"] / 0.5
+    reference = {"--series-1": 0.5, "--series-2": 0.25, "--series-3": 0.0, "--series-4": 0.0, "--series-5": 0.25}
+    assert {colour: height / unit for colour, height in found.items()} == pytest.approx(reference, abs=1e-3)
+    assert "4 and more" in svg
+    assert plots.draw_ages(history(1, weights__staleness_max=[1.0])) is None
 
 
 def test_charts_are_reproducible_and_use_the_colours_of_the_page():
