@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 
-def exhaustive_but(cases: Iterable[str], *kept: str) -> list[Any]:
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+def exhaustive_but(cases: Iterable[Any], *kept: str) -> list[Any]:
+    """Cases that are marked already, such as newest_of's, are kept, too."""
+    return [
+        case if case in kept or not isinstance(case, str) else pytest.param(case, marks=pytest.mark.exhaustive)
+        for case in cases
+    ]
 
 
 def newest_of(cases: Iterable[str], *representatives: str) -> list[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_ranks
-from tests.marks import newest_of
+from tests.marks import exhaustive_but, newest_of
 from tests.parity import (
     Outcome,
     RankResult,
@@ -142,13 +142,18 @@ def check(folder: Path, reference: Outcome, layout: str, variant: str, variants:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"))
+@pytest.mark.parametrize(
+    "layout",
+    exhaustive_but(
+        newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"), "DP2", "TP2", "PP3, uneven", "PP2, VPP2", "CP2, TP2, SP"
+    ),
+)
 def test_dense_model(dense, dense_outcome, layout, variant):
     check(dense, dense_outcome, DENSE[layout], variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", newest_of(EXPERTS, "EP2, TP2, ETP2", "EP2, PP2, VPP2"))
+@pytest.mark.parametrize("layout", exhaustive_but(newest_of(EXPERTS, "EP2, TP2, ETP2", "EP2, PP2, VPP2"), "EP2, CP2"))
 def test_mixture_of_experts(experts, expert_outcome, layout, variant):
     check(experts, expert_outcome, EXPERTS[layout], variant)
 

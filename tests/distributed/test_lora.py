@@ -292,7 +292,14 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize(("model", "pair"), [(model, pair) for model, pairs in PAIRS.items() for pair in pairs])
+@pytest.mark.parametrize(
+    ("model", "pair"),
+    [
+        pytest.param(model, pair, marks=pytest.mark.exhaustive if place else ())
+        for model, pairs in PAIRS.items()
+        for place, pair in enumerate(pairs)
+    ],
+)
 def test_adapters_go_on_bit_for_bit_and_through_another_layout(request, tmp_path, model, pair):
     *layouts, shares = pair
     folder = request.getfixturevalue(model)

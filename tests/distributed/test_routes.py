@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megarl.core.types import NO_ROUTE, Sample
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
-from tests.marks import newest_of
+from tests.marks import exhaustive_but, newest_of
 from tests.parity import (
     EPS,
     LR,
@@ -85,14 +85,18 @@ def trained(folder: Path, layout: str) -> list:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", newest_of(LAYOUTS, "TP2, SP, EP2", "PP2, VPP2, EP2"))
+@pytest.mark.parametrize(
+    "layout", exhaustive_but(newest_of(LAYOUTS, "TP2, SP, EP2", "PP2, VPP2, EP2"), "one process", "CP2, EP2")
+)
 def test_replayed_training_is_that_of_a_plain_model(folder, outcome, layout, variant):
     """The gradient of the routers, too, which have no other than that of the scores of the replayed experts."""
     ranks = [rank[variant] for rank in trained(folder, LAYOUTS[layout])]
     assert_same_training(folder, ranks, outcome)
 
 
-@pytest.mark.parametrize("layout", newest_of(LAYOUTS, "TP2, SP, EP2"))
+@pytest.mark.parametrize(
+    "layout", exhaustive_but(newest_of(LAYOUTS, "TP2, SP, EP2"), "one process", "PP2, VPP2, EP2", "CP2, EP2")
+)
 def test_metrics_are_counted_over_all_ranks(folder, outcome, reference, layout):
     """All layouts count the same tokens where no sample shares some with others."""
     reported = [rank["nothing shared"].metrics for rank in trained(folder, LAYOUTS[layout])]

@@ -112,7 +112,8 @@ class Run:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(DEADLINE_S)
         for process in self.processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it may end with another
+                process.kill()
         self._process.wait()
 
     @property

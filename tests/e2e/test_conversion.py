@@ -37,7 +37,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n
 def sampled(folder: Path) -> list[Sample]:
     """Returns samples of an engine that loads the folder itself, in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=engine_context()) as process:
-        return process.submit(_sample, folder).result(timeout=300)
+        return process.submit(_sample, folder).result(timeout=540)
 
 
 def _sample(folder: Path) -> list[Sample]:

@@ -61,7 +61,7 @@ def train(folder: Path, *overrides: str) -> Path:
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(given))
     command = [sys.executable, "-m", "megarl.cli", "train", str(folder / "recipe.yaml"), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return folder / "runs" / "tiny"
 

@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from multiprocessing.connection import Connection
@@ -53,7 +54,7 @@ from tests.paths import BASE
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 180
+DEADLINE_S = 400
 STACKS, STACKS_S = "stacks.txt", 2
 """The file with the stacks of a process that does not answer, and the time that it has to write them."""
 BUCKET_BYTES = 2**16
@@ -89,9 +90,12 @@ class Remote:
 
     def _stacks(self) -> str:
         """Returns where its threads are."""
+        stacks = Path(self._scratch.name) / STACKS
+        if not stacks.exists():
+            return f"it has not begun to serve; its exit code is {self._process.exitcode}"
         os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(STACKS_S)
-        return (Path(self._scratch.name) / STACKS).read_text()
+        return stacks.read_text()
 
     def call(self, method: str, *args):
         self.send(method, *args)
@@ -109,7 +113,8 @@ class Remote:
         family = [own, *own.children(recursive=True)]
         segments = {path for process in family for path in mapped_shared_memory(process)}
         for process in family:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # a worker ends with its parent
+                process.kill()
         self._process.join()
         psutil.wait_procs(family, DEADLINE_S)
         for path in segments:
@@ -438,7 +443,7 @@ class Trainers:
         return SharedMemory({h.name: p for h, p in zip(self.holders, self.call("publish", for_refit), strict=True)})
 
     def rendezvous(self) -> Rendezvous:
-        return Rendezvous("127.0.0.1", self._rendezvous.port, "refit", DEADLINE_S)
+        return Rendezvous("127.0.0.1", self._rendezvous.port, "refit", DEADLINE_S / 3)
 
     def log_probs(self, samples) -> dict[str, list[float]]:
         """The last rank has them in every layout."""

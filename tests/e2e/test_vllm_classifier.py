@@ -44,7 +44,7 @@ def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
 
 def vllm_scores(folders: Sequence[Path]) -> list[list[list[float]]]:
     with ProcessPoolExecutor(1, mp_context=engine_context()) as pool:
-        return pool.submit(in_vllm, folders).result(timeout=300)
+        return pool.submit(in_vllm, folders).result(timeout=540)
 
 
 def test_it_scores_as_megatron_does(reward_model):  # noqa: F811

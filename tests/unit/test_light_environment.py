@@ -93,7 +93,7 @@ def run(site: Path, *command: str, cwd: Path) -> subprocess.CompletedProcess[str
     # Runs may not lie in the folder of temporary files, which that of the tests may be in.
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "HOME": str(site), "TMPDIR": "/var/tmp"}
     command = [sys.executable, "-S", *command]  # without the site's packages
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_nothing_else_is_there(site, tmp_path):

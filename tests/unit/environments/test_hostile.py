@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,10 +86,8 @@ def test_an_answer_of_ten_megabytes(pool, function, answer, value, unit):
 @pytest.mark.parametrize("response", ["a" * 60 + "!", "a" * 10_000_000 + "!"])
 def test_a_catastrophic_pattern_fails_and_its_process_lives_on(pool, response):
     [before] = [child.group for child in pool._children]
-    begin = time.monotonic()
     # Of ten megabytes, the search may come to the limit of memory first.
     assert call(pool, "regex", response).failure in ("raised TimeoutError: regex timed out", "raised MemoryError: ")
-    assert time.monotonic() - begin < TIMEOUT_S
     assert [child.group for child in pool._children] == [before]
     assert call(pool, "regex", "aaa").value == 1.0
 

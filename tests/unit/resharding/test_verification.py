@@ -60,6 +60,7 @@ def test_an_engine_that_holds_the_weights_is_found_right(case):
         check_weights(holder, vllm_shard(config, random_checkpoint(config), tp, rank), expected)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=25)
 @given(configs(), st.integers(1, 40))
 def test_a_sample_of_the_weights_is_found_right(case, num_elements):
@@ -72,6 +73,7 @@ def test_a_sample_of_the_weights_is_found_right(case, num_elements):
         check_weights(holder, vllm_shard(config, random_checkpoint(config), tp, rank), expected)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=25)
 @given(configs(), st.integers(0, 5))
 def test_padding_of_experts_is_written_and_checked(case, extra):

@@ -103,14 +103,14 @@ def test_what_hung_is_started_again_later(tmp_path: Path, stand_in, capfd) -> No
     mark = tmp_path / "mark"
     hang_once = f"os.path.exists({str(mark)!r}) or (open({str(mark)!r}, 'w'), time.sleep(1000))"
     taken = stand_in(log=hang_once)
-    tracker = make_tracker(tmp_path, timeout_s=3, restart_s=0)
+    tracker = make_tracker(tmp_path, timeout_s=15, restart_s=0)
     tracker.write(1, {"reward/mean": 1.0})
     tracker.write(2, {"reward/mean": 2.0})
     wait_for(lambda: taken.read_text() != "")
     end_all([tracker], 30)
     assert taken.read_text().splitlines() == ["2 2.0", "finished"]
     out, err = capfd.readouterr()
-    assert "no answer in 3 s (trackers.timeout_s)" in err and "lacks 1 of 2 steps" in out
+    assert "no answer in 15 s (trackers.timeout_s)" in err and "lacks 1 of 2 steps" in out
 
 
 def test_a_tracker_that_raises_loses_its_own_rows_and_says_so_once(tmp_path: Path, stand_in, capfd) -> None:
