@@ -75,7 +75,7 @@ def test_agents_fail_by_themselves():
     rollouts = play("Delegator", *((name, fine if name == "fine" else says("a", "b", "c")) for name in names))
     failures = [samples[-1].episode.failure for samples in rollouts]
     assert failures[0] == "run raised KeyError: 'broken agent'" and "agents.py" in rollouts[0][0].episode.stack
-    assert failures[1] == "run did not return within 4 s"
+    assert failures[1] == "run did not return within 10 s"
     assert failures[2] == "the agent sent no request to the endpoint" and len(rollouts[2][0].response_ids) == 0
     assert failures[3:] == [None, None]
     assert [samples[-1].episode.outcome for samples in rollouts[3:]] == [0.0, 2.0]
@@ -89,7 +89,7 @@ def test_a_class_that_is_derived_from_nothing():
 
 def test_an_agent_that_blocks_or_ends_its_process_costs_its_rollouts():
     [[sample]] = play("Blocked", ("fine", says("a")))
-    assert sample.episode.failure == "run did not return within 4 s"
+    assert sample.episode.failure == "run did not return within 10 s"
     [[sample]] = play("Delegator", ("exit", says("a")))
     assert sample.episode.failure == "the environment ended its process (exit status 3)"
 
